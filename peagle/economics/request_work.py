@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from peagle.economics.ledger import readable
 from peagle.economics.segments import REQUESTS, Segment, segments
-from peagle.economics.spending import DAY_S, Whose, day_of
+from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import VERSION, RequestUsage
 from peagle.economics.work import Work
@@ -26,13 +26,13 @@ _COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_token
 _SUMMED = ("num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
 
 
-def read_work(folder: Place) -> Mapping[Whose, Work]:
+def read_work(folder: Place) -> Mapping[SpendingGroup, Work]:
     """The work of all requests and batches of a ledger.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found: defaultdict[Whose, Work] = defaultdict(Work)
+    found: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for whose, work in WorkReader(folder).new():
         found[whose] += work
     return found
@@ -45,7 +45,7 @@ class WorkReader:
         self._folder = folder
         self._read_bytes: defaultdict[str, int] = defaultdict(int)
 
-    def new(self) -> Iterator[tuple[Whose, Work]]:
+    def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
         """The work since the last call, in parts.
 
         Raises:
@@ -75,7 +75,7 @@ class WorkReader:
                 stretches.append([segment])
         return stretches
 
-    def _read(self, stretch: list[Segment]) -> Iterator[tuple[Whose, Work]]:
+    def _read(self, stretch: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
         first, last = stretch[0], stretch[-1]
         begin = first.begin + self._read_bytes[first.name]
         with open_to_read(first.path) as file:
@@ -108,7 +108,7 @@ def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
             yield lines + end
 
 
-def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Work]]:
+def _of_piece(path: Place, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
     import pyarrow as pa
 
     try:
@@ -119,9 +119,9 @@ def _of_piece(path: Place, piece: bytes) -> list[tuple[Whose, Work]]:
     return found
 
 
-def _of_request(request: RequestUsage) -> tuple[Whose, Work]:
+def _of_request(request: RequestUsage) -> tuple[SpendingGroup, Work]:
     usage = request.usage
-    whose = Whose(
+    whose = SpendingGroup(
         day_of(usage.finished_at), usage.session_id, request.key, request.model, request.drafter, request.tags
     )
     return whose, Work.of(usage, request.usd, request_s=usage.finished_at - usage.started_at)
@@ -190,7 +190,7 @@ def _require_believable(table: "pa.Table") -> None:
         tags_from_text(NO_TAGS if text is None else text)
 
 
-def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
+def _sums(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
     import pyarrow.compute as pc
 
     days = pc.cast(pc.floor(pc.divide(table.column("finished_at"), float(DAY_S))), "int64")
@@ -199,7 +199,7 @@ def _sums(table: "pa.Table") -> Iterator[tuple[Whose, Work]]:
     table = table.append_column("request_s", request_s)
     sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, *_SUMMED)])
     for row in sums.to_pylist():
-        whose = Whose(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
+        whose = SpendingGroup(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
         yield (
             whose,
             Work(

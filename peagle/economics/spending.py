@@ -80,7 +80,7 @@ class Days:
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
+class SpendingGroup:
     """Spending that is never told apart: its day, its engine and its payer.
 
     Attributes:
@@ -154,7 +154,7 @@ class Ledger:
 
     run: str
     sessions: Sequence[EngineSession]
-    work: Mapping[Whose, Work]
+    work: Mapping[SpendingGroup, Work]
     then: Callable[[EngineSession, float], EngineSession]
 
 
@@ -187,7 +187,7 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
 
     The charges of all days are the same however they are cut into periods.
     """
-    work_of: defaultdict[str, list[tuple[Whose, Work]]] = defaultdict(list)
+    work_of: defaultdict[str, list[tuple[SpendingGroup, Work]]] = defaultdict(list)
     for whose, work in ledger.work.items():
         work_of[whose.session_id].append((whose, work))
     for session in ledger.sessions:
@@ -207,7 +207,7 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         yield from (_charge(ledger.run, None, whose, spend) for whose, spend in spends if whose.day in days)
 
 
-def _on_work(session: EngineSession | None, whose: Whose, work: Work) -> Spend:
+def _on_work(session: EngineSession | None, whose: SpendingGroup, work: Work) -> Spend:
     """The spending on committed work, with what was saved of it."""
     baseline = Baseline.from_text(session.baseline) if session else None
     gain = gain_of(work, has_drafter=whose.drafter is not None, baseline=baseline)
@@ -221,14 +221,14 @@ def _overheads(
     then: Callable[[EngineSession, float], EngineSession],
     days: range,
     paid: Iterable[tuple[int, float]],
-) -> Iterator[tuple[Whose, Spend]]:
+) -> Iterator[tuple[SpendingGroup, Spend]]:
     """The part of an engine's cost that no work pays for, by day.
 
     Args:
         days: all days of its life, and until its last work was committed.
         paid: days of committed work, and its dollars.
     """
-    nobody = Whose(days.start, session.session_id, "", session.model, session.drafter, session.tags)
+    nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
         yield from ((replace(nobody, day=day), Spend(is_priced=False)) for day in days)
@@ -251,7 +251,7 @@ def _overheads(
             yield replace(nobody, day=day), spend
 
 
-def _charge(run: str, session: EngineSession | None, whose: Whose, spend: Spend) -> Charge:
+def _charge(run: str, session: EngineSession | None, whose: SpendingGroup, spend: Spend) -> Charge:
     return Charge(
         day=whose.day,
         run=run,

@@ -17,7 +17,7 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import ASSUMED, STAND_IN
 from peagle.economics.request_work import read_work
 from peagle.economics.sessions import EngineFacts, session_at
-from peagle.economics.spending import Ledger, Whose, day_of
+from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineSession
 from peagle.economics.work import Work
@@ -216,9 +216,9 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
     usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
-    work: defaultdict[Whose, Work] = defaultdict(Work)
+    work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
     for usage in usages:
-        whose = Whose(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
+        whose = SpendingGroup(day_of(usage.finished_at), usage.session_id, "", about["model"], about["drafter"], tags)
         usd = usage.busy_s * usd_per_s[usage.session_id]
         work[whose] += Work.of(usage, usd, request_s=usage.busy_s * at_once)
     return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))

@@ -18,7 +18,7 @@ from typing import Any
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.spending import Days, Ledger, Whose, charges, day_number, day_of
+from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
 from peagle.economics.usage import UnitUsage
 from peagle.economics.work import Work
@@ -28,7 +28,7 @@ from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.budget_watch import budget_of
 from pipelines.online.gateway.shared import Payer
-from pipelines.online.sums import MINUTE_S, Cell, Sums, coarse
+from pipelines.online.sums import MINUTE_S, RequestGroup, Sums, coarse
 from pipelines.online.totals import totals_of
 
 
@@ -92,11 +92,11 @@ class CostView:
         charged = charges(ledger, days)
         return statement((one for one in charged if key in (None, one.key)), by, days)
 
-    def _work(self) -> Mapping[Whose, Work]:
-        work: defaultdict[Whose, Work] = defaultdict(Work)
+    def _work(self) -> Mapping[SpendingGroup, Work]:
+        work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
         for cell, sums in self.totals.cells.items():
             day = day_of(cell.minute * MINUTE_S)
-            whose = Whose(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
+            whose = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
             work[whose] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
         return work
 
@@ -201,7 +201,7 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
     }
 
 
-def _grouped(cells: dict[Cell, Sums], name_of: Callable[[Cell], str]) -> dict[str, Any]:
+def _grouped(cells: dict[RequestGroup, Sums], name_of: Callable[[RequestGroup], str]) -> dict[str, Any]:
     groups: defaultdict[str, list[Sums]] = defaultdict(list)
     for cell, sums in cells.items():
         groups[name_of(cell)].append(sums)

@@ -36,7 +36,7 @@ _NEEDED_WINDOW_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
+class LiveGroup:
     """Requests that are never told apart."""
 
     key: str
@@ -69,7 +69,7 @@ class LiveView:
         self._cost = cost
         self._break_even = break_even
         self._now = now
-        self._steps: dict[int, defaultdict[Whose, _Cell]] = {}
+        self._steps: dict[int, defaultdict[LiveGroup, _Cell]] = {}
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         cost.totals.follow(self)
@@ -145,7 +145,7 @@ class LiveView:
             self._add(request)
 
     def _add(self, request: RequestUsage) -> None:
-        usage, whose = request.usage, Whose(request.key, request.model)
+        usage, whose = request.usage, LiveGroup(request.key, request.model)
         last = int(usage.finished_at // STEP_S)
         if last < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
             return
@@ -157,7 +157,7 @@ class LiveView:
         for step, share in spread_over_steps(begins_at, usage.finished_at):
             self._cell(step, whose).num_tokens_made += share * usage.num_output_tokens
 
-    def _cell(self, step: int, whose: Whose) -> _Cell:
+    def _cell(self, step: int, whose: LiveGroup) -> _Cell:
         return self._steps.setdefault(step, defaultdict(_Cell))[whose]
 
     def _forget(self, last: int) -> None:

@@ -129,7 +129,7 @@ _BY_THE_HOUR_AFTER, _BY_THE_DAY_AFTER = 2 * _DAY, 60 * _DAY
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RequestGroup:
     """Which requests were added up."""
 
     minute: int
@@ -184,9 +184,9 @@ def coarse(minute: int, now: int) -> int:
     return minute // step * step
 
 
-def merged(cells: dict[Cell, Sums], now: int) -> dict[Cell, Sums]:
+def merged(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
     """The same sums, fewer where they are long ago."""
-    kept: dict[Cell, Sums] = {}
+    kept: dict[RequestGroup, Sums] = {}
     for cell, sums in cells.items():
         minute = coarse(cell.minute, now)
         cell = cell if minute == cell.minute else replace(cell, minute=minute)
@@ -202,17 +202,17 @@ _log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class TotalsCheckpoint:
     """The contents of `Totals` and of `RequestReader.marks`."""
 
     marks: Mapping[str, tuple[int, str]]
-    cells: dict[Cell, Sums]
+    cells: dict[RequestGroup, Sums]
     spent_by_day: Mapping[str, Mapping[int, float]]
     batches: set[str]
     prices: Mapping[str, TokenPrice]
 
 
-def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
     """Replace the file.
 
     Raises:
@@ -226,7 +226,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         file.write(json.dumps({"sha256": digest.hexdigest()}).encode() + b"\n")
 
 
-def read_checkpoint(path: Path) -> Checkpoint | None:
+def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
     """Read the checkpoint's file.
 
     None where there is none, or one that is damaged or of another version.
@@ -241,7 +241,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         return None
 
 
-def _lines(checkpoint: Checkpoint) -> Iterator[bytes]:
+def _lines(checkpoint: TotalsCheckpoint) -> Iterator[bytes]:
     head = {
         "version": _VERSION,
         "marks": checkpoint.marks,
@@ -254,20 +254,20 @@ def _lines(checkpoint: Checkpoint) -> Iterator[bytes]:
         yield json.dumps(_row(cell, sums)).encode() + b"\n"
 
 
-def _read(lines: Iterator[bytes]) -> Checkpoint:
+def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     digest = hashlib.sha256()
     first = next(lines, b"")
     digest.update(first)
     head = json.loads(first)
     if head["version"] != _VERSION:
         raise ValueError(f"its version is {head['version']!r}")
-    cells: dict[Cell, Sums] = {}
+    cells: dict[RequestGroup, Sums] = {}
     for line in lines:
         row = json.loads(line)
         if isinstance(row, dict):
             if row["sha256"] != digest.hexdigest():
                 raise ValueError("it is damaged")
-            return Checkpoint(
+            return TotalsCheckpoint(
                 marks={name: (position, mark) for name, (position, mark) in head["marks"].items()},
                 cells=cells,
                 spent_by_day={
@@ -283,7 +283,7 @@ def _read(lines: Iterator[bytes]) -> Checkpoint:
     raise ValueError("it ends early")
 
 
-def _row(cell: Cell, sums: Sums) -> list[Any]:
+def _row(cell: RequestGroup, sums: Sums) -> list[Any]:
     usage = sums.usage
     speculation = usage.speculation
     return [
@@ -295,9 +295,9 @@ def _row(cell: Cell, sums: Sums) -> list[Any]:
     ]
 
 
-def _from_row(row: list[Any]) -> tuple[Cell, Sums]:
+def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
     names, counts, rows, made, drafts = row
-    cell = Cell(*names)
+    cell = RequestGroup(*names)
     usage = UnitUsage(
         session_id=cell.session_id,
         num_rows=rows[0],

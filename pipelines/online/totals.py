@@ -22,10 +22,10 @@ from peagle.economics.usage import RequestUsage
 from pipelines.online.budgets import Budgets
 from pipelines.online.sums import (
     MINUTE_S,
-    Cell,
-    Checkpoint,
+    RequestGroup,
     Sums,
     TokenPrice,
+    TotalsCheckpoint,
     merged,
     read_checkpoint,
     write_checkpoint,
@@ -40,7 +40,7 @@ _POLL_S = 0.02
 _log = logging.getLogger("ray.serve")
 
 
-class Follower(Protocol):
+class LedgerFollower(Protocol):
     """Told of a ledger from some moment on."""
 
     def begin(self, totals: "Totals") -> None:
@@ -63,7 +63,7 @@ class Totals:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._reader = RequestReader(folder)
-        self.cells: dict[Cell, Sums] = {}
+        self.cells: dict[RequestGroup, Sums] = {}
         self.budgets = Budgets()
         self.prices: dict[str, TokenPrice] = {}
         self._was_read = False
@@ -71,8 +71,8 @@ class Totals:
         self._num_unsaved = 0
         self._checkpoint = folder / CHECKPOINT_NAME
         self._lock = threading.RLock()
-        self._followers: list[Follower] = []
-        self._joining: list[Follower] = []  # whoever follows never waits for a long look
+        self._followers: list[LedgerFollower] = []
+        self._joining: list[LedgerFollower] = []  # whoever follows never waits for a long look
         self._is_restored = False
         self._thread: threading.Thread | None = None
 
@@ -81,7 +81,7 @@ class Totals:
         """Whether the ledger was read to its end once, and followers were told."""
         return self._was_read and not self._joining
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, follower: LedgerFollower) -> None:
         """Be told of each line, from the next look on."""
         self._joining.append(follower)
 
@@ -166,7 +166,7 @@ class Totals:
         try:
             write_checkpoint(
                 self._checkpoint,
-                Checkpoint(
+                TotalsCheckpoint(
                     marks=self._reader.marks(),
                     cells=self.cells,
                     spent_by_day=self.budgets.read_by_day,
@@ -185,7 +185,7 @@ class Totals:
 
     def _add(self, request: RequestUsage) -> None:
         minute = int(request.usage.finished_at // MINUTE_S)
-        cell = Cell(minute, request.usage.session_id, request.key, request.model, request.drafter, request.tags)
+        cell = RequestGroup(minute, request.usage.session_id, request.key, request.model, request.drafter, request.tags)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
         self._newest_minute = max(minute, self._newest_minute)
         self.budgets.hear(request)

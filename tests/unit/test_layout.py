@@ -4,10 +4,11 @@ Which folder may import which is in `pyproject.toml`, for `lint-imports`.
 """
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
-from source_tree import MODULES, TREES
+from source_tree import MODULES, trees
 
 MOST_LINES = 350
 LONGEST_CHAIN = 20
@@ -39,7 +40,7 @@ def children(node: ast.AST) -> list[ast.stmt]:
 def imports(*, in_functions: bool) -> dict[str, set[str]]:
     return {
         name: {one for one in imported(tree.body, in_functions=in_functions) if one in MODULES and one != name}
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
     }
 
 
@@ -63,7 +64,7 @@ def test_no_chain_of_imports_is_too_long_to_follow() -> None:
 
 def first_lines() -> Iterator[tuple[str, str]]:
     """Of each docstring, where it is and its first line."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
@@ -75,3 +76,12 @@ def test_a_docstring_begins_with_a_short_line_that_names_the_thing() -> None:
     wrong = [f"{where}: {line}" for where, line in first_lines() if len(line) > LONGEST_FIRST_LINE]
     wrong += [f"{where}: {line}" for where, line in first_lines() if line.startswith("What ")]
     assert wrong == []
+
+
+def test_a_public_class_shares_its_name_with_no_other():
+    homes = defaultdict(list)
+    for name, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(name)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -9,7 +9,7 @@ import pytest
 from peagle.economics import request_work
 from peagle.economics.ledger import append_request
 from peagle.economics.request_work import read_work
-from peagle.economics.spending import Whose
+from peagle.economics.spending import SpendingGroup
 from peagle.economics.work import Work
 from peagle.speculation import SpeculationStats
 from tests.unit.pipelines.online.ledgers import a_request
@@ -63,7 +63,7 @@ def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
     assert found.keys() == expected.keys()
     for whose, work in found.items():
         assert asdict(work) == pytest.approx(asdict(expected[whose]))
-    assert found[Whose(0, "s0", "k0", "m", None, "{}")] == Work(
+    assert found[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
         num_requests=1,
         num_prompt_tokens=100,
         num_output_tokens=41,

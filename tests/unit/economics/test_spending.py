@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.sessions import session_at
-from peagle.economics.spending import DAY_S, Days, Ledger, Spend, Whose, charges, day_number, day_of
+from peagle.economics.spending import DAY_S, Days, Ledger, Spend, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import statement
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.economics.work import Work
@@ -72,7 +72,7 @@ def ledgers(draw):
 def of_units(sessions, units):
     work = {}
     for index, unit in enumerate(units):
-        whose = Whose(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
+        whose = SpendingGroup(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
         work[whose] = work.get(whose, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)
     return ledger(sessions, work)
 
@@ -133,7 +133,7 @@ def test_any_order_of_records_and_any_grouping_give_the_same_sums_to_the_last_di
 def test_work_counts_on_the_day_on_which_it_is_committed_and_so_do_its_seconds():
     """A unit of 30 s that is committed 20 s after midnight, on an engine that is there for nothing else."""
     one = session(started_at=DAY_S - 10.0, busy_s=30.0)
-    committed = {Whose(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
+    committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
     found = list(charges(ledger([one], committed), Days()))
     assert [(charge.day, charge.spend.attributed_usd) for charge in found] == [(1, 0.6)]
     lost = list(charges(ledger([one], {}), Days()))
@@ -153,8 +153,8 @@ def test_seconds_that_turn_out_to_be_compiling_are_not_counted_twice():
 
 def test_overhead_belongs_to_no_key_and_a_batch_to_its_own():
     work = {
-        Whose(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0),
-        Whose(0, "batch_1", "bob", "m", None, "{}"): Work(usd=3),
+        SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0),
+        SpendingGroup(0, "batch_1", "bob", "m", None, "{}"): Work(usd=3),
     }
     rows = statement(charges(ledger([session(load_s=50.0, busy_s=60.0)], work), Days()), ("key",), Days())["rows"]
     assert [(row["key"], row["usd"]["attributed"], row["usd"]["overhead"], row["usd"]["lost"]) for row in rows] == [
@@ -163,7 +163,7 @@ def test_overhead_belongs_to_no_key_and_a_batch_to_its_own():
 
 
 def test_what_has_no_price_is_unknown_and_never_nothing():
-    work = {Whose(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0, num_output_tokens=5)}
+    work = {SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0, num_output_tokens=5)}
     result = statement(charges(ledger([session(busy_s=60.0, usd_per_device_s=0.0)], work), Days()), ("key",), Days())
     assert [row["usd"]["total"] for row in result["rows"]] == [None, 1.0]
     total = result["total"]
@@ -184,7 +184,7 @@ def test_days_are_counted_in_utc():
 def test_spot_is_compared_with_all_that_was_kept_on_demand():
     """Of 35 s at 0.02 USD five are lost: the other 30 s would have cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
-    work = {Whose(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
+    work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
     gain = spent(ledger([spot], work)).gain
     assert (gain.spot_usd, gain.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
     assert spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).gain.unpriced_spot_usd == pytest.approx(
