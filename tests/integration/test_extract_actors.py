@@ -35,6 +35,7 @@ def contents(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.soak
 def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job, target, tmp_path):
     extract(job(tmp_path / "alone"), lambda done, total: None)
     seen = []

@@ -13,7 +13,7 @@ from peagle.ports import free_port
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import command_line, descendants
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 MIB = 1 << 20
 NUM_CLIENTS = 12
 DATA = bytes(range(256)) * (48 * MIB // 256)
