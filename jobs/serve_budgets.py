@@ -64,14 +64,15 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from peagle.economics.shared_budgets import changing_budgets, shared_budget
+    from peagle.economics.shared_budgets import SharedBudget, changing_budgets
     from peagle.errors import ConfigError
     from peagle.files import make_folder
+    from peagle.records import record_of
 
     if args.budget_usd is None:
         raise ConfigError("set needs --budget-usd")
     values = {"name": args.name, "budget_usd": args.budget_usd, "budget_every": args.every}
-    budget = shared_budget(values, where="the budget")
+    budget = record_of(SharedBudget, values, where="the budget")
     make_folder(path.parent)
     with changing_budgets(path) as budgets:
         budgets[budget.name] = budget

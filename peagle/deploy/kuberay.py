@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from peagle.deploy.pods import CONFIG_FOLDER, FOLDER, KEYS_FOLDER, PodOptions, ray_cluster
-from peagle.deploy.workload import Workload, require_reachable
+from peagle.deploy.workload import Workload, require_reachable, require_servable
 from peagle.errors import ConfigError
 
 # KubeRay adds a suffix of 6 letters for a cluster, and 11 for each job of a RayCronJob
@@ -136,16 +136,14 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
 
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     keys = workload.keys
-    if not keys.get("keys"):
-        raise ConfigError(
-            "the configuration names no file of keys, and a Service is reached by everybody in the cluster",
-            hint="make one with `peagle serve keys add`, and name it under keys",
-        )
-    if keys.get("tls_cert"):
-        raise ConfigError("tls_cert: the endpoint's certificate is the Ingress's there", hint="leave tls_cert out")
-    require_reachable(keys, ("batches",), FOLDER)
-    for model in keys.get("models") or [keys]:
-        require_reachable(model, ("model", "drafter"), FOLDER)
+    require_servable(
+        keys,
+        FOLDER,
+        reached_by="a Service is reached by everybody in the cluster",
+        with_certificate=ConfigError(
+            "tls_cert: the endpoint's certificate is the Ingress's there", hint="leave tls_cert out"
+        ),
+    )
     # Without ports of its own a head has KubeRay's usual ones, this one among them; with some it has no others.
     address = {"host": "0.0.0.0", "port": 8000}
     ours = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from peagle.deploy.workload import Workload, require_reachable
+from peagle.deploy.workload import Workload, require_reachable, require_servable
 from peagle.errors import ConfigError
 
 _CONFIG, _KEYS = "~/peagle.yaml", "~/keys.json"
@@ -116,19 +116,15 @@ def head_of(workload: Workload, *, config: str, output: str, secrets: Sequence[s
 def _endpoint(workload: Workload) -> tuple[dict[str, Any], str]:
     """The parts of the file that only an endpoint has, and its configuration."""
     keys = workload.keys
-    if not keys.get("keys"):
-        raise ConfigError(
-            "the configuration names no file of keys, and SkyPilot's balancer is reached by everybody",
-            hint="make one with `peagle serve keys add`, and name it under keys",
-        )
-    if keys.get("tls_cert"):
-        raise ConfigError(
+    require_servable(
+        keys,
+        None,
+        reached_by="SkyPilot's balancer is reached by everybody",
+        with_certificate=ConfigError(
             "tls_cert: SkyPilot's balancer has the certificate, and reaches the endpoint without one",
             hint="leave tls_cert and tls_key out, and write service.tls into the file",
-        )
-    require_reachable(keys, ("batches",), None)
-    for model in keys.get("models") or [keys]:
-        require_reachable(model, ("model", "drafter"), None)
+        ),
+    )
     timeout_s = keys.get("request_timeout_s", _ANSWER_S)
     service = {
         "readiness_probe": {"path": "/health", "initial_delay_seconds": _START_S},

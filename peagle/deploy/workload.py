@@ -142,3 +142,28 @@ def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str
                 f"{name} {value}: it is a path of this machine, which the others do not have",
                 hint="use s3://BUCKET/FOLDER" + (f", or a folder under {folder}, which they share" if folder else ""),
             )
+
+
+def require_servable(
+    keys: Mapping[str, Any], folder: str | None, *, reached_by: str, with_certificate: ConfigError
+) -> None:
+    """Refuse an endpoint that cannot be what its configuration says.
+
+    Args:
+        folder: as in `require_reachable`.
+        reached_by: a clause that says who reaches it.
+        with_certificate: raised where it has a certificate of its own.
+
+    Raises:
+        ConfigError: it has no file of keys, has a certificate, or names paths of this machine.
+    """
+    if not keys.get("keys"):
+        raise ConfigError(
+            f"the configuration names no file of keys, and {reached_by}",
+            hint="make one with `peagle serve keys add`, and name it under keys",
+        )
+    if keys.get("tls_cert"):
+        raise with_certificate
+    require_reachable(keys, ("batches",), folder)
+    for model in keys.get("models") or [keys]:
+        require_reachable(model, ("model", "drafter"), folder)

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import date, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from peagle.economics.ledger import readable
 from peagle.economics.spending import DAY_S, day_number, day_of, day_text
@@ -26,7 +26,7 @@ from peagle.economics.tags import parse_tags, tags_from_text
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.files import changing, write_atomic, write_json
-from peagle.plain_json import from_json
+from peagle.records import read_list, record_of
 
 Every = Literal["day", "week", "month"]
 ByDay = dict[str, dict[int, float]]
@@ -108,28 +108,8 @@ def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
     Raises:
         ConfigError: it is no file of budgets.
     """
-    try:
-        values = from_json(path.read_bytes())
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"budgets {path}: cannot be read: {error}") from error
-    if not isinstance(values, list):
-        raise ConfigError(f"budgets {path}: it must hold a list", hint="`peagle serve budgets set` writes such files")
-    return tuple(shared_budget(value, where=f"budgets {path}") for value in values)
-
-
-def shared_budget(values: Any, *, where: str) -> SharedBudget:
-    """A budget of these values.
-
-    Raises:
-        ConfigError: they are none.
-    """
-    try:
-        return SharedBudget.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{where}: {'.'.join(map(str, first['loc'])) or 'an entry'}: {first['msg']}") from None
+    values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
+    return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
 @contextlib.contextmanager

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from peagle.economics.shared_budgets import Every
 from peagle.economics.tags import TagKeys
 from peagle.errors import ConfigError
 from peagle.files import changing, make_folder, write_atomic
-from peagle.plain_json import from_json
 from peagle.private import SECRET_MODE
+from peagle.records import read_list, record_of
 from pipelines.online.gateway.watched import WatchedFile
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
@@ -141,14 +141,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     Raises:
         ConfigError: it is no file of keys.
     """
-    try:
-        values = from_json(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"keys {path}: cannot be read: {error}") from error
-    if not isinstance(values, list):
-        raise ConfigError(f"keys {path}: it must hold a list", hint="`peagle serve keys add` writes such files")
+    values = read_list(path, "keys", hint="`peagle serve keys add` writes such files")
     return tuple(_record(value, where=f"keys {path}") for value in values)
 
 
@@ -251,12 +244,7 @@ class KeyRing:
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:
-    try:
-        record = KeyRecord.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "an entry"
-        raise ConfigError(f"{where}: {field}: {first['msg']}") from None  # never the value: it may be a key
+    record = record_of(KeyRecord, values, where=where)
     if record.name == LOCAL_NAME:  # it would own the files and the usage of an endpoint that had no keys
         raise ConfigError(
             f"{where}: name: {LOCAL_NAME!r} stands for requests without a key", hint="choose another name"

@@ -6,21 +6,10 @@ import pytest
 import ray.autoscaler
 import yaml
 
-from jobs.deploying import read_workload
 from peagle.deploy.cluster import AwsNames, cluster, cluster_file
 from peagle.errors import ConfigError
 
 S3 = "input: s3://b/in\noutput: s3://b/out\n"
-
-
-@pytest.fixture
-def workload(tmp_path):
-    def workload(text):
-        path = tmp_path / "run.yaml"
-        path.write_text(text)
-        return read_workload(path, None, most_of_name=50)
-
-    return workload
 
 
 def made(workload):

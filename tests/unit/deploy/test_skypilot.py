@@ -20,16 +20,6 @@ JOB = "input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\n"
 SERVE = "keys: keys.json\ninstance_type: g7e.2xlarge\n"
 
 
-@pytest.fixture
-def workload(tmp_path):
-    def workload(text):
-        path = tmp_path / "team.yaml"
-        path.write_text(text)
-        return read_workload(path, None, most_of_name=50)
-
-    return workload
-
-
 def check(one):
     jsonschema.validate(one, SCHEMA["task"])
     for part in ("resources", "service"):

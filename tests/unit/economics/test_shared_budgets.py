@@ -10,11 +10,11 @@ from peagle.economics.shared_budgets import (
     engines_usd,
     read_budgets,
     read_draws,
-    shared_budget,
     write_draw,
 )
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
+from peagle.records import record_of
 
 MIDNIGHT = datetime(2026, 11, 30, tzinfo=UTC).timestamp()
 DAY = int(MIDNIGHT // 86_400)
@@ -29,11 +29,11 @@ def test_budgets_are_kept_by_name_and_what_is_no_budget_is_refused(tmp_path):
     assert [(one.name, one.budget_usd, one.budget_every) for one in read_budgets(path)] == [
         ("team=search", 7.0, "week")
     ]
-    assert shared_budget({"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
-    assert shared_budget({"name": "endpoint", "budget_usd": 1}, where="it").account == "*"
+    assert record_of(SharedBudget, {"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"
+    assert record_of(SharedBudget, {"name": "endpoint", "budget_usd": 1}, where="it").account == "*"
     for values in ({"name": "search", "budget_usd": 1}, {"name": "team=search", "budget_usd": 0}, 3):
         with pytest.raises(ConfigError):
-            shared_budget(values, where="it")
+            record_of(SharedBudget, values, where="it")
 
 
 @pytest.mark.parametrize("text", ["{}", "[{}]", "nothing"])

@@ -1,0 +1,45 @@
+"""JSON files that hold a list of records: API keys, budgets."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from peagle.errors import ConfigError
+from peagle.plain_json import from_json
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
+    """The entries of a file, not validated; none where it does not exist.
+
+    Args:
+        noun: the plural of its records, for messages.
+        hint: who writes such files.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no list.
+    """
+    try:
+        values = from_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{noun} {path}: cannot be read: {error}") from error
+    if not isinstance(values, list):
+        raise ConfigError(f"{noun} {path}: it must hold a list", hint=hint)
+    return values
+
+
+def record_of(kind: type[Record], values: Any, *, where: str) -> Record:
+    """A record of these values.
+
+    Raises:
+        ConfigError: they are none. It names the field and never the value, which may be a secret.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{where}: {'.'.join(map(str, first['loc'])) or 'an entry'}: {first['msg']}") from None

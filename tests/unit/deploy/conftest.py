@@ -1,0 +1,15 @@
+import pytest
+
+from jobs.deploying import read_workload
+
+
+@pytest.fixture
+def workload(tmp_path):
+    """The workload of a configuration's text, in a file called team.yaml."""
+
+    def workload(text):
+        path = tmp_path / "team.yaml"
+        path.write_text(text)
+        return read_workload(path, None, most_of_name=50)
+
+    return workload
