@@ -5,12 +5,13 @@ and tables and sums that are generated. Some kinds of task and a fifth of the ma
 be measured on what it has not seen.
 """
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distributions
+
+from peagle.drafter.hash_split import part_by_hash
 
 MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS = 240, 1200
 PASSAGES_PER_DOCUMENT = 4
@@ -160,14 +161,8 @@ def content_materials(*, held_out: bool) -> list[Content]:
     """
     distinct: dict[str, Content] = {}  # packages of one project share passages
     for group, module, name, text in (*_passages(), *_topics(), *_tables(), *_sums()):
-        if _is_held_out(text) == held_out:
-            distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
-    return list(distinct.values())
-
-
-def _is_held_out(text: str) -> bool:
-    drawn = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(drawn[:4]) / 2**32 < HELD_OUT_SHARE
+        distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
+    return part_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
 
 
 def _passages() -> Iterator[tuple[str, str, str, str]]:

@@ -120,18 +120,6 @@ def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
     return shares
 
 
-def part_by_hash(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Part rows into those outside and inside of a share, by a hash of their ids.
-
-    The choice stays when rows are added.
-    """
-    parts: tuple[list[Row], list[Row]] = ([], [])
-    for row in rows:
-        drawn = int.from_bytes(hashlib.sha256(row["id"].encode()).digest()[:4]) / 2**32
-        parts[drawn < share].append(row)
-    return parts
-
-
 def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:

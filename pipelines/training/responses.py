@@ -16,7 +16,8 @@ from typing import Any, Literal
 from peagle.catalog.targets import context_tokens
 from peagle.corpus.rows import Row
 from peagle.drafter.config import WAYS, TrainConfig
-from peagle.drafter.prompt_sources import MESSAGES, PROMPT, part_by_hash, read_prompts
+from peagle.drafter.hash_split import part_by_hash
+from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
 from peagle.drafter.target import Target, load_target
 from peagle.errors import InputError
 from peagle.files import write_atomic, writing
@@ -50,7 +51,7 @@ def regenerate(
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     letters = []
-    for way, asked in zip(WAYS, part_by_hash(rows, config.sampled_share), strict=True):
+    for way, asked in zip(WAYS, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True):
         if asked:
             progress.say(f"responses: {len(asked):,} {way}")
             run_config = _run_config(

@@ -11,7 +11,7 @@ import pytest
 from peagle.drafter.code_prompts import FORMS
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.prompt_sources import part_by_hash, read_prompts, read_responses, share_out
+from peagle.drafter.prompt_sources import read_prompts, read_responses, share_out
 from peagle.drafter.prompts import generate_prompts, source_materials
 from peagle.errors import InputError
 from peagle.storage import Place, atomic_file, write_atomic
@@ -145,16 +145,6 @@ def test_a_source_without_prompts_is_refused(tmp_path: Path, content: str, messa
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(InputError, match=message):
         _read(tmp_path / "p.jsonl")
-
-
-def test_a_share_depends_on_the_ids_alone() -> None:
-    rows = [{"id": str(number)} for number in range(400)]
-    greedy, sampled = part_by_hash(rows, 0.25)
-    assert 70 < len(sampled) < 130
-    assert sorted(json.dumps(row) for row in greedy + sampled) == sorted(json.dumps(row) for row in rows)
-    assert part_by_hash(rows[:100], 0.25)[1] == sampled[: len(part_by_hash(rows[:100], 0.25)[1])]
-    assert part_by_hash(rows, 0.0) == (rows, [])
-    assert part_by_hash(rows, 1.0) == ([], rows)
 
 
 def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) -> None:
