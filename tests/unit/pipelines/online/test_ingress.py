@@ -125,7 +125,7 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
         yield whole
 
     async def ray_chat(body, request):
-        return await anext(listen(parts(), NOTE.get()))
+        return await anext(listen(parts, NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
     one = a_request([], note=noted.append)

@@ -3,6 +3,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from ray.serve.exceptions import BackPressureError
 
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling, listen
 from pipelines.online.wire import StreamEnd, WholeAnswer
@@ -20,7 +21,7 @@ def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_the
     async def hear(text):
         stream = Stream(StopAsyncIteration())
         stream._last = StreamEnd(text=text, said=said)
-        return [part async for part in listen(stream, noted.append)]
+        return [part async for part in listen(lambda: stream, noted.append)]
 
     assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
     assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
@@ -64,11 +65,14 @@ class Once(Response):
 def called(response, note=lambda said: None):
     """The parts as the ingress gets them."""
     NOTE.set(note)
-    return call(response)
+    return call([response])
 
 
-def call(response):
-    handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=SimpleNamespace(remote=lambda *_: response)))
+def call(responses):
+    """What the first of several calls that is not refused answers."""
+    calls = iter(responses)
+    chat = SimpleNamespace(remote=lambda *_: next(calls))
+    handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=chat))
     return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
 
 
@@ -96,6 +100,34 @@ def test_a_caller_that_stops_listening_cancels_the_call():
         return response.num_cancelled
 
     assert asyncio.run(stop()) == 1
+
+
+class Refused(Response):
+    """Serve's queue was full."""
+
+    async def __anext__(self):
+        raise BackPressureError(num_queued_requests=2, max_queued_requests=2)
+
+
+def test_a_call_that_a_burst_has_refused_is_made_again_for_a_moment(monkeypatch):
+    waited = []
+
+    async def sleep(seconds):
+        waited.append(seconds)
+
+    async def hear(num_refused):
+        NOTE.set(lambda said: None)
+        answered = Response(StopAsyncIteration())
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "sleep", sleep)
+            parts = [part async for part in call([*(Refused(None) for _ in range(num_refused)), answered])]
+        return parts, answered.num_cancelled
+
+    assert asyncio.run(hear(4)) == ([1, 2], 0)
+    assert len(waited) == 4
+    assert waited == sorted(set(waited))
+    with pytest.raises(BackPressureError):
+        asyncio.run(hear(5))
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
