@@ -10,7 +10,7 @@ later. Seconds that were lost stand at its end, and the rest is idle.
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -61,7 +61,7 @@ class UnitTimes:
             state, begin and end), and `num_engines`, of which only the first are told.
         """
         lives = {one.session_id: (one.started_at, self._end(one)) for one in sessions}
-        clock = _Clock(lives.values())
+        clock, seconds = _Clock(lives.values()), {one.session_id: self._seconds(one) for one in sessions}
         if not clock.total_s:
             return None
         step_s = clock.total_s / NUM_STEPS
@@ -71,7 +71,7 @@ class UnitTimes:
             kept, life = self._by_session[one.session_id], lives[one.session_id]
             for start, end, count in zip(kept.starts, kept.ends, kept.tokens, strict=True):
                 _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, count / step_s)
-            paid = self._seconds(one).total * one.num_devices * price.usd_per_device_s
+            paid = seconds[one.session_id].total * one.num_devices * price.usd_per_device_s
             _spread(usd, clock.at(life[0]) / step_s, clock.at(life[1]) / step_s, paid)
             lanes[one.engine_index].append(one)
         return {
@@ -82,7 +82,7 @@ class UnitTimes:
             "usd": list(accumulate(usd)),
             "pauses": clock.pauses(),
             "num_engines": len(lanes),
-            "engines": [self._lane(index, lanes[index], clock) for index in sorted(lanes)[:MAX_ENGINES]],
+            "engines": [self._lane(index, lanes[index], clock, seconds) for index in sorted(lanes)[:MAX_ENGINES]],
         }
 
     def _end(self, session: EngineSession) -> float:
@@ -93,27 +93,28 @@ class UnitTimes:
         (seconds,) = shares_by_period([session], [self._by_session[session.session_id].busy_s])
         return seconds
 
-    def _lane(self, index: int, sessions: Sequence[EngineSession], clock: "_Clock") -> dict[str, Any]:
-        seconds = sum((self._seconds(one) for one in sessions), Shares())
+    def _lane(
+        self, index: int, sessions: Sequence[EngineSession], clock: "_Clock", seconds: Mapping[str, Shares]
+    ) -> dict[str, Any]:
         spans = [
             (state, round(clock.at(start), _DIGITS), round(clock.at(end), _DIGITS))
             for one in sorted(sessions, key=lambda one: one.started_at)
-            for state, (start, end) in self._states(one, clock.total_s * _SHORTEST)
+            for state, (start, end) in self._states(one, seconds[one.session_id].lost, clock.total_s * _SHORTEST)
         ]
         return {
             "engine": index,
             "num_starts": len(sessions),
-            "seconds": asdict(seconds),
+            "seconds": asdict(sum((seconds[one.session_id] for one in sessions), Shares())),
             "spans": [span for span in spans if span[2] > span[1]],
         }
 
-    def _states(self, session: EngineSession, shortest_s: float) -> list[tuple[str, Span]]:
+    def _states(self, session: EngineSession, lost_s: float, shortest_s: float) -> list[tuple[str, Span]]:
         kept = self._by_session[session.session_id]
         loaded = session.started_at + session.load_s
         up, end = loaded + session.compile_s, self._end(session)
         open_units = ((max(start, up), stop) for start, stop in zip(kept.starts, kept.ends, strict=True))
         busy = merged((span for span in open_units if span[1] > span[0]), shortest_s)
-        lost_s, rest = self._seconds(session).lost, list[tuple[str, Span]]()
+        rest = list[tuple[str, Span]]()
         for start, stop in reversed(_between(busy, up, end)):
             cut = max(start, stop - lost_s)
             lost_s -= stop - cut

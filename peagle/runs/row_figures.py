@@ -5,9 +5,11 @@ many they were. It knows the run directory; what it finds is plain data for a re
 """
 
 import contextlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from peagle.charts import grid_step
@@ -128,9 +130,12 @@ def _evenly(units: Sequence[int], most: int) -> list[int]:
 
 def _samples(found: Sequence[tuple[Place, int]]) -> list[dict[str, Any]]:
     """The first, the middle and the last of the rows that were read."""
-    places = [(path, index) for path, num_rows in found for index in range(num_rows)]
-    chosen = dict.fromkeys((0, len(places) // 2, len(places) - 1))
-    rows = (_row(*places[number]) for number in chosen)
+    ends = list(accumulate(num_rows for _, num_rows in found))
+    rows = []
+    for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):
+        at = bisect_right(ends, number)
+        path, num_rows = found[at]
+        rows.append(_row(path, number - (ends[at] - num_rows)))
     return [_sample(row) for row in rows if row is not None]
 
 
