@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The field of a key's record, by the name of its flag.
 _LIMITS = {
     "requests_per_min": "requests_per_min",
+    "input_tokens_per_min": "input_tokens_per_min",
     "output_tokens_per_min": "output_tokens_per_min",
     "max_parallel_requests": "max_parallel_requests",
     "budget_usd": "budget_usd",
@@ -37,6 +38,7 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
 
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
   peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
+  peagle serve keys set carol --keys keys.json --input-tokens-per-min 100000
   peagle serve keys add dave --keys keys.json --tag team=search --request-tag project
   peagle serve keys set alice --keys keys.json --budget-usd 20 --without requests-per-min
   peagle serve keys rotate alice --keys keys.json
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits of a new key, or of one that is set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
+    limits.add_argument("--input-tokens-per-min", type=int, metavar="N", help="prompt tokens a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="requests to engines under way at once")
     limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests and batches may cost")

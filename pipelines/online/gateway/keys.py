@@ -57,6 +57,7 @@ class KeyRecord(TagKeys):
     created_at: float = 0.0
     models: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     requests_per_min: int | None = Field(default=None, ge=1)
+    input_tokens_per_min: int | None = Field(default=None, ge=1)
     output_tokens_per_min: int | None = Field(default=None, ge=1)
     max_parallel_requests: int | None = Field(default=None, ge=1)
     budget_usd: float | None = Field(default=None, gt=0)

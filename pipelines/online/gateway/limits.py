@@ -1,4 +1,4 @@
-"""Limits of a key: requests at once and a minute, output tokens a minute, budgets.
+"""Limits of a key: requests at once and a minute, tokens a minute, budgets.
 
     admit -> Permit -> settle, by the answer; or later by the ledger, with `catch_up`
 
@@ -7,7 +7,9 @@ is kept by `budgets.py`.
 
 A request counts before anything else is looked at: those that are refused, that read or that delete cost time too.
 Output tokens count when they are known, and until then as many as the request may have, so that no burst of requests
-overshoots the limit. A window slides: an entry that is a minute old no longer counts.
+overshoots the limit. An engine counts prompt tokens; until then a request has as many as its bytes, which are more. So
+one that is alone under way gets in while the minute has any left, and overshoots it at most by itself. A window slides:
+an entry that is a minute old no longer counts.
 
 Of a budget a request holds what it costs alone, its prompt and its output each at their recent price (`sums.py`), until
 its own cost is known. One that is alone under way gets in with whatever is left; one of a model without a price gets in
@@ -33,12 +35,11 @@ from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.gateway.windows import MinuteWindow
+from pipelines.online.gateway.windows import MinuteWindow, TokenWindow, check_input, check_output, too_many
 from pipelines.online.sums import TokenPrice
 from pipelines.online.totals import Totals
 
 POLLS_PER_MIN = 60  # of a key that has a limit of requests: two pages, each of which asks every two seconds
-_BUSY_RETRY_S = 1.0  # when only the end of requests under way can make room
 _BATCH_RETRY_S = 60.0  # or that of a batch
 _NO_PRICE = TokenPrice()
 _LOOK_S = 1.0
@@ -51,6 +52,7 @@ _GIVE_UP_S = 120.0  # an engine that was killed writes nothing
 class Used:
     """The usage of a request that has ended."""
 
+    prompt_tokens: int = 0
     output_tokens: int = 0
     usd: float = 0.0
 
@@ -61,12 +63,14 @@ class Permit:
 
     Attributes:
         payers: accounts of which it holds something: its key's and its tags'.
+        prompt_tokens, output_tokens: that it reserves.
     """
 
     account: str
     payers: Sequence[str]
     request_id: str
-    reserved_tokens: int
+    prompt_tokens: int
+    output_tokens: int
     is_being_answered: bool = True
 
 
@@ -76,8 +80,8 @@ class _Counts:
 
     requests: MinuteWindow = field(default_factory=MinuteWindow)
     polls: MinuteWindow = field(default_factory=MinuteWindow)
-    tokens: MinuteWindow = field(default_factory=MinuteWindow)
-    reserved_tokens: int = 0
+    prompt_tokens: TokenWindow = field(default_factory=TokenWindow)
+    output_tokens: TokenWindow = field(default_factory=TokenWindow)
     num_being_answered: int = 0
 
 
@@ -124,7 +128,7 @@ class KeyLimits:
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
             counted = "requests for live figures" if is_poll else "requests"
-            raise _too_many(f"this key may make {limit} {counted} a minute", wait_s)
+            raise too_many(f"this key may make {limit} {counted} a minute", wait_s)
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
@@ -169,17 +173,21 @@ class KeyLimits:
         self._require_budgets(payers)
         self._require_budgets(endpoint, is_free=True)  # its engines cost the same without the request
         _check_parallel(key, counts)
-        _check_tokens(key, counts, self._monotonic(), output_tokens)
+        now = self._monotonic()
+        check_output(key, counts.output_tokens, now, output_tokens)
+        check_input(key, counts.prompt_tokens, now, prompt_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)
         usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         self._hold(request_id, payers, usd)
-        counts.reserved_tokens += output_tokens
+        counts.prompt_tokens.reserved += prompt_tokens
+        counts.output_tokens.reserved += output_tokens
         counts.num_being_answered += 1
         permit = Permit(
             account=key.account,
             payers=[payer.account for payer in payers],
             request_id=request_id,
-            reserved_tokens=output_tokens,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
         )
         self._permits[request_id] = permit
         return permit
@@ -259,7 +267,10 @@ class KeyLimits:
         while self._heard:
             request = self._heard.popleft()
             if request.request_id in self._permits:
-                used = Used(output_tokens=request.usage.num_output_tokens, usd=request.usd)
+                usage = request.usage
+                used = Used(
+                    prompt_tokens=usage.num_prompt_tokens, output_tokens=usage.num_output_tokens, usd=request.usd
+                )
                 self._end(request.request_id, used)
         overdue = [request_id for request_id, since in self._waiting.items() if since < now - _GIVE_UP_S]
         for request_id in overdue:
@@ -281,16 +292,14 @@ class KeyLimits:
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
         self._leave(permit)
-        counts = self._counts[permit.account]
-        counts.reserved_tokens -= permit.reserved_tokens
-        if used is None:
-            for account in permit.payers:
-                self._budgets.let_go(request_id, account)
-            return
-        if used.output_tokens:
-            counts.tokens.add(self._monotonic(), used.output_tokens)
+        counts, now, known = self._counts[permit.account], self._monotonic(), used or Used()
+        counts.prompt_tokens.settle(now, permit.prompt_tokens, known.prompt_tokens)
+        counts.output_tokens.settle(now, permit.output_tokens, known.output_tokens)
         for account in permit.payers:
-            self._budgets.settle_request(request_id, account, used.usd)
+            if used is None:
+                self._budgets.let_go(request_id, account)
+            else:
+                self._budgets.settle_request(request_id, account, used.usd)
 
 
 def _with_budget(payers: Iterable[Payer]) -> bool:
@@ -300,25 +309,7 @@ def _with_budget(payers: Iterable[Payer]) -> bool:
 def _check_parallel(key: KeyRecord, counts: _Counts) -> None:
     limit = key.max_parallel_requests
     if limit is not None and counts.num_being_answered >= limit:
-        raise _too_many(f"this key may have {limit} requests under way at once", None)
-
-
-def _check_tokens(key: KeyRecord, counts: _Counts, now: float, output_tokens: int) -> None:
-    limit = key.output_tokens_per_min
-    counts.tokens.expire(now)
-    if limit is None:
-        return
-    if output_tokens > limit:
-        raise ApiError(
-            400,
-            f"this key may have {limit} output tokens a minute, and the request asks for {output_tokens}",
-            code="max_tokens_too_large",
-            param="max_tokens",
-        )
-    excess = counts.tokens.total + counts.reserved_tokens + output_tokens - limit
-    if excess > 0:
-        wait_s = counts.tokens.wait_s(now, excess)
-        raise _too_many(f"this key may have {limit} output tokens a minute", wait_s)
+        raise too_many(f"this key may have {limit} requests under way at once", None)
 
 
 def _raise(payer: Payer, refusal: Refusal | None) -> None:
@@ -329,10 +320,6 @@ def _raise(payer: Payer, refusal: Refusal | None) -> None:
     if refusal == "spent":
         raise ApiError(429, f"{budget} is spent", code="insufficient_quota")
     if refusal == "held by a batch":
-        raise _too_many(f"what is left of {budget} is held by its batch until that has ended", _BATCH_RETRY_S)
+        raise too_many(f"what is left of {budget} is held by its batch until that has ended", _BATCH_RETRY_S)
     if refusal == "held by requests":
-        raise _too_many(f"what is left of {budget} is held by its requests under way until they have ended", None)
-
-
-def _too_many(message: str, wait_s: float | None) -> ApiError:
-    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S if wait_s is None else wait_s)
+        raise too_many(f"what is left of {budget} is held by its requests under way until they have ended", None)

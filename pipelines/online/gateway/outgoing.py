@@ -113,7 +113,11 @@ class Outgoing:
         """Take what an answer says of its own usage."""
         tally, summary = AnswerTally(), said.get(OURS) or {}
         tally.read(said)
-        self.used = Used(output_tokens=tally.num_output_tokens, usd=summary.get("usd") or 0.0)
+        self.used = Used(
+            prompt_tokens=tally.num_prompt_tokens,
+            output_tokens=tally.num_output_tokens,
+            usd=summary.get("usd") or 0.0,
+        )
         for name in _SUMMARY_HEADERS:
             if summary.get(name) is not None:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])

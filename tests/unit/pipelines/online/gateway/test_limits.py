@@ -69,8 +69,8 @@ def refusal(limits, record, tokens=1, model="m", prompt=0):
     return caught.value
 
 
-def settle(limits, permit, tokens=0, usd=0.0):
-    limits.settle(permit, Used(output_tokens=tokens, usd=usd))
+def settle(limits, permit, tokens=0, usd=0.0, prompt=0):
+    limits.settle(permit, Used(prompt_tokens=prompt, output_tokens=tokens, usd=usd))
 
 
 def spend(limits, record, usd):
@@ -125,6 +125,30 @@ def test_tokens_are_held_until_they_are_known(clock, limits):
     assert refusal(limits, alice, 30).retry_after_s == pytest.approx(60)
     clock.now += 60
     admit(limits, alice, 30)
+
+
+def test_prompts_count_as_their_bytes_until_an_engine_has_counted_them(clock, limits):
+    alice = key(input_tokens_per_min=100)
+    first = admit(limits, alice, prompt=60)
+    waits = refusal(limits, alice, prompt=60)
+    assert (waits.status, waits.code, waits.retry_after_s) == (429, "rate_limit_exceeded", 1.0)
+    assert "100 input tokens a minute" in waits.message
+    settle(limits, first, prompt=15)
+    settle(limits, admit(limits, alice, prompt=85), prompt=20)
+    assert admit(limits, key(), prompt=10_000)
+
+
+def test_a_long_prompt_gets_in_alone_while_the_minute_has_tokens_left(clock, limits):
+    alice = key(input_tokens_per_min=100)
+    settle(limits, admit(limits, alice, prompt=99), prompt=99)
+    clock.now += 20
+    long = admit(limits, alice, prompt=5000)
+    assert refusal(limits, alice, prompt=1).retry_after_s == 1.0
+    settle(limits, long, prompt=1200)
+    clock.now += 10
+    assert refusal(limits, alice, prompt=1).retry_after_s == 50.0  # until the long one is a minute old
+    clock.now += 50
+    admit(limits, alice, prompt=1)
 
 
 def test_settling_twice_is_settling_once(limits, budgets):
