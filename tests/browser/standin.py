@@ -28,8 +28,10 @@ from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
+from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
+from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import LiveView
 from pipelines.online.serve.exceptions import from_exception
@@ -74,11 +76,18 @@ class StandIn:
         folder: for its ledger.
         num_requests: of each engine in the ledger, ended in the last minutes.
         models: as clients call them.
+        budgets: keys that have one.
         access: of `GateSettings`: keys, or none.
     """
 
     def __init__(
-        self, folder: Path, *, num_requests: int = 0, models: tuple[str, ...] = (HEAD, PLAIN), **access: Any
+        self,
+        folder: Path,
+        *,
+        num_requests: int = 0,
+        models: tuple[str, ...] = (HEAD, PLAIN),
+        budgets: tuple[KeyRecord, ...] = (),
+        **access: Any,
     ) -> None:
         self.ledger = folder / "ledger"
         self.ledger.mkdir(parents=True)
@@ -89,7 +98,7 @@ class StandIn:
             ledger=self.ledger,
             **({"requires_key": False} | access),
         )
-        self._load = Load()
+        self._load, self._budgets = Load(), budgets
         self._cost = CostView(self.ledger, _PRICE)
         self._live = LiveView(self._cost)
         self._server = uvicorn.Server(
@@ -141,9 +150,15 @@ class StandIn:
 
     async def _spending(self, request: Request) -> JSONResponse:
         asked = request.query_params
+        if not asked:
+            return JSONResponse(await asyncio.to_thread(self._report))
         days = (date.fromisoformat(asked[name]) for name in ("start", "end"))
         period = asked_period(*days, asked["by"], None)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
+
+    def _report(self) -> dict[str, Any]:
+        named = {"budgets": self._budgets, "shared_budgets": SharedBudgets(self.ledger).all()}
+        return self._cost.report() | {name: self._cost.budgets(payers) for name, payers in named.items()}
 
     async def _chat(self, request: Request) -> StreamingResponse:
         body = pass_of(request).body.values

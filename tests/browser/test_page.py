@@ -1,11 +1,13 @@
 """The page in a real browser: what a person sees, does and is told."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from pipelines.online.gateway.keys import new_key
+from peagle.economics.shared_budgets import BUDGETS_NAME, SharedBudget, changing_budgets
+from pipelines.online.gateway.keys import LOCAL_NAME, KeyRecord, new_key
 from tests.browser.standin import HEAD, HTML, PLAIN
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
@@ -298,6 +300,28 @@ def test_the_spending_of_the_month_is_told_by_day_and_by_key(page, serve):
     )
     page.click("#spend-form input[value='model']")
     page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{PLAIN}', '{HEAD}'])")
+
+
+def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serve):
+    rows = (
+        "[...document.querySelectorAll('#budget-rows tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+    )
+    opened(page, serve(num_requests=3).url)
+    page.run("document.getElementById('spend').scrollIntoView()")
+    page.says("spend-state", "days of UTC")
+    assert page.run("document.getElementById('budgets').hidden"), "there are none"
+
+    key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
+    endpoint = serve(num_requests=3, budgets=(key,))
+    with changing_budgets(endpoint.ledger / BUDGETS_NAME) as budgets:
+        budgets["team=search"] = SharedBudget(name="team=search", budget_usd=20.0, budget_every="month")
+    opened(page, endpoint.url)
+    page.run("document.getElementById('spend').scrollIntoView()")
+    page.wait("!document.getElementById('budgets').hidden")
+    tag, own = page.run(rows)
+    assert tag[:5] == ["tag team=search", "$20.00", "$0", "$20.00", "0\u00a0%"]
+    assert re.fullmatch(r"\d{4}-\d{2}-01", tag[5])
+    assert (own[0], own[1], own[4], own[5]) == ("key local", "$5.00", "<1\u00a0%", "never")
 
 
 def test_a_stand_in_says_wherever_money_stands_that_its_dollars_mean_nothing(page, serve):

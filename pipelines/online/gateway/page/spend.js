@@ -1,6 +1,8 @@
-// Spending of a month, by day and by key, model or tags: asks /v1/cost when it comes into view, once a minute at most.
+// Spending of a month, by day and by key, model or tags, and budgets: asks /v1/cost when it comes into view, once a
+// minute at most.
 
 import { getJson } from "./api.js";
+import { showBudgets } from "./budgets.js";
 import { meter, stacks } from "./charts.js";
 import { byId, element, say } from "./dom.js";
 import { clock, count, dollars } from "./format.js";
@@ -42,8 +44,11 @@ export class Spend {
     const { by, month } = Object.fromEntries(new FormData(byId("spend-form")));
     try {
       const [start, end] = days(Number(month));
-      const statement = await getJson(`v1/cost?start=${start}&end=${end}&by=day,${by}`);
-      if (round === this.#round) show(statement, by, daysBetween(start, end));
+      const asked = [`v1/cost?start=${start}&end=${end}&by=day,${by}`, "v1/cost"];
+      const [statement, report] = await Promise.all(asked.map(getJson));
+      if (round !== this.#round) return;
+      show(statement, by, daysBetween(start, end));
+      showBudgets(report);
     } catch (error) {
       if (round !== this.#round || this.onError(error)) return;
       this.#asked_at_s = Number.NEGATIVE_INFINITY;
