@@ -25,8 +25,9 @@ catalog, of the profile, or of a benchmark that you name.
   peagle bench --model m --methods none,peagle ... --output runs/bench
   peagle cost runs/* --baseline runs/bench/report.json
 
-A SOURCE is a run directory, the --state folder of `peagle serve`, or a glob of them. Days are UTC's, and both ends are
-included. Work counts on the day on which it is committed. A cost without a price is "unknown", never 0.
+A SOURCE is a run directory, the --state folder of `peagle serve`, the folder of a measurement or of a training, or a
+glob of them. Days are UTC's, and both ends are included. Work counts on the day on which it is committed. A cost
+without a price is "unknown", never 0.
 """
 
 

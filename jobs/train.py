@@ -30,8 +30,9 @@ _GROUPS = {
     ],
     "responses": [
         "responses", "limit", "sampled_share", "temperature", "top_p", "max_response_tokens", "engines", "max_num_seqs",
-        "enforce_eager", "instance_type", "usd_per_hour", "tags",
+        "enforce_eager",
     ],
+    "price": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices", "tags"],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
         "mask_token_id", "init", "further_layers", "num_frozen_layers", "train_lm_head", "train_embeddings",

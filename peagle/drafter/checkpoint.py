@@ -61,6 +61,11 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
+def saved_at(folder: Path) -> int | None:
+    """When the checkpoint in `folder` was written, in ns; None without one."""
+    return (folder / FILE).stat().st_mtime_ns if has_checkpoint(folder) else None
+
+
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
     """The checkpoint in `folder`, or None when there is none.
 

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peagle.drafter.decontamination import DEFAULT
 from peagle.drafter.prompts import is_shipped_source
+from peagle.economics.price_options import PriceKeys
 from peagle.economics.tags import TagKeys
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
@@ -17,7 +18,7 @@ from peagle.storage.s3_path import SCHEME
 WAYS = ("greedy", "sampled")
 
 
-class TrainConfig(TagKeys):
+class TrainConfig(PriceKeys, TagKeys):
     """One training.
 
     A description is the help text of its flag; an unknown key is an error.
@@ -61,8 +62,6 @@ class TrainConfig(TagKeys):
     engines: int = Field(1, ge=1, description="engine actors that answer")
     max_num_seqs: int = Field(64, ge=1, description="requests an engine runs at once")
     enforce_eager: bool = Field(False, description="do not compile the engines: starts sooner, answers slower")
-    instance_type: str | None = Field(None, description="what they run on, for their account")
-    usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, in place of the table's")
 
     prompt_column: str = Field("prompt", description="column with the user's message, when there is no 'messages'")
     max_document_tokens: int = Field(2048, ge=16, description="prompt and response are cut there")

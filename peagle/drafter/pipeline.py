@@ -40,6 +40,7 @@ from peagle.drafter.micro import sampled_batch
 from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig, plan_batches
+from peagle.drafter.spending import training_spending
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, end_tokens
 from peagle.drafter.training import TrainingOutcome, train
@@ -48,6 +49,8 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, voca
 from peagle.drafter.workers import Workers
 from peagle.errors import DivergedError
 from peagle.files import sha256, write_atomic, writing
+from peagle.hardware import detect
+from peagle.machine import identified
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight", "loss",
@@ -149,14 +152,27 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         ConfigError: something asked for cannot be; says what.
         DivergedError: the loss is not finite; the head of the last checkpoint is saved.
         CapacityError: the disk is full.
+        PriceError: a price was asked for and there is none.
     """
-    prepared = prepare(config, listener)
-    head = prepared.new_head()
-    try:
-        outcome = train_prepared(prepared, head, progress=listener.step)
-    except DivergedError as error:
-        return finish_from_checkpoint(prepared, error)
-    return finish(prepared, head, outcome)
+    on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
+    num_devices = 1 if on_gpu else hardware.num_cpus
+    with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:
+
+        def progress(step: TrainingProgress) -> None:
+            spending.beat()
+            listener.step(step)
+
+        prepared = prepare(config, listener, extract=spending.counting(extract))
+        head = prepared.new_head()
+        spending.start()
+        try:
+            outcome = train_prepared(prepared, head, progress=progress, saved=spending.keep)
+        except DivergedError as error:
+            spending.drop()
+            return finish_from_checkpoint(prepared, error)
+        result = finish(prepared, head, outcome)
+        spending.keep()
+        return result
 
 
 def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
@@ -187,11 +203,13 @@ def train_prepared(
     workers: Workers | None = None,
     identity: dict[str, Any] | None = None,
     progress: Callable[[TrainingProgress], None],
+    saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
     """Train `head` in place, from the last checkpoint when there is one.
 
     Args:
         identity: what a checkpoint must be a training of, where another process has said it; None for `prepared`'s own.
+        progress, saved: called after every step, and after every checkpoint.
     """
     return train(
         head,
@@ -205,6 +223,7 @@ def train_prepared(
         time_budget_s=prepared.config.time_budget_s,
         name_of=lambda index: prepared.corpus.samples[index].id,
         progress=progress,
+        saved=saved,
     )
 
 

@@ -109,6 +109,7 @@ def train(
     time_budget_s: float | None = None,
     name_of: Callable[[int], str] = str,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
+    saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
     """Train `head` in place, from the checkpoint in `folder` when there is one.
 
@@ -124,6 +125,7 @@ def train(
         time_budget_s: stop after that many seconds of this attempt.
         name_of: what to call a document, by its index in the store.
         progress: called after every step, by the first worker.
+        saved: called after every checkpoint.
 
     Raises:
         ConfigError: the folder holds another training.
@@ -133,7 +135,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or Alone()
     trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers, name_of)
-    started = saved = time.monotonic()
+    started = saved_at = time.monotonic()
     while trainer.step < config.num_steps:
         with _flushing_denormals():
             record = trainer.advance()
@@ -141,12 +143,14 @@ def train(
             progress(record)
         now = time.monotonic()
         out_of_time = workers.agree(time_budget_s is not None and now - started >= time_budget_s)
-        if out_of_time or now - saved >= config.checkpoint_every_s:
+        if out_of_time or now - saved_at >= config.checkpoint_every_s:
             trainer.save()
-            saved = now
+            saved()
+            saved_at = now
         if out_of_time:
             break
     trainer.save()
+    saved()
     return TrainingOutcome(
         step=trainer.step,
         finished=trainer.step >= config.num_steps,

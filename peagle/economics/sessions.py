@@ -30,6 +30,8 @@ class EngineFacts:
         on_demand_usd_per_device_s: of a spot machine, what it costs on demand; 0 where that is not known.
         tags: of whatever it runs for, as JSON (`tags.py`).
         baseline: measured times of its steps, as JSON (`baseline.py`); empty without.
+        price_basis: how the price is known: stated, detected or assumed; empty where there is none.
+        is_stand_in: the fake engine, whose speed and dollars mean nothing.
     """
 
     model: str
@@ -45,6 +47,8 @@ class EngineFacts:
     tags: str = NO_TAGS
     num_speculative_tokens: int = 0
     baseline: str = ""
+    price_basis: str = ""
+    is_stand_in: bool = False
 
     @classmethod
     def priced(
@@ -58,6 +62,7 @@ class EngineFacts:
         tags: str,
         num_speculative_tokens: int | None,
         baseline: Baseline | None,
+        is_stand_in: bool = False,
     ) -> Self:
         """The facts of an engine that is paid for at this price."""
         return cls(
@@ -74,6 +79,8 @@ class EngineFacts:
             tags=tags,
             num_speculative_tokens=num_speculative_tokens or 0,
             baseline=baseline.to_text() if baseline else "",
+            price_basis=price.basis or "",
+            is_stand_in=is_stand_in,
         )
 
 

@@ -188,7 +188,8 @@ class EngineSession:
         self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: of its start, those that cost time or correctness, one a line.
         model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
-            on_demand_usd_per_device_s, baseline: as `EngineFacts` has them; empty and 0 in older records.
+            on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as `EngineFacts` has them; empty, 0 and
+            False in older records.
 
     Raises:
         ValueError: a field has the wrong type, or the four states do not sum to its life.
@@ -220,6 +221,8 @@ class EngineSession:
     market: str = ""
     on_demand_usd_per_device_s: float = 0.0
     baseline: str = ""
+    price_basis: str = ""
+    is_stand_in: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self)

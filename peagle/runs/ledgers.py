@@ -14,7 +14,7 @@ from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_then
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import ASSUMED, STAND_IN
+from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
 from peagle.economics.sessions import EngineFacts, session_at
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
@@ -29,6 +29,7 @@ from peagle.runs.directory import RunDirectory
 from peagle.runs.files import is_stand_in
 from peagle.storage import Place, is_remote, place
 
+_RESPONSES = "responses"  # as `TrainConfig.answers` names it
 _BATCH_COMMAND = ["POST", "/v1/batches"]
 
 
@@ -59,13 +60,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         notes.append(f"{num_billed} runs of batches count in the ledger of the endpoint that ran them.")
     if others:
         notes.append(f"{len(others)} folders hold neither a run nor an endpoint's state: {min(others)}, ...")
-    notes += _money_notes(own)
     unlike = [name for name, run in own.items() if benchmark and not _is_like(run, benchmark)]
     if unlike:
         notes.append(f"{len(unlike)} runs have other hardware or another precision than the baseline: {unlike[0]}, ...")
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
     ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in own.items()]
-    return Found(ledgers=tuple(ledgers), notes=tuple(notes))
+    return Found(ledgers=tuple(ledgers), notes=(*notes, *_money_notes(ledgers)))
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
@@ -94,19 +94,13 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, P
     return found
 
 
-def _money_notes(runs: Mapping[str, RunDirectory]) -> list[str]:
-    """Whatever keeps the dollars of some of these runs from being a bill.
-
-    An endpoint's ledger says neither of its engines.
-    """
+def _money_notes(ledgers: Sequence[Ledger]) -> list[str]:
+    """Whatever keeps the dollars of some of these ledgers from being a bill."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, run in runs.items():
-        manifest = run.manifest()
-        if is_stand_in(manifest):
-            names_of[STAND_IN].append(name)
-        if manifest["price"].get("basis") == "assumed":
-            names_of[ASSUMED].append(name)
-    return [f"{label} ({len(names)} of {len(runs)} runs: {names[0]}, ...)" for label, names in names_of.items()]
+    for ledger in ledgers:
+        for label in session_labels(ledger.sessions):
+            names_of[label].append(ledger.run)
+    return [f"{label} ({len(names)} of {len(ledgers)} sources: {names[0]}, ...)" for label, names in names_of.items()]
 
 
 def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:
@@ -153,21 +147,30 @@ def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict
     A folder with several names has the first of them.
     """
     runs, states, others = dict[str, RunDirectory](), dict[str, Place](), list[str]()
-    for name, folder in {
-        _identity(folder): (name, folder) for name, folder in reversed(list(folders.items()))
-    }.values():
+    answers = {name: _answers(name, folder) for name, folder in folders.items()}
+    everything = [*folders.items(), *(one for own in answers.values() for one in own.items())]
+    for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(everything)}.values():
         run = RunDirectory(folder)
-        if run.exists:
+        if run.exists and "plan" in run.manifest():  # a training's says what came of it, and has none
             runs[name] = run
         elif _is_state(folder):
             states[name] = folder
-        else:
+        elif not answers.get(name):
             others.append(name)
     return dict(sorted(runs.items())), dict(sorted(states.items())), others
 
 
+def _answers(name: str, folder: Place) -> dict[str, Place]:
+    """The bulk runs that answered a training's prompts, by name."""
+    runs = sorted((folder / _RESPONSES).glob("*"), key=str)
+    return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
+
+
 def _is_state(folder: Place) -> bool:
-    """Whether a folder that holds no run has the ledger of an endpoint."""
+    """Whether a folder that holds no run has a ledger.
+
+    It is an endpoint's, a measurement's or a training's.
+    """
     return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
 
 
@@ -212,7 +215,8 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     at_once = about.get("concurrency") or 0  # a unit has many requests, and does not say how many at a time
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     usages = list(run.usages())
-    sessions = [_described(session, price, about, tags) for session in run.sessions()]
+    is_fake = is_stand_in(manifest)
+    sessions = [_described(session, price, about, tags, is_fake=is_fake) for session in run.sessions()]
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
     usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}
@@ -224,7 +228,9 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     return Ledger(run=name, sessions=sessions, work=work, then=lambda one, moment: session_at(moment, None, one))
 
 
-def _described(session: EngineSession, price: Price, about: Mapping[str, Any], tags: str) -> EngineSession:
+def _described(
+    session: EngineSession, price: Price, about: Mapping[str, Any], tags: str, *, is_fake: bool
+) -> EngineSession:
     facts = EngineFacts.priced(
         price,
         model=about["model"],
@@ -234,5 +240,6 @@ def _described(session: EngineSession, price: Price, about: Mapping[str, Any], t
         tags=tags,
         num_speculative_tokens=about.get("num_speculative_tokens"),
         baseline=recorded_baseline(about),
+        is_stand_in=is_fake,
     )
     return replace(session, **asdict(facts))

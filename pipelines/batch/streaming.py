@@ -213,6 +213,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
             tags=tags_to_text(config.tags),
             num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
             baseline=resolved.baseline,
+            is_stand_in=config.engine == "fake",
         ),
         sampling=dict(resolved.sampling.base),
         fake=config.fake if config.engine == "fake" else None,

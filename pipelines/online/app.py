@@ -270,6 +270,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
             tags=tags_to_text(config.tags),
             num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
             baseline=one.engine.baseline(hardware),
+            is_stand_in=keys.engine == "fake",
         ),
         sizes=Sizes(
             counts=counts,

@@ -18,6 +18,7 @@ from typing import Any
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
+from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
 from peagle.economics.usage import UnitUsage
@@ -90,7 +91,8 @@ class CostView:
         with self.totals.up_to_now():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
         charged = charges(ledger, days)
-        return statement((one for one in charged if key in (None, one.key)), by, days)
+        chosen = (one for one in charged if key in (None, one.key))
+        return statement(chosen, by, days, session_labels(ledger.sessions))
 
     def _work(self) -> Mapping[SpendingGroup, Work]:
         work: defaultdict[SpendingGroup, Work] = defaultdict(Work)

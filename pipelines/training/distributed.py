@@ -10,6 +10,7 @@ Actors write their shards where the store is; the driver alone names them in the
 shard that is done twice, or half, by an actor that dies is written again, and the store equals one of a single process.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import pyarrow as pa
 
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.targets import localize
+from peagle.drafter.checkpoint import saved_at
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample
 from peagle.drafter.decontamination import NAMED
@@ -30,6 +32,7 @@ from peagle.drafter.head_spec import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_shipped_source
+from peagle.drafter.spending import TrainingSpending, training_spending
 from peagle.drafter.store import write_shard
 from peagle.drafter.workers import Distributed
 from peagle.errors import DivergedError, PeagleError
@@ -37,6 +40,7 @@ from peagle.private import keep_private, user_path
 from peagle.storage import place
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.failures import explain
+from pipelines.cluster.inspection import inspect
 from pipelines.cluster.ray import abandon, has_gpus, ray_cluster, require_workers
 
 _SCHEMA = pa.schema(
@@ -134,21 +138,32 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         ConfigError: something asked for cannot be; says what.
         CapacityError: the cluster has no room for the workers, or the disk none for the features.
         DivergedError: the loss is not finite; the head of the last checkpoint is saved.
+        PriceError: a price was asked for and there is none.
         PeagleError: the workers died more often than `config.worker_failures` allows; the last checkpoint stays.
     """
-    with ray_cluster():
-        config = config.model_copy(update={"device": _device_of_workers(config.device)})
-        require_workers(config.workers, on_gpu=config.device == "cuda")
-        on_actors = functools.partial(
-            extract_on_actors,
-            reference=_target_for_workers(config),
-            workers=config.workers,
-            device=config.device,
-        )
-        prepared = prepare(config, listener, extract=on_actors)
-        with _Follower(Metrics(prepared.folder), listener):
-            diverged = _run(prepared)
-    return finish_from_checkpoint(prepared, diverged)
+    with contextlib.ExitStack() as paid:
+        with ray_cluster():
+            config = config.model_copy(update={"device": _device_of_workers(config.device)})
+            on_gpu = config.device == "cuda"
+            require_workers(config.workers, on_gpu=on_gpu)
+            on_actors = functools.partial(
+                extract_on_actors,
+                reference=_target_for_workers(config),
+                workers=config.workers,
+                device=config.device,
+            )
+            spending = paid.enter_context(
+                training_spending(config, inspect(), listener.say, on_gpu=on_gpu, num_devices=config.workers)
+            )
+            prepared = prepare(config, listener, extract=spending.counting(on_actors))
+            spending.start()
+            with _Follower(prepared.folder, listener, spending):
+                diverged = _run(prepared)
+        if diverged is not None:
+            spending.drop()
+        result = finish_from_checkpoint(prepared, diverged)
+        spending.keep()
+        return result
 
 
 def _run(prepared: Prepared) -> DivergedError | None:
@@ -277,14 +292,19 @@ def _reason(error: Exception) -> str:
 
 @dataclass
 class _Follower:
-    """Tells the listener of the first worker's steps in the metrics file."""
+    """Follows the first worker by its files in `folder`.
 
-    metrics: Metrics
+    The listener is told of its steps, and the ledger of its checkpoints.
+    """
+
+    folder: Path
     listener: Listener
+    spending: TrainingSpending
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> None:
-        self._seen = self.metrics.num_bytes
+        self._metrics = Metrics(self.folder)
+        self._seen, self._saved_at = self._metrics.num_bytes, saved_at(self.folder)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -299,6 +319,12 @@ class _Follower:
 
     def _tell(self) -> None:
         """A file cut back by a resume is told again from where it was cut."""
-        steps, self._seen = self.metrics.read(self._seen)
+        before, self._saved_at = self._saved_at, saved_at(self.folder)
+        if self._metrics.num_bytes < self._seen:
+            self.spending.drop()  # workers died, and others go on from the checkpoint
+        elif self._saved_at != before:
+            self.spending.keep()
+        self.spending.beat()
+        steps, self._seen = self._metrics.read(self._seen)
         for step in steps:
             self.listener.step(step)

@@ -4,9 +4,11 @@ One table serves the terminal, the page and the comparison: a figure has one nam
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from peagle.economics.usage import EngineSession
 
 SHARES = ("load", "compile", "busy", "idle", "lost")
 SHARE_MEANINGS = {
@@ -154,6 +156,16 @@ ASSUMED = "price assumed"
 def money_labels(report: Mapping[str, Any]) -> list[str]:
     """Whatever keeps the dollars of a run's report from being a bill, in few words."""
     labels = {STAND_IN: report["run"].get("is_stand_in"), ASSUMED: report["account"]["price"].get("basis") == "assumed"}
+    return [label for label, holds in labels.items() if holds]
+
+
+def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
+    """The same of engines in a ledger."""
+    sessions = list(sessions)
+    labels = {
+        STAND_IN: any(one.is_stand_in for one in sessions),
+        ASSUMED: any(one.price_basis == "assumed" for one in sessions),
+    }
     return [label for label, holds in labels.items() if holds]
 
 

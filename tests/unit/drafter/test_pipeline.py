@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.head_folder import load_head
 from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
+from peagle.economics.spending import Days, Spend, charges
 from peagle.errors import ConfigError, DivergedError, InputError
+from peagle.runs.ledgers import find_ledgers
 
 
 @pytest.fixture
@@ -114,6 +117,28 @@ def test_a_stopped_training_goes_on_without_extracting_again(
     assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
     assert shard.stat().st_mtime_ns == written_at
     assert f"Training, {result['steps']} of" in plot.read_text()
+
+
+def test_a_training_and_what_goes_on_with_it_are_in_the_ledger_each_second_once(
+    speaking_target: Path, responses: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    first = _config(speaking_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
+    began = time.time()
+    train_head(first, Listener())
+    train_head(first.model_copy(update={"time_budget_s": None}), Listener())
+    took_s = time.time() - began
+
+    (ledger,) = find_ledgers([str(output)]).ledgers
+    assert len(ledger.sessions) == 2
+    assert all(session.ended for session in ledger.sessions)
+    whole = sum((one.spend for one in charges(ledger, Days())), Spend())
+    assert whole.attributed_usd > 0
+    assert whole.loading_usd > 0
+    assert whole.lost_usd == pytest.approx(0, abs=1e-12)
+    life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
+    assert life_s <= took_s
+    assert whole.attributed_usd + whole.loading_usd == pytest.approx(life_s * 3.6 / 3600, rel=1e-3)
 
 
 def _not_finite(*arguments: Any, **named: Any) -> BatchLoss:

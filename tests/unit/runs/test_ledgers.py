@@ -3,10 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.economics.ledger import write_batch
+from peagle.drafter.config import WAYS, TrainConfig
+from peagle.economics.ledger import sessions_bytes, sessions_of, write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
-from peagle.runs.ledgers import find_ledgers, require_runs
+from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
 from peagle.storage import place, write_atomic
 from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
 from tests.unit.pipelines.online.ledgers import a_request
@@ -57,9 +58,35 @@ def test_runs_of_a_stand_in_and_of_an_assumed_price_are_named(month):
         path.write_text(json.dumps(manifest))
     assert find_ledgers(["serve", "nightly"]).notes == ()
     assert find_ledgers(["*"]).notes == (
-        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 3 runs: fake, ...)",
-        "price assumed (1 of 3 runs: guess, ...)",
+        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 4 sources: fake, ...)",
+        "price assumed (1 of 4 sources: guess, ...)",
     )
+
+
+def test_an_endpoints_ledger_says_the_same_of_its_engines(month):
+    path = next((month / "serve" / "ledger").glob("session-*.parquet"))
+    (session,) = sessions_of(path)
+    write_atomic(path, sessions_bytes([replace(session, is_stand_in=True, price_basis="assumed")]))
+    assert find_ledgers(["serve", "nightly"]).notes == (
+        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 2 sources: serve, ...)",
+        "price assumed (1 of 2 sources: serve, ...)",
+    )
+
+
+def test_a_training_has_the_runs_that_answered_its_prompts_with_it(month):
+    config = TrainConfig(prompts=["stdlib"], output=month / "heads")
+    for way in WAYS:
+        write_nightly(config.answers(way))
+    answers = ["heads/responses/greedy", "heads/responses/sampled"]
+    before = find_ledgers(["heads"])
+    assert [ledger.run for ledger in before.ledgers] == answers
+    assert before.notes == ()
+    (month / "serve" / "ledger").rename(config.output / "ledger")
+    (config.output / "run.json").write_text('{"head": "heads/head"}')
+    found = find_ledgers(["heads"])
+    assert [ledger.run for ledger in found.ledgers] == ["heads", *answers]
+    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(found)
+    assert ledger_folders(["heads"]).keys() == {"heads", *answers}
 
 
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])

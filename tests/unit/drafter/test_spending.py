@@ -1,0 +1,132 @@
+"""The records of a training: what is paid, kept and lost, by a clock of the test."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.drafter.config import TrainConfig
+from peagle.drafter.spending import TrainingSpending, training_spending
+from peagle.economics.sessions import EngineFacts
+from peagle.economics.spending import Days, Spend, charges
+from peagle.errors import PriceError
+from peagle.hardware import Hardware
+from peagle.runs.ledgers import find_ledgers
+
+FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5, tags='{"team": "x"}')
+CPU = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 1e9
+
+    def __call__(self) -> float:
+        return self.at
+
+    def pass_(self, seconds: float) -> None:
+        self.at += seconds
+
+
+def spent(output: Path) -> Spend:
+    ledgers = find_ledgers([str(output)]).ledgers
+    return sum((one.spend for ledger in ledgers for one in charges(ledger, Days())), Spend())
+
+
+def attempt(output: Path, clock: Clock) -> TrainingSpending:
+    return TrainingSpending(output / "ledger", FACTS, now=clock)
+
+
+def test_each_second_of_two_attempts_is_loading_kept_or_lost(tmp_path: Path) -> None:
+    clock = Clock()
+    killed = attempt(tmp_path, clock)
+    clock.pass_(5)
+    killed.start()
+    clock.pass_(100)
+    killed.keep()
+    clock.pass_(30)
+    killed.beat()  # and then it is killed
+    clock.pass_(1000)
+    with attempt(tmp_path, clock) as second:
+        clock.pass_(7)
+        second.start()
+        clock.pass_(60)
+        second.keep()
+    whole = spent(tmp_path)
+    assert (whole.attributed_usd, whole.loading_usd, whole.idle_usd, whole.lost_usd) == pytest.approx((160, 12, 0, 30))
+    assert whole.num_requests == whole.num_output_tokens == 0
+    assert {one.tags for one in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
+
+
+def test_what_is_dropped_or_not_kept_when_an_attempt_breaks_off_is_lost(tmp_path: Path) -> None:
+    clock = Clock()
+    with contextlib.suppress(KeyboardInterrupt), attempt(tmp_path, clock) as spending:
+        spending.start()
+        clock.pass_(10)
+        spending.drop()
+        clock.pass_(20)
+        spending.keep()
+        clock.pass_(40)
+        raise KeyboardInterrupt
+    whole = spent(tmp_path)
+    assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((20, 50))
+
+
+def test_shards_count_as_they_are_stored(tmp_path: Path) -> None:
+    clock, told = Clock(), list[tuple[int, int]]()
+
+    def extract(job: Any, progress: Any) -> None:
+        for done in (1, 2):
+            clock.pass_(3)
+            progress(done, 3)
+        clock.pass_(3)
+        raise OSError(job)
+
+    with pytest.raises(OSError, match="the job"), attempt(tmp_path, clock) as spending:
+        spending.counting(extract)("the job", lambda done, total: told.append((done, total)))
+    whole = spent(tmp_path)
+    assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((6, 3))
+    assert told == [(1, 3), (2, 3)]
+
+
+def test_a_clock_that_is_set_back_costs_nothing_twice(tmp_path: Path) -> None:
+    clock = Clock()
+    with attempt(tmp_path, clock) as spending:
+        spending.start()
+        clock.pass_(10)
+        spending.keep()
+        clock.pass_(-3600)
+        spending.keep()
+    assert spent(tmp_path).attributed_usd == pytest.approx(10)
+
+
+def test_a_training_that_never_worked_leaves_nothing(tmp_path: Path) -> None:
+    with attempt(tmp_path, Clock()):
+        pass
+    assert not (tmp_path / "ledger").exists()
+
+
+def priced(tmp_path: Path, said: list[str], **keys: Any) -> EngineFacts:
+    config = TrainConfig(prompts=["stdlib"], output=tmp_path, **keys)
+    return training_spending(config, CPU, said.append, on_gpu=False, num_devices=4)._facts
+
+
+def test_the_price_is_stated_assumed_or_unknown_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    stated = priced(tmp_path, said, usd_per_hour=3.6, tags={"team": "x"})
+    assert (stated.usd_per_device_s, stated.price_basis, stated.tags) == (0.00025, "stated", '{"team": "x"}')
+    assert priced(tmp_path, said).price_basis == "assumed"
+    assert said == []
+    gpu = Hardware(
+        platform="cuda", memory_gib=8, free_memory_gib=8, num_cpus=4, accelerator="Unheard", num_accelerators=1
+    )
+    config = TrainConfig(prompts=["stdlib"], output=tmp_path)
+    unknown = training_spending(config, gpu, said.append, on_gpu=True, num_devices=1)._facts
+    assert (unknown.usd_per_device_s, unknown.price_basis) == (0, "")
+    with pytest.raises(PriceError, match=r"p5\.48xlarg"):
+        priced(tmp_path, said, instance_type="p5.48xlarg")
+    other = priced(tmp_path, said, instance_type="p5.48xlarge")
+    assert other.usd_per_device_s == 0
+    assert "unknown" in said[0]
+    assert "per accelerator, and it runs on a vcpu" in said[1]
