@@ -167,12 +167,12 @@ def training_spending(
     """
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)
-    facts = {"model": config.target, "drafter": None, "num_devices": num_devices, "device": device}
-    tags = tags_to_text(config.tags)
+    facts: dict[str, Any] = {"model": config.target, "drafter": None, "num_devices": num_devices, "device": device}
+    folder, tags = (config.output / "ledger").resolve(), tags_to_text(config.tags)
     if price is None:
-        return TrainingSpending(config.output / "ledger", EngineFacts(**facts, tags=tags))
+        return TrainingSpending(folder, EngineFacts(**facts, tags=tags))
     priced = EngineFacts.priced(price, **facts, tags=tags, num_speculative_tokens=None, baseline=None)
-    return TrainingSpending(config.output / "ledger", priced)
+    return TrainingSpending(folder, priced)
 
 
 def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callable[[str], None]) -> Price | None:

@@ -157,7 +157,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             )
             prepared = prepare(config, listener, extract=spending.counting(on_actors))
             spending.start()
-            with _Follower(prepared.folder, listener, spending):
+            with _Follower(prepared.folder.resolve(), listener, spending):
                 diverged = _run(prepared)
         if diverged is not None:
             spending.drop()

@@ -21,6 +21,7 @@ from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.workers import Alone
 from peagle.errors import CapacityError, DivergedError, PeagleError
+from peagle.hardware import detect
 from pipelines.training import distributed
 from pipelines.training.distributed import (
     _Follower,
@@ -42,16 +43,44 @@ def test_steps_of_this_attempt_are_told_also_when_a_resume_cuts_the_file_back_an
     metrics, told = Metrics(tmp_path), []
     listener = Listener(step=lambda progress: told.append(progress.step))
     metrics.append(step(1))
-    with _Follower(metrics, listener):
+    with _Follower(tmp_path, listener, Spent()):
         metrics.append(step(2))
     assert told == [2]
 
-    follower = _Follower(metrics, listener)
-    with follower:
+    with _Follower(tmp_path, listener, Spent()):
         metrics.cut(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(step(number, train_s))
     assert told == [2, 3, 4]
+
+
+class Spent:
+    """Notes in place of records of a training."""
+
+    def __init__(self):
+        self.noted = []
+        self.keep, self.drop = lambda: self.noted.append("kept"), lambda: self.noted.append("lost")
+
+    def beat(self):
+        """Nothing to note."""
+
+
+def test_what_workers_did_is_kept_with_a_checkpoint_and_lost_with_the_steps_that_are_cut_off(tmp_path):
+    metrics, spent = Metrics(tmp_path), Spent()
+    with _Follower(tmp_path, Listener(), spent):
+        metrics.append(step(1))
+    assert spent.noted == []
+    with _Follower(tmp_path, Listener(), spent):
+        (tmp_path / "checkpoint.pt").touch()
+    with _Follower(tmp_path, Listener(), spent):
+        metrics.cut(0)
+    assert spent.noted == ["kept", "lost"]
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch):
+    """Without Ray, the hardware of the workers is this machine's."""
+    monkeypatch.setattr(distributed, "inspect", detect)
 
 
 class WorkerGroupError(Exception):
@@ -212,6 +241,7 @@ def test_workers_whose_loss_is_not_finite_are_not_started_again(
     told = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
     with pytest.raises(DivergedError, match=told):
         train_on_workers(config.model_copy(update={"workers": 2}), Listener())
+    assert (config.output / "ledger").is_dir()
 
 
 def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeypatch):
