@@ -85,7 +85,38 @@ class RequestFailed(RequestRefused):
     reason = FAILED
 
 
-class Engine(Protocol):
+class RowEngine(Protocol):
+    """The part of an engine that rows of a corpus need: an engine of one's own, or one that is lent."""
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """Run one request to its end.
+
+        Args:
+            sampling: keys of `peagle.requests.sampling.SamplingKeys`; those that are not there have its defaults, but
+                `temperature` and `max_tokens`, which must be there.
+
+        Raises:
+            RequestRefused: this request cannot run.
+            EngineError: the engine has died; no request will ever finish.
+        """
+
+    def signs_of_life(self) -> int:
+        """A number that grows with every step of the engine, and never falls.
+
+        While requests run and it stays the same, the engine is in one long step, or hangs.
+        """
+
+    def shutdown(self) -> None:
+        """Stop the engine and its processes."""
+
+    def kill(self) -> None:
+        """End the engine's processes at once, even hanging ones.
+
+        This process is to end next.
+        """
+
+
+class Engine(RowEngine, Protocol):
     """An engine that runs many requests at once in one continuous batch."""
 
     max_model_len: int
@@ -102,35 +133,8 @@ class Engine(Protocol):
     def model_runner(self) -> str | None:
         """The generation of vLLM's model runner: "V1", "V2", or None if unknown."""
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
-        """Run one request to its end.
-
-        Args:
-            sampling: keys of `peagle.requests.sampling.SamplingKeys`; those that are not there have its defaults, but
-                `temperature` and `max_tokens`, which must be there.
-
-        Raises:
-            RequestRefused: this request cannot run.
-            EngineError: the engine has died; no request will ever finish.
-        """
-
     def speculation_totals(self) -> SpeculationStats | None:
         """Drafts of all requests since the engine started.
 
         None where it does not draft or cannot say.
-        """
-
-    def signs_of_life(self) -> int:
-        """A number that grows with every step of the engine, and never falls.
-
-        While requests run and it stays the same, the engine is in one long step, or hangs.
-        """
-
-    def shutdown(self) -> None:
-        """Stop the engine and its processes."""
-
-    def kill(self) -> None:
-        """End the engine's processes at once, even hanging ones.
-
-        This process is to end next.
         """

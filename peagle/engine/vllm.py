@@ -72,20 +72,7 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        try:
-            params = _sampling_params(sampling)
-            answers = self._llm.generate({"prompt_token_ids": prompt_token_ids}, params, request_id)
-            outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
-        except engine_death() as error:
-            raise EngineError("the vLLM engine process died") from error
-        except refusals() as error:
-            raise RequestRefused(str(error)) from error
-        except request_failure() as error:  # this request's only: the engine goes on
-            raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
-        if not outputs:
-            raise EngineError(f"vLLM ended request {request_id} without an output")
-        _require_answers(outputs[-1])
-        return _generation(outputs[-1], sampling.get("logprobs") or 0)
+        return await generate(self._llm, request_id, {"prompt_token_ids": prompt_token_ids}, sampling)
 
     def speculation_totals(self) -> SpeculationStats | None:
         """See `Engine.speculation_totals`; from vLLM's Prometheus counters."""
@@ -103,6 +90,34 @@ class VllmEngine:
     def kill(self) -> None:
         """See `Engine.kill`: a core that hangs would outlive this process."""
         kill_children()
+
+
+async def generate(
+    llm: Any, request_id: str, prompt: Mapping[str, Any], sampling: Mapping[str, Any], *, priority: int = 0
+) -> Generation:
+    """Run one request of an `AsyncLLM` to its end, as `Engine.generate` says.
+
+    Args:
+        prompt: vLLM's: `prompt_token_ids`, and where need be `cache_salt`.
+        priority: lower ones go first, in an engine whose scheduling policy is by priority; others ignore it.
+
+    Raises:
+        RequestRefused, EngineError: as `Engine.generate`.
+    """
+    try:
+        params = _sampling_params(sampling)
+        answers = llm.generate(prompt, params, request_id, priority=priority)
+        outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
+    except engine_death() as error:
+        raise EngineError("the vLLM engine process died") from error
+    except refusals() as error:
+        raise RequestRefused(str(error)) from error
+    except request_failure() as error:  # this request's only: the engine goes on
+        raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
+    if not outputs:
+        raise EngineError(f"vLLM ended request {request_id} without an output")
+    _require_answers(outputs[-1])
+    return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
 
 class _StepCounter:

@@ -27,6 +27,7 @@ from peagle.private import user_path
 from peagle.profiles.baselines import Benchmark
 from peagle.runs.directory import RunDirectory
 from peagle.runs.files import is_stand_in
+from peagle.runs.meter import is_lent
 from peagle.storage import Place, is_remote, place
 
 _RESPONSES = "responses"  # as `TrainConfig.answers` names it
@@ -214,9 +215,14 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
     at_once = about.get("concurrency") or 0  # a unit has many requests, and does not say how many at a time
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
-    usages = list(run.usages())
     is_fake = is_stand_in(manifest)
-    sessions = [_described(session, price, about, tags, is_fake=is_fake) for session in run.sessions()]
+    # What was lent is in the ledger of the endpoint that lent it.
+    usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
+    sessions = [
+        _described(session, price, about, tags, is_fake=is_fake)
+        for session in run.sessions()
+        if not is_lent(session.session_id)
+    ]
     require_devices(sessions, price)
     require_sessions(sessions, {usage.session_id for usage in usages})
     usd_per_s = {one.session_id: one.num_devices * one.usd_per_device_s for one in sessions}

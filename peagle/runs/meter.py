@@ -57,9 +57,21 @@ class Snapshot:
         )
 
 
-def new_session_id() -> str:
-    """A name that no other engine process has, and that sorts by time."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+_LENT = "-lent"
+
+
+def new_session_id(*, is_lent: bool = False) -> str:
+    """A name that no other engine process has, and that sorts by time.
+
+    Args:
+        is_lent: its seconds are those of somebody else's engine, in whose ledger they are paid for.
+    """
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
+
+
+def is_lent(session_id: str) -> bool:
+    """Whether a session's seconds are paid for in another ledger."""
+    return session_id.endswith(_LENT)
 
 
 class EngineMeter:
@@ -145,3 +157,21 @@ class EngineMeter:
                 self.busy_s += passed
                 for unit, count in self._running.items():
                     self._busy_by_unit[unit] += passed * count / sequences
+
+
+class BilledMeter(EngineMeter):
+    """The meter of an engine that is lent: its clock goes on by the seconds that the lender bills.
+
+    Seconds that are billed while no request runs, as of one that was given up, count as idle.
+    """
+
+    def __init__(self) -> None:
+        self._billed_s = 0.0
+        super().__init__(monotonic=lambda: self._billed_s)
+        self.ready(0.0)
+
+    def bill(self, busy_s: float) -> None:
+        """Add what a request took of an engine's busy seconds."""
+        with self._lock:
+            self._billed_s += busy_s
+            self.tick()

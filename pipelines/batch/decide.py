@@ -6,7 +6,7 @@ is asked for accelerators of the kind that is wanted.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from peagle import hardware
@@ -109,6 +109,7 @@ def decided_on(
         commits=EngineSpec.from_dict(directory.manifest()["engine"]).commits if directory.exists else request.commits,
         announce=announce,
     )
+    resolved = replace(resolved, lender=request.lender)
     return Decided(request=request, directory=directory, plan=plan, resolved=resolved)
 
 

@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 
 from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
-from peagle.engine.interface import Engine
+from peagle.engine.interface import RowEngine
+from peagle.engine.self_check import Checkable
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
+from peagle.runs.meter import BilledMeter
+from pipelines.batch.lender import Lender
 from pipelines.batch.multinode import FollowerJob, OtherNodes
 from pipelines.batch.session import Admission, Session
 from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
@@ -29,6 +32,7 @@ class EngineJob:
         slot_group: the name under which engines that share a node number their slots on it.
         part: what an engine on several nodes takes of each of them, by Ray's names.
         fake: the traits of the fake engine where it stands in for vLLM.
+        lender: lends the engine; None where the actor starts its own.
     """
 
     run_dir: str
@@ -44,6 +48,12 @@ class EngineJob:
     part: dict[str, float] = field(default_factory=dict)
     heartbeat_s: float = 5.0
     admission: Admission | None = None
+    lender: Lender | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that its engine runs at once."""
+        return self.lender.num_slots if self.lender else self.spec.max_num_seqs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +61,13 @@ class StartedEngine:
     """An engine that is up.
 
     Attributes:
+        checkable: for its self-check; None where its lender has checked it.
         compile_s: seconds of the start that compiling took.
         others: its ranks on other nodes; None where it has none.
     """
 
-    engine: Engine
+    engine: RowEngine
+    checkable: Checkable | None
     compile_s: float = 0.0
     others: OtherNodes | None = None
 
@@ -68,6 +80,9 @@ def start_engine(job: EngineJob, session: Session) -> StartedEngine:
     Raises:
         EngineError: it does not start; the message has vLLM's own reason.
     """
+    if job.lender is not None:
+        assert isinstance(session.meter, BilledMeter), "a session of a lent engine has one"
+        return StartedEngine(engine=job.lender.lend(session.meter), checkable=None)
     if job.fake is not None:
         return _start_fake(job.spec, job.fake)
     from peagle.engine.vllm_internals import compile_seconds, costly_warnings, with_root_cause
@@ -89,14 +104,14 @@ def start_engine(job: EngineJob, session: Session) -> StartedEngine:
         raise others.failure from error
     log = session.log.read_text(errors="replace")
     session.start_warnings = costly_warnings(log)
-    return StartedEngine(engine=engine, compile_s=compile_seconds(log), others=others)
+    return StartedEngine(engine=engine, checkable=engine.checkable, compile_s=compile_seconds(log), others=others)
 
 
 def _start_fake(spec: EngineSpec, traits: FakeTraits) -> StartedEngine:
     time.sleep(traits.start_s)
     num_speculative_tokens = spec.drafter.num_speculative_tokens if spec.drafter else 0
     engine = FakeEngine(traits, num_speculative_tokens=num_speculative_tokens, max_num_seqs=spec.max_num_seqs)
-    return StartedEngine(engine=engine)
+    return StartedEngine(engine=engine, checkable=engine.checkable)
 
 
 def _other_nodes(job: EngineJob, session: Session) -> OtherNodes:

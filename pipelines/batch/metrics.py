@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from peagle.catalog.targets import name_of
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.profiles.watch import needed_at
+from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun
@@ -59,7 +60,8 @@ class RunMetrics:
             sessions: of this attempt.
         """
         for session in sessions:
-            self._usage.heartbeat(session)
+            if not is_lent(session.session_id):  # the lender tells all seconds of its engines
+                self._usage.heartbeat(session)
         left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
         for state, num_rows in (("done", tally.num_rows), ("failed", tally.num_failed_rows), ("left", max(left, 0))):
             self._rows.set(num_rows, {"state": state})

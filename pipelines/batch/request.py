@@ -13,6 +13,7 @@ from peagle.errors import StoppedEarly
 from peagle.runs.limits import Limits, MaxFailedRows, Situation, parse_deadline, reached
 from peagle.runs.stopping import resume_command
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.lender import Lender
 from pipelines.cluster.placement import Neighbours
 
 GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
@@ -40,6 +41,7 @@ class RunRequest:
         command: the command line, for `run.json` and for the command that continues the run.
         stop: asks the run to stop when it is set; signals do so too.
         neighbours: engines of others that share the nodes.
+        lender: lends the run its engine; None where it has engines of its own.
         commits: by hub id, of the engine that a new run's is to equal; a run that is there keeps its own.
         served_name: what the model of a new run is called in its answers in OpenAI's form; None is its own name.
         allowance: in place of the configuration's budget.
@@ -50,6 +52,7 @@ class RunRequest:
     command: Sequence[str]
     stop: threading.Event = field(default_factory=threading.Event)
     neighbours: Neighbours | None = None
+    lender: Lender | None = None
     commits: Mapping[str, str] = field(default_factory=dict)
     served_name: str | None = None
     allowance: Allowance | None = None

@@ -24,6 +24,7 @@ from peagle.requests.builder import SamplingSpec
 from peagle.requests.prompts import PromptSpec, resolve_prompts
 from peagle.requests.sampling import SamplingLimits, conflict
 from pipelines.batch.config import GenerateConfig
+from pipelines.batch.lender import Lender
 from pipelines.cluster.placement import Neighbours, Placement, place
 
 
@@ -36,6 +37,7 @@ class ResolvedRun:
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: what each engine takes of the cluster.
         slot_group: the name under which its engines number their slots on a node; None is the run's own.
+        lender: lends its engine; None where it has engines of its own.
         tuned: watches the range of the run's profile; None without one.
         drafter_watch: watches a drafter of which no profile speaks; None without one.
     """
@@ -49,6 +51,7 @@ class ResolvedRun:
     price: Price
     placement: Placement
     slot_group: str | None = None
+    lender: Lender | None = None
     tuned: TunedWatch | None = None
     drafter_watch: DrafterWatch | None = None
 

@@ -19,7 +19,7 @@ from peagle.private import keep_private
 from peagle.runs.directory import RunDirectory
 from peagle.runs.liveness import Heartbeats
 from peagle.runs.logs import COPY_S, LogCopy
-from peagle.runs.meter import EngineMeter, new_session_id
+from peagle.runs.meter import BilledMeter, EngineMeter, new_session_id
 from peagle.runs.plan import Plan
 from peagle.runs.scaling import is_worth_loading
 from peagle.storage import WRITE_ERRORS
@@ -35,15 +35,20 @@ class Session:
         meter: where its seconds go.
         self_check: what the engine's self-check found, as JSON; empty before it.
         start_warnings: of the engine's start.
+
+    Args:
+        is_lent: the engine is somebody else's, who bills what it does here.
     """
 
-    def __init__(self, run: RunDirectory, *, slot_group: str, facts: EngineFacts, heartbeat_s: float) -> None:
+    def __init__(
+        self, run: RunDirectory, *, slot_group: str, facts: EngineFacts, heartbeat_s: float, is_lent: bool = False
+    ) -> None:
         keep_private()
-        self.meter = EngineMeter()
+        self.meter = BilledMeter() if is_lent else EngineMeter()
         self.self_check = ""
         self.start_warnings: list[str] = []
         self._started_at = time.time()
-        self.session_id = new_session_id()
+        self.session_id = new_session_id(is_lent=is_lent)
         self._run = run
         self._facts = facts
         self._heartbeat_s = heartbeat_s

@@ -155,9 +155,9 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
     cluster.keep_rows_apart()
     cluster.scale_with_the_queue()
     pieces = chunks(longest_first(units))
-    calls = min(len(units), calls_per_engine(plan.cut, resolved.spec.max_num_seqs))
-    engines = resolved.config.engine_range
     prepare_job, engine_job = _jobs(run, plan, resolved)
+    calls = min(len(units), calls_per_engine(plan.cut, engine_job.num_slots))
+    engines = resolved.config.engine_range
     return (
         ray.data.from_items(
             [{"units": "\n".join(map(unit_to_json, piece))} for piece in pieces], override_num_blocks=len(pieces)
@@ -223,6 +223,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
         part=placement.part,
         heartbeat_s=config.heartbeat_s,
         admission=_admission(run, plan, config),
+        lender=resolved.lender,
     )
     return prepare_job, engine_job
 

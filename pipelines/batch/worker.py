@@ -53,15 +53,16 @@ class EngineWorker:
             slot_group=job.slot_group,
             facts=job.facts,
             heartbeat_s=job.heartbeat_s,
+            is_lent=job.lender is not None,
         )
         try:
             started = start_engine(job, self._session)
         finally:
             self._session.keep_log()
-        self._engine, self._others = started.engine, started.others
+        self._engine, self._checkable, self._others = started.engine, started.checkable, started.others
         self._session.meter.ready(started.compile_s)
         self._session.beat()
-        slots = job.spec.max_num_seqs
+        slots = job.num_slots
         # A row's limit must not pass while it waits in the engine for others to end.
         self._slots = WeightedSemaphore(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._lock = SharedExclusiveLock()
@@ -117,7 +118,9 @@ class EngineWorker:
         Raises:
             EngineError: they are not, or it died or hangs. Another one of these settings would do the same.
         """
-        found = await self._watchdog.checked(self_check(self._engine.checkable, self._job.spec, hardware.detect()))
+        if self._checkable is None:
+            return
+        found = await self._watchdog.checked(self_check(self._checkable, self._job.spec, hardware.detect()))
         self._session.self_check = found.to_json()
         self._session.start_warnings += [found.describe()] * (found.outcome == "skipped")
         await asyncio.to_thread(self._session.beat)

@@ -282,6 +282,7 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
             stream_interval_ms=keys.stream_interval_ms,
             stream_pieces_per_s=keys.stream_pieces_per_s or pieces_per_s(placement),
             num_cpus=placement.num_cpus,
+            lends=config.lends_engines,
         ),
         num_engines_on_node=placement.num_engines_on_node,
         parsers=keys.parsers,

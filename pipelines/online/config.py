@@ -22,6 +22,8 @@ from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import NUMBER_OR_RANGE, FolderKey, StandInKeys
 
+ENDPOINT = "endpoint"  # of batch_engines: the endpoint's own
+
 
 class ServedModelKeys(StandInKeys, EngineKeys):
     """One model of the endpoint: its engine, and how many of them there are."""
@@ -186,7 +188,8 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     batch_engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run",
+        description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run; endpoint: "
+        "none, its requests have the idle slots of the endpoint's engines",
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     max_stored_mib: int = Field(
@@ -228,7 +231,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     @field_validator("batch_engines", mode="before")
     @classmethod
     def _engines_are_a_range(cls, value: Any) -> Any:
-        return str(EngineRange.parse(str(value)))
+        return value if value == ENDPOINT else str(EngineRange.parse(str(value)))
 
     @field_validator("idle_timeout", mode="before")
     @classmethod
@@ -268,6 +271,11 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
                 "a LoRA adapter; give it a name without a colon (--name, or name in models)"
             )
         return self
+
+    @property
+    def lends_engines(self) -> bool:
+        """Whether batches have the idle slots of the endpoint's engines."""
+        return self.batches is not None and self.batch_engines == ENDPOINT
 
     @property
     def url(self) -> str:

@@ -175,7 +175,7 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
     Tokens per dollar are of busy time: no request pays for an idle engine.
 
     All requests' time over all their shares of the busy time is how many there were at once. Of one key's it is that
-    only where nobody's had several choices, as these count in the shares. A batch has engines of its own and is left
+    only where nobody's had several choices, as these count in the shares. A batch that has engines of its own is left
     out there.
     """
     cells = list(cells)

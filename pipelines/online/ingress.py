@@ -11,13 +11,14 @@ import asyncio
 import datetime
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from ray import serve
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from starlette.exceptions import HTTPException
 
@@ -103,14 +104,18 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
         self._shared = SharedBudgets(settings.ledger)
-        self.batches = self._make_batches(batches) if batches else None
+        deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
+        self.batches = self._make_batches(batches, deployments) if batches else None
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
         self._start_metrics(has_break_even=any(needed.values()))
-        self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
+        self._deployments = deployments
         self._requires_key = settings.requires_key
 
-    def _make_batches(self, batches: BatchSettings) -> Batches:
+    def _make_batches(self, batches: BatchSettings, deployments: Mapping[str, str]) -> Batches:
+        if batches.lends:
+            application = serve.get_replica_context().app_name
+            batches = replace(batches, application=application, deployments=deployments)
         present_key = self._ring.present if self._ring else None
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
 

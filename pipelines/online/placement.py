@@ -71,7 +71,7 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
             f"the models' engines need {needed} accelerators at once ({each}); {found}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
         )
-    if config.batches is None:
+    if config.batches is None or config.lends_engines:
         return
     at_start = EngineRange.parse(config.batch_engines).smallest
     for keys in real:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from starlette.types import Scope
 
 from peagle.economics.tags import NO_TAGS
+from peagle.engine.interface import Generation
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError
 
@@ -99,6 +100,44 @@ class StreamEnd:
 
     text: str
     said: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentRow:
+    """A request of a batch, for an engine of the endpoint that has an idle slot.
+
+    Attributes:
+        request_id: by which the engine and the ledger name this attempt.
+        key, account, tags: whom it is billed to, as `Context` has them.
+        cache_salt: of its key; None where keys share the prefix cache.
+        sampling: as `Engine.generate` takes it.
+    """
+
+    request_id: str
+    key: str
+    account: str
+    tags: str
+    cache_salt: str | None
+    prompt_token_ids: list[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentAnswer:
+    """An engine's word on a `LentRow`: first whether it takes it, then what came of it.
+
+    Attributes:
+        state: full: no slot is idle; taken; returned: a person's request needs the slot; done; refused.
+        generation: of a row that is done.
+        reason, message: of the dead letter of one that is refused.
+        engine_s: its share of the engine's busy seconds, which the ledger has.
+    """
+
+    state: Literal["full", "taken", "returned", "done", "refused"]
+    generation: Generation | None = None
+    reason: str = ""
+    message: str = ""
+    engine_s: float = 0.0
 
 
 @dataclass(slots=True)

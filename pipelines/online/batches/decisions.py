@@ -8,7 +8,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import UnitUsage
+from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.records import Batch, BatchProgress, Order, Status
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore, output_id
@@ -63,7 +65,7 @@ def ended(
         num_completed=result.num_completed,
         num_failed=result.num_failed,
         finalizing_at=before.finalizing_at or now,
-        usage=None if result.record is None else _usage(result.record.usage),
+        usage=None if result.usage is None else _usage(result.usage),
     )
 
 
@@ -107,8 +109,23 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
         errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
         config={} if recipe is None else _run_config(order, settings, model),
         neighbours=None if recipe is None else recipe.neighbours,
+        lender=None if recipe is None or not recipe.lent_slots else _lender(batch, settings, model),
         commits={} if recipe is None else recipe.commits,
         budget_usd=budget_usd,
+    )
+
+
+def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender:
+    key = batch.order.key
+    return EndpointLender(
+        deployment=settings.deployments[model],
+        application=settings.application,
+        batch_id=batch.id,
+        key=key.name,
+        account=key.account,
+        tags=tags_to_text(settings.tags(model, key)),
+        cache_salt=settings.cache_salt(key),
+        num_slots=settings.recipes[model].lent_slots,
     )
 
 

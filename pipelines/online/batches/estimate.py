@@ -56,7 +56,10 @@ def estimate(
     if not tokens_usd or not started:
         return None
     ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
-    each_usd = max((one.load_s + one.compile_s + ending) * one.num_devices * one.usd_per_device_s for one in started)
+    loads = not recipe.lent_slots
+    each_usd = max(
+        (loads * (one.load_s + one.compile_s) + ending) * one.num_devices * one.usd_per_device_s for one in started
+    )
     return BatchEstimate(
         tokens_usd=tokens_usd, around_usd=EngineRange.parse(recipe.config["engines"]).largest * each_usd
     )

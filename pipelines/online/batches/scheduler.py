@@ -191,14 +191,18 @@ class Scheduler:
         return estimate(batch.progress, self._settings.recipes[model], price, self._sessions.all())
 
     def _let_it_cost_more(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Let a run's hold of its budgets grow with what it spends, while any is left."""
+        """Let a run's hold of its budgets grow with what it spends, while any is left.
+
+        What lent engines took is spent already, by the ledger, so it is held no longer.
+        """
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
-        wanted_usd = work.estimate.wanted_usd(spent_usd)
-        if wanted_usd <= self._money.held_by(batch.id, payers) or (left_usd := self._money.left_usd(payers)) is None:
+        billed_usd = spent_usd if self._settings.lends else 0.0
+        wanted_usd, held_usd = work.estimate.wanted_usd(spent_usd) - billed_usd, self._money.held_by(batch.id, payers)
+        if (wanted_usd <= held_usd and not billed_usd) or (left_usd := self._money.left_usd(payers)) is None:
             return
         if now_usd := self._money.hold(batch.id, payers, left_usd, wanted_usd):
-            work.handle.allow(now_usd)
+            work.handle.allow(billed_usd + now_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
         if batch.id not in self._ends:

@@ -3,7 +3,7 @@
 Made from the endpoint's configuration: the same engines, beside its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,15 @@ class Recipe:
         config: keys of a bulk run: engine, price and number of engines, the same that the endpoint has.
         neighbours: the endpoint's engines and those of other batches.
         commits: by hub id, what the endpoint's engines have loaded.
+        lent_slots: of all the endpoint's engines, whose idle ones its batches have; 0 where they have engines of
+            their own.
     """
 
     model: ServedModel
     config: Mapping[str, Any]
     neighbours: Neighbours
     commits: Mapping[str, str] = field(default_factory=dict)
+    lent_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class BatchSettings:
         max_upload_bytes: of a request that uploads a file.
         max_line_bytes: of a request in one.
         shares: what keys may have whose records do not say.
+        cache_salt: of a key, for the endpoint's engines.
+        application: Serve's name of the endpoint, and `deployments` those of its engines by model, where they are lent.
     """
 
     folder: str
@@ -81,6 +86,14 @@ class BatchSettings:
     max_upload_bytes: int = 200 * MIB
     max_line_bytes: int = MIB
     shares: KeyShares = field(default_factory=KeyShares)
+    cache_salt: Callable[[KeyRecord], str | None] = lambda key: None
+    application: str = ""
+    deployments: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lends(self) -> bool:
+        """Whether batches have the idle slots of the endpoint's engines."""
+        return any(recipe.lent_slots for recipe in self.recipes.values())
 
     def tags(self, model: str | None, key: KeyRecord) -> dict[str, str]:
         """The tags of a batch: the endpoint's, and over them its key's."""
@@ -88,13 +101,14 @@ class BatchSettings:
         return {**(recipe.config.get("tags", {}) if recipe else {}), **key.tags}
 
 
+_LENT_CPUS = 0.05  # of a process that only asks the endpoint's engines; it must fit beside these
 _ENVELOPE_BYTES = 4096  # what a line of a batch has around its body
 _ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
     """Engines of all batches that may run at once: at least, and at most."""
-    if config.batches is None:
+    if config.batches is None or config.lends_engines:
         return 0, 0
     each = EngineRange.parse(config.batch_engines)
     return config.batches_at_once * each.smallest, config.batches_at_once * each.largest
@@ -120,7 +134,7 @@ def batch_settings(
     models = {model.name: model for model in gate.models}
     shared = {
         **config.model_dump(mode="json", include={*PriceKeys.model_fields, *TagKeys.model_fields}),
-        "engines": config.batch_engines,
+        "engines": "1" if config.lends_engines else config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
     }
     return BatchSettings(
@@ -129,8 +143,9 @@ def batch_settings(
             keys.served_name: Recipe(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
-                neighbours=Neighbours(slot_group=app_id, hardware=hardware, placement=placements[keys.served_name]),
+                neighbours=_neighbours(config, hardware, placements[keys.served_name], app_id),
                 commits=specs[keys.served_name].commits,
+                lent_slots=specs[keys.served_name].max_num_seqs * keys.max_replicas if config.lends_engines else 0,
             )
             for keys in config.served
         },
@@ -147,4 +162,13 @@ def batch_settings(
             max_stored_files=config.max_stored_files,
             max_unfinished_batches=config.max_unfinished_batches,
         ),
+        cache_salt=gate.cache_salt,
     )
+
+
+def _neighbours(config: ServeConfig, hardware: Hardware, placement: Placement, app_id: str) -> Neighbours:
+    """The engines beside a batch's own; where these are lent, its process takes no cores of theirs."""
+    if not config.lends_engines:
+        return Neighbours(slot_group=app_id, hardware=hardware, placement=placement)
+    lent = replace(placement, num_cpus=_LENT_CPUS, num_gpus=0)
+    return Neighbours(slot_group=f"{app_id}-lent", hardware=hardware, placement=lent)

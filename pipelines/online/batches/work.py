@@ -11,20 +11,23 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from peagle.corpus.lines import Lines, lines_of
+from peagle.economics.account import account
+from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.errors import StoppedEarly
 from peagle.requests.openai import error_line
 from peagle.runs import progress
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import Export, export
+from peagle.runs.meter import is_lent
 from peagle.runs.report import make_report
 from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
@@ -32,6 +35,9 @@ from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
 from pipelines.cluster.placement import Neighbours
+from pipelines.online.batches.lent import EndpointLender
+
+_Record = TypeVar("_Record", UnitUsage, EngineSession)
 
 Reason = str
 """Why a batch ends early: a code of `UNEXECUTED`."""
@@ -58,7 +64,8 @@ class Task:
         model: what clients call it.
         input, run, errors: where they are, or are to be.
         config, commits: of the run, if it is not there already: then it has its own.
-        budget_usd: what the run may cost in all as it begins; None is no limit.
+        lender: lends its engine; None where it has engines of its own.
+        budget_usd: what the run may cost beyond what the endpoint's ledger has of it; None is no limit.
     """
 
     batch_id: str
@@ -70,6 +77,7 @@ class Task:
     errors: str
     config: Mapping[str, Any]
     neighbours: Neighbours | None
+    lender: EndpointLender | None = None
     commits: Mapping[str, str] = field(default_factory=dict)
     budget_usd: float | None = None
 
@@ -81,7 +89,8 @@ class Result:
     Attributes:
         reason: why it ended early; None if every request was executed.
         output, errors: sizes in bytes of the files that are not empty; `output` with where it is.
-        record: for the endpoint's ledger: all that the run used and cost; None where nothing was run.
+        usage: of all its requests; None where nothing was run.
+        record: for the endpoint's ledger: what engines of its own used and cost; None where nothing was run.
     """
 
     reason: Reason | None
@@ -89,6 +98,7 @@ class Result:
     num_failed: int
     output: tuple[str, int] | None
     errors: int
+    usage: UnitUsage | None
     record: RequestUsage | None
 
 
@@ -118,12 +128,16 @@ def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) ->
     # A run that is there has its own keys, whatever the endpoint was started with since.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
-    allowance.usd = task.budget_usd
+    if task.lender is not None:  # one process asks for as many rows as there are slots
+        config["engines"] = "1"
+    billed_usd = _usd(directory, lent=True) if directory.exists else 0.0
+    allowance.usd = None if task.budget_usd is None else billed_usd + task.budget_usd
     request = RunRequest(
         config=GenerateConfig(**config),
         command=["POST", "/v1/batches", task.batch_id],
         stop=stop.event,
         neighbours=task.neighbours,
+        lender=task.lender,
         commits=task.commits,
         served_name=task.model,
         allowance=allowance,
@@ -166,6 +180,7 @@ def collect(task: Task, reason: Reason | None) -> Result:
         num_failed=(exported.num_failed_rows if exported else 0) + num_unexecuted,
         output=("export/openai-batch/output.jsonl", output_bytes) if output_bytes else None,
         errors=num_bytes,
+        usage=_usage(task, directory.usages()) if exported else None,
         record=_record(task, directory, reason) if exported else None,
     )
 
@@ -216,11 +231,28 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """Record all that the run used, as one request of the key.
+    """Record what the run used of engines that were started for it, as one request of the key.
 
-    Engines were started for it, so their every second counts.
+    Their every second counts. What it used of the endpoint's engines, these have recorded.
     """
-    report, manifest, now = make_report(directory), directory.manifest(), time.time()
+    make_report(directory)
+    manifest = directory.manifest()
+    return RequestUsage(
+        request_id=task.batch_id,
+        key=task.owner,
+        account=task.account,
+        model=task.model,
+        drafter=manifest["run"]["drafter"],
+        tags=tags_to_text(manifest["config"].get("tags") or {}),
+        outcome="cut" if reason else "ok",
+        ttft_s=None,
+        usd=_usd(directory, lent=False),
+        usage=_usage(task, _of_sessions(directory.usages(), lent=False)),
+    )
+
+
+def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
+    now = time.time()
     nothing = UnitUsage(
         session_id=task.batch_id,
         num_rows=0,
@@ -233,15 +265,14 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
         started_at=now,
         finished_at=now,
     )
-    return RequestUsage(
-        request_id=task.batch_id,
-        key=task.owner,
-        account=task.account,
-        model=task.model,
-        drafter=manifest["run"]["drafter"],
-        tags=tags_to_text(manifest["config"].get("tags") or {}),
-        outcome="cut" if reason else "ok",
-        ttft_s=None,
-        usd=report["account"]["usd"]["total"],
-        usage=sum((replace(usage, session_id=task.batch_id) for usage in directory.usages()), start=nothing),
-    )
+    return sum((replace(usage, session_id=task.batch_id) for usage in usages), start=nothing)
+
+
+def _usd(directory: RunDirectory, *, lent: bool) -> float:
+    """The price of a run's own engines, or of those that were lent."""
+    usages, sessions = _of_sessions(directory.usages(), lent=lent), _of_sessions(directory.sessions(), lent=lent)
+    return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
+
+
+def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
+    return (one for one in records if is_lent(one.session_id) is lent)

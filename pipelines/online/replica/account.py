@@ -96,6 +96,7 @@ class EngineAccount:
         tags: str = NO_TAGS,
         num_choices: int = 1,
         first_asked_at: float | None = None,
+        is_row: bool = False,
     ) -> "RequestAccount":
         """A request enters the engine.
 
@@ -107,6 +108,7 @@ class EngineAccount:
             num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
             first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
                 billed it, this one does not.
+            is_row: of a batch, whose run tells the listener's figures.
         """
         number = next(self._numbers)
         self._meter.start(number, num_choices)
@@ -121,6 +123,7 @@ class EngineAccount:
             tags=tags,
             num_choices=num_choices,
             first_asked_at=first_asked_at,
+            is_row=is_row,
         )
 
     def end(self) -> None:
@@ -152,7 +155,7 @@ class EngineAccount:
             with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
                 self.heartbeat()
 
-    def _keep(self, record: RequestUsage, *, first_asked_at: float | None) -> bool:
+    def _keep(self, record: RequestUsage, *, first_asked_at: float | None, is_row: bool) -> bool:
         """Write a record unless another engine has billed the request.
 
         Returns whether it was written.
@@ -162,7 +165,7 @@ class EngineAccount:
         ):
             return False
         append_request(self._folder, record)
-        if self._listener:
+        if self._listener and not is_row:
             self._listener.request(record)
         return True
 
@@ -228,6 +231,7 @@ class RequestAccount:
         tags: str,
         num_choices: int,
         first_asked_at: float | None,
+        is_row: bool,
     ) -> None:
         self.number = number
         self.request_id = request_id
@@ -242,6 +246,7 @@ class RequestAccount:
         self._account = account
         self._began = began
         self._first_asked_at = first_asked_at
+        self._is_row = is_row
         self._record: RequestUsage | None = None
         self._is_kept = False
 
@@ -273,7 +278,7 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at)
+        self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at, is_row=self._is_row)
 
     async def reach_disk(self) -> None:
         """Return when the written record outlasts a power cut.

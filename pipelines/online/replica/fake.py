@@ -23,7 +23,7 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits, conflict
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
-from pipelines.online.wire import to_text
+from pipelines.online.wire import LentRow, to_text
 
 # Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
@@ -109,6 +109,10 @@ class FakeServeEngine:
 
         async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
             yield part
+
+    async def row(self, row: LentRow) -> Generation:
+        """The answer to a row of a batch, as `Engine.generate` has it."""
+        return await self._live().generate(row.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
         asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)

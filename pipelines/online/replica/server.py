@@ -21,11 +21,12 @@ from ray.serve.llm.deployment import LLMServer
 from peagle import hardware
 from peagle.economics.sessions import EngineFacts
 from peagle.engine.environment import set_environment
+from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import start_limit
 from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
-from peagle.engine.vllm import kill_children
+from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
@@ -33,14 +34,16 @@ from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
 from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
+from pipelines.online.replica.lending import IdleSlots, lend
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
-from pipelines.online.serve.deployment import Sizes, make_llm_config
+from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_config
 from pipelines.online.serve.exceptions import is_engine_death
 from pipelines.online.serve.ray_names import engine_client, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
-from pipelines.online.wire import Context
+from pipelines.online.wire import Context, LentAnswer, LentRow
 
 _LOOK_S = 0.25
+_AFTER_PEOPLE = 1  # vLLM's priority: a person's request has 0, and goes first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
+        self._idle = IdleSlots(decode_slots(job.spec, hardware.detect()), job.sizes.counts.target)
+        self._is_fake = job.fake is not None
         self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
         metrics = UsageMetrics(job.engine.model, job.engine.drafter)
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
@@ -176,7 +181,21 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
         sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
         answer = relay(sound, begin, shown_usage=context.shown_usage)
-        return in_pieces(answer, self._pace)
+        return in_pieces(self._idle.beside(answer, min(context.num_choices, self._slots)), self._pace)
+
+    async def lend(self, row: LentRow) -> AsyncGenerator[LentAnswer, None]:
+        """Run a row of a batch, if a slot is idle; called by the batch's own process (`EndpointLender`)."""
+        async for answer in lend(self._idle, self._account, row, self._generate, most_slots=self._slots):
+            yield answer
+
+    async def _generate(self, row: LentRow) -> Generation:
+        if self._is_fake:
+            generation: Generation = await self.engine.row(row)
+            return generation
+        ASKER.set(row.key)
+        prompt = {"prompt_token_ids": row.prompt_token_ids} | ({"cache_salt": row.cache_salt} if row.cache_salt else {})
+        client = engine_client(self.engine)
+        return await generate(client, row.request_id, prompt, row.sampling, priority=_AFTER_PEOPLE)
 
     async def __del__(self) -> None:
         """Serve calls it when the replica stops."""

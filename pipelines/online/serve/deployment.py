@@ -116,6 +116,7 @@ class Sizes:
 
     Attributes:
         num_cpus: Ray's logical CPUs of an engine without accelerators.
+        lends: rows of batches have the slots that are idle.
     """
 
     counts: RequestCounts
@@ -127,6 +128,7 @@ class Sizes:
     stream_interval_ms: float
     stream_pieces_per_s: float
     num_cpus: float
+    lends: bool = False
 
 
 def make_llm_config(
@@ -158,6 +160,7 @@ def make_llm_config(
         engine_kwargs={
             **arguments,
             **parsers,
+            **({"scheduling_policy": "priority"} if sizes.lends else {}),
             "enable_prompt_tokens_details": True,
             # vLLM would let an engine's first constrained request choose for all that follow.
             "structured_outputs_config": {"backend": "xgrammar"},

@@ -126,7 +126,7 @@ def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
     from vllm.exceptions import VLLMValidationError
 
     class Refusing:
-        async def generate(self, *_):
+        async def generate(self, *_, **__):
             raise VLLMValidationError("Grammar error: no such pointer")
             yield
 
@@ -141,7 +141,7 @@ def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
 
 def test_what_an_older_vllm_refuses_is_a_value_error(monkeypatch):
     class Refusing:
-        async def generate(self, *_):
+        async def generate(self, *_, **__):
             raise ValueError("the prompt is too long")
             yield
 
@@ -159,7 +159,7 @@ def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_on
         def __init__(self, error):
             self.error = error
 
-        async def generate(self, *_):
+        async def generate(self, *_, **__):
             raise self.error from IndexError("no such block")
             yield
 
@@ -218,7 +218,7 @@ def test_what_vllm_ended_by_itself_is_no_answer(reason):
     from vllm.v1.engine import FINISH_REASON_STRINGS
 
     class Ending:
-        async def generate(self, *_):
+        async def generate(self, *_, **__):
             ended = completion([1, 2])
             ended.finish_reason = reason
             yield output_of(completion([1, 2, 3]), ended)

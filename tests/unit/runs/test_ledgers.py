@@ -117,6 +117,13 @@ def test_the_run_of_a_batch_counts_in_the_ledger_of_its_endpoint_where_both_are_
     assert both.notes == ("1 runs of batches count in the ledger of the endpoint that ran them.",)
 
 
+def test_what_an_endpoint_lent_a_run_is_in_the_endpoints_ledger_alone(month):
+    lent = "20261101T000000-lent"
+    units = [a_unit(name, busy_s=10.0, tokens=5, finished_at=at(11, 30, 23)) for name in ("bulk", lent)]
+    write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
+    assert spent(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+
+
 def test_a_run_whose_engine_left_no_record_cannot_be_priced(month):
     write_run(month / "lost", [], [a_unit("gone", busy_s=1.0, tokens=1, finished_at=at(11, 1, 1))])
     with pytest.raises(PeagleError, match="not in the ledger: gone"):

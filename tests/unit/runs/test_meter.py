@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from peagle.runs.meter import EngineMeter
+from peagle.runs.meter import BilledMeter, EngineMeter, is_lent, new_session_id
 
 
 @pytest.fixture
@@ -53,3 +53,15 @@ def test_shares_of_interleaved_units_sum_to_the_busy_time(meter, clock):
         clock.now += 0.3
     busy = meter.snapshot().busy_s
     assert sum(meter.take(unit) for unit in range(5)) == pytest.approx(busy)
+
+
+def test_the_clock_of_a_lent_engine_is_what_its_lender_bills():
+    meter = BilledMeter()
+    meter.start(1)
+    meter.bill(2.0)
+    meter.finish(1, 7)
+    meter.bill(0.5)  # of a row that was given up
+    found = meter.snapshot()
+    assert (found.elapsed_s, found.load_s, found.busy_s, found.idle_s) == (2.5, 0.0, 2.0, 0.5)
+    assert (meter.take(1), found.num_output_tokens) == (2.0, 7)
+    assert [is_lent(new_session_id(is_lent=lent)) for lent in (False, True)] == [False, True]

@@ -14,6 +14,7 @@ from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.directory import RunDirectory
+from peagle.runs.meter import is_lent
 from peagle.runs.plan import make_plan
 from peagle.runs.prepare import PrepareJob, prepare_unit
 from peagle.runs.rows import packed
@@ -69,7 +70,9 @@ class Scene:
         )
 
     def worker(self, engine, **job):
-        self._monkeypatch.setattr(worker, "start_engine", lambda *_: StartedEngine(engine=engine))
+        if "lender" not in job:
+            started = StartedEngine(engine=engine, checkable=engine.checkable)
+            self._monkeypatch.setattr(worker, "start_engine", lambda *_: started)
         made = EngineWorker(
             EngineJob(
                 run_dir=str(self.run),
@@ -293,3 +296,29 @@ def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, 
     assert is_lost or ended.value is others.failure
     (session,) = one.run.sessions()
     assert session.ended == is_lost
+
+
+class Lender:
+    """Lends a fake engine that bills two seconds a row."""
+
+    num_slots = 3
+
+    def lend(self, meter):
+        class Billing(FakeEngine):
+            async def generate(self, *request):
+                meter.bill(2.0)
+                return await super().generate(*request)
+
+        return Billing()
+
+
+def test_a_run_with_a_lent_engine_pays_for_what_its_rows_took_and_for_nothing_else(scene):
+    one = scene()
+    made = one.worker(None, lender=Lender())
+    assert made._job.num_slots == 3
+    asyncio.run(one.call(made, 0))
+    made._close()
+    (session,) = one.run.sessions()
+    assert is_lent(session.session_id)
+    assert (session.load_s, session.busy_s, session.idle_s, session.self_check) == (0.0, 16.0, 0.0, "")
+    assert (one.counts(0), one.run.usage(0).busy_s) == ((8, 0), 16.0)

@@ -159,7 +159,7 @@ def make_result():
         output = ("export/openai-batch/output.jsonl", 10) if num_completed else None
         return Result(
             reason=reason, num_completed=num_completed, num_failed=num_failed, output=output,
-            errors=20 if num_failed else 0, record=record,
+            errors=20 if num_failed else 0, usage=usage, record=record,
         )  # fmt: skip
 
     return make

@@ -473,6 +473,24 @@ def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
 
 
 @pytest.mark.usefixtures("priced")
+def test_what_lent_engines_took_is_spent_and_held_no_longer(make_scheduler, runner, settings, order, make_key, spent):
+    settings.recipes["m"] = replace(
+        settings.recipes["m"], config={**settings.recipes["m"].config, "engines": "1"}, lent_slots=8
+    )
+    scheduler = make_scheduler(deployments={"m": "LLM:m"})
+    batch_id, run = begin_rich(scheduler, runner, order, make_key)
+    estimated = 0.02 + 1.0 + 0.37  # as above, but nothing loads
+    assert run.arguments[0].budget_usd == pytest.approx(estimated)
+    budgets = totals_of(settings.ledger).budgets
+    for spent_usd, held_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 4.0)):
+        run.current = (run.current[0] + 1, 0, spent_usd)
+        spent["alice"] = spent_usd
+        scheduler.tick()
+        assert budgets.held_by(batch_id, "alice") == pytest.approx(held_usd)
+        assert run.allowed[-1] == pytest.approx(spent_usd + held_usd)
+
+
+@pytest.mark.usefixtures("priced")
 def test_a_batch_holds_no_more_than_is_left_and_one_that_goes_on_all_of_it(
     scheduler, runner, settings, store, order, make_key, clock
 ):

@@ -6,6 +6,7 @@ from pipelines.online.batches.settings import batch_settings, num_engines
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
+from pipelines.online.gateway.keys import KeyRecord
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
@@ -46,3 +47,27 @@ def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
         assert run.usd_per_hour == 2
         assert recipes[keys.served_name].neighbours.slot_group == "app"
         assert recipes[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
+
+
+def test_batches_on_the_endpoints_engines_take_no_cores_and_ask_as_many_slots_as_there_can_be(tmp_path):
+    config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint", max_replicas=3, usd_per_hour=2)
+    settings = settings_of(config, tmp_path)
+    recipe = settings.recipes["smollm2-135m"]
+    assert (num_engines(config), settings.lends, recipe.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
+    assert GenerateConfig(input="x", output=tmp_path / "run", **recipe.config).engines == "1"
+    placement = recipe.neighbours.placement
+    assert (placement.num_cpus < 0.1, placement.num_devices, placement.device) == (True, 2, "vcpu")
+    assert recipe.neighbours.slot_group != "app", "the process of the batch has no cores of an engine"
+    assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).lends
+    assert not ServeConfig(batch_engines="endpoint").lends_engines, "there are no batches"
+
+
+def test_a_batch_is_asked_for_with_the_salt_of_its_key(tmp_path):
+    config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint")
+    key = KeyRecord(name="alice", sha256="0" * 64)
+    settings = settings_of(config, tmp_path)
+    assert (
+        settings.cache_salt(key)
+        == settings.cache_salt(key)
+        != settings.cache_salt(key.model_copy(update={"name": "bob"}))
+    )

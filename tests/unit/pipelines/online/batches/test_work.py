@@ -1,13 +1,36 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from peagle.economics.prices import Price
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.speculation import SpeculationStats
 from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.decisions import make_task
 from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
+
+PRICE = Price(
+    instance_type="i", provider="p", region="r", market="fixed", usd_per_hour=36, device="vcpu", num_devices=1,
+    accelerator=None, source="test", as_of="2026-11-26",
+)  # fmt: skip
+
+
+def usage_of(session_id):
+    return UnitUsage(
+        session_id=session_id, num_rows=3, num_failed_rows=0, num_prompt_tokens=12, num_cached_tokens=4,
+        num_output_tokens=30, busy_s=4.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
+    )  # fmt: skip
+
+
+def session_of(session_id):
+    return EngineSession(
+        session_id=session_id, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
+        last_seen_at=10.0, load_s=2.0, compile_s=0.0, busy_s=8.0, idle_s=0.0, num_output_tokens=60, ended=True,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -66,3 +89,37 @@ def test_what_a_run_may_cost_changes_while_it_is_at_work(task, monkeypatch):
     monkeypatch.setattr(work.run, "generate", generate)
     run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), allowance)
     assert seen == [2.0, 5.0]
+
+
+def test_what_lent_engines_took_is_in_their_ledger_and_not_in_the_batchs_record(task, monkeypatch):
+    """Beside it the run may cost what the budget has left."""
+    own, lent = (usage_of(name) for name in ("s", "s-lent"))
+    monkeypatch.setattr(work, "make_report", lambda run: None)
+    directory = SimpleNamespace(
+        exists=True,
+        manifest=lambda: {"run": {"drafter": None}, "config": {}, "price": PRICE.to_dict()},
+        usages=lambda: iter([own, lent, lent]),
+        sessions=lambda: [session_of("s"), session_of("s-lent")],
+    )
+    record = work._record(task, directory, None)
+    assert (record.is_batch, record.usage.num_rows, record.usd) == (True, 3, pytest.approx(10 * PRICE.usd_per_device_s))
+    assert work._usage(task, directory.usages()).num_rows == 9
+    seen = []
+    monkeypatch.setattr(work, "RunDirectory", lambda _: directory)
+    monkeypatch.setattr(work.run, "generate", lambda request, _: seen.append(request.budget_usd))
+    monkeypatch.setattr(work, "collect", lambda *_: None)
+    directory.manifest = lambda: {"config": task.config, "price": PRICE.to_dict()}
+    run_batch(replace(task, budget_usd=2.0), Stop(), Counts(), Allowance(usd=None))
+    assert seen == [pytest.approx(2.0 + 10 * PRICE.usd_per_device_s)]
+
+
+def test_the_endpoint_lends_a_batch_its_engines_in_the_name_of_its_key(store, settings, upload, make_order, make_key):
+    recipes = {"m": replace(settings.recipes["m"], lent_slots=16)}
+    lending = replace(
+        settings, recipes=recipes, application="peagle", deployments={"m": "LLM:m"}, cache_salt=lambda key: key.name
+    )
+    batch = Batch(order=make_order(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
+    lender = make_task(batch, lending, store).lender
+    assert (lender.deployment, lender.application, lender.num_slots) == ("LLM:m", "peagle", 16)
+    assert (lender.batch_id, lender.key, lender.cache_salt) == (batch.id, "bob", "bob")
+    assert make_task(batch, settings, store).lender is None

@@ -1,0 +1,142 @@
+"""The latency of people's requests beside a batch: without one, in idle slots, and with an engine of its own.
+
+    python -m benchmarks.online.idle_slots --folder /tmp/idle-slots --output benchmarks/online/RESULT.json
+    python -m benchmarks.online.idle_slots --engine vllm ...   the real one
+
+Each way has an endpoint of its own, one after the other. Clients begin requests at random, at the same moments in each
+way, whether earlier ones have ended or not. A batch of more requests than can end is ordered before, and they begin
+when its first is answered. The fake engine's times say nothing of a model's: its steps do not take longer for rows.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from peagle import hardware
+from peagle.bench.record import percentile
+from peagle.provenance import git_revision, versions
+from tests.faults.clients import ask
+from tests.faults.endpoint import Endpoint, serving
+
+_WAYS: dict[str, list[str] | None] = {
+    "without a batch": None,
+    "in idle slots": ["--batch-engines", "endpoint"],
+    "with an engine of its own": ["--batch-engines", "1"],
+}
+_URL = "/v1/chat/completions"
+_POLL_S = 0.5
+
+
+def main() -> None:
+    """Measure each way, write OUTPUT and print the summary."""
+    options = _options()
+    results = {name: _measure(options, name, flags) for name, flags in _WAYS.items() if name in options.ways}
+    record = {
+        "command": "python -m benchmarks.online.idle_slots",
+        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": hardware.detect().describe(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "results": results,
+    }
+    options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps({name: one["summary"] for name, one in results.items()}, indent=2))  # noqa: T201
+
+
+def _measure(options: argparse.Namespace, name: str, flags: list[str] | None) -> dict[str, Any]:
+    folder = options.folder / name.replace(" ", "-")
+    more = [] if flags is None else ["--batches", str(folder / "batches"), *flags]
+    with serving(folder, [*_flags(options), *more], start_s=options.start_s) as endpoint:
+        return asyncio.run(_play(options, endpoint, has_batch=flags is not None))
+
+
+async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: bool) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=options.start_s) as http:
+        await ask(http, "warm up", options.tokens, is_stream=True, model=options.name)
+        batch = await _order(options, http) if has_batch else None
+        done_before = await _until_begun(options, http, batch) if batch else 0
+        began = time.monotonic()
+        chance, tasks = random.Random(0), []
+        while time.monotonic() - began < options.seconds:
+            text = f"Tell me about the number {len(tasks)}."
+            tasks.append(asyncio.create_task(ask(http, text, options.tokens, is_stream=True, model=options.name)))
+            await asyncio.sleep(chance.expovariate(options.per_s))
+        asked = await asyncio.gather(*tasks)
+        seconds = time.monotonic() - began
+        num_rows = (await _num_done(http, batch)) - done_before if batch else 0
+    latencies = [one.latency_s for one in asked if one.outcome == "answered"]
+    summary = {
+        "num_requests": len(asked),
+        "num_answered": len(latencies),
+        "latency_p50_s": percentile(latencies, 50),
+        "latency_p95_s": percentile(latencies, 95),
+        "batch_requests_per_s": num_rows / seconds,
+    }
+    return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in asked]}
+
+
+async def _order(options: argparse.Namespace, http: httpx.AsyncClient) -> str:
+    lines = [json.dumps(_row(options, number)) for number in range(options.rows)]
+    files = {"file": ("rows.jsonl", "\n".join(lines).encode())}
+    uploaded = (await http.post("/v1/files", data={"purpose": "batch"}, files=files)).raise_for_status().json()
+    order = {"input_file_id": uploaded["id"], "endpoint": _URL, "completion_window": "24h"}
+    batch_id: str = (await http.post("/v1/batches", json=order)).raise_for_status().json()["id"]
+    return batch_id
+
+
+def _row(options: argparse.Namespace, number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Write a story about the number {number}."}]
+    body = {"model": options.name, "messages": messages, "max_tokens": options.row_tokens, "ignore_eos": True}
+    return {"custom_id": f"r{number}", "method": "POST", "url": _URL, "body": body}
+
+
+async def _until_begun(options: argparse.Namespace, http: httpx.AsyncClient, batch_id: str) -> int:
+    deadline = time.monotonic() + options.start_s
+    while not (num_done := await _num_done(http, batch_id)):
+        if time.monotonic() > deadline:
+            raise SystemExit("no request of the batch was answered in time")
+        await asyncio.sleep(_POLL_S)
+    return num_done
+
+
+async def _num_done(http: httpx.AsyncClient, batch_id: str) -> int:
+    counts = (await http.get(f"/v1/batches/{batch_id}")).raise_for_status().json()["request_counts"]
+    return int(counts["completed"])
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    kind = ["--engine", "fake", "--fake", json.dumps({"token_s": options.token_s})]
+    if options.engine == "vllm":
+        kind = ["--model", options.name, "--max-model-len", "1024"]
+    return [*kind, "--max-num-seqs", str(options.slots), "--usd-per-hour", "1", "--heartbeat-s", "1"]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="a new folder for state, batches and logs")
+    parser.add_argument("--output", type=Path, required=True, help="file for the result")
+    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
+    parser.add_argument("--model", default="smollm2-135m", help="of the real engine")
+    parser.add_argument("--ways", nargs="+", choices=list(_WAYS), default=list(_WAYS), help="of running the batch")
+    parser.add_argument("--slots", type=int, default=8, help="requests that an engine decodes at once")
+    parser.add_argument("--per-s", type=float, default=0.5, help="people's requests a second on average")
+    parser.add_argument("--seconds", type=float, default=120, help="for which they come")
+    parser.add_argument("--tokens", type=int, default=32, help="output tokens of each of them")
+    parser.add_argument("--rows", type=int, default=2000, help="requests of the batch")
+    parser.add_argument("--row-tokens", type=int, default=128, help="output tokens of each of them")
+    parser.add_argument("--token-s", type=float, default=0.05, help="of the fake engine")
+    parser.add_argument("--start-s", type=float, default=400, help="time for the endpoint, and for the batch, to begin")
+    options = parser.parse_args()
+    options.name = "fake" if options.engine == "fake" else options.model
+    return options
+
+
+if __name__ == "__main__":
+    main()

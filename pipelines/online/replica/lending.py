@@ -1,0 +1,139 @@
+"""The idle slots of an engine, lent to rows of batches, and taken back when people's requests need them.
+
+A row is let in while all that is under way, with it, is below what scaling aims at, so rows alone start no engine.
+When so many people's requests come that hardly a slot is left, the youngest rows are given back, to be tried again.
+It knows the account; it knows neither Ray nor vLLM.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from peagle.economics.usage import Outcome
+from peagle.engine.interface import Generation, RequestRefused
+from peagle.errors import EngineError
+from pipelines.online.replica.account import EngineAccount
+from pipelines.online.wire import AnswerTally, LentAnswer, LentRow
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    work: "asyncio.Task[Generation]"
+    num_slots: int
+    is_recalled: bool = False
+
+
+class IdleSlots:
+    """Who has the slots of one engine.
+
+    Args:
+        slots: requests that the engine decodes at once.
+        target: requests under way on it that scaling aims at.
+
+    Example: of 8 slots with a target of 5.6, rows get 5 while nobody asks. Four people's requests make nine of them,
+    and two rows are given back: one slot always stays free for whoever comes next.
+    """
+
+    def __init__(self, slots: int, target: float) -> None:
+        self._slots = slots
+        self._most_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
+        self._num_asked = 0
+        self._rows: list[_Lent] = []
+
+    def has_room(self, num_slots: int) -> bool:
+        """Whether a row of so many choices may begin; one of very many only in an engine that idles."""
+        taken = self._num_asked + self._num_lent
+        return not taken or taken + num_slots <= self._most_with_rows
+
+    async def beside(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
+        """The answer to a person's request, for which rows make room from its beginning to its end."""
+        self._num_asked += num_slots
+        self._recall()
+        try:
+            async with contextlib.aclosing(answer):
+                async for part in answer:
+                    yield part
+        finally:
+            self._num_asked -= num_slots
+
+    @contextlib.contextmanager
+    def lent(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[_Lent]:
+        """Let a row have slots until its end, or until `work` is cancelled since people need them."""
+        row = _Lent(work, num_slots)
+        self._rows.append(row)
+        try:
+            yield row
+        finally:
+            self._rows.remove(row)
+            work.cancel()
+
+    @property
+    def _num_lent(self) -> int:
+        return sum(row.num_slots for row in self._rows if not row.is_recalled)
+
+    def _recall(self) -> None:
+        for row in reversed(self._rows):
+            if self._num_asked + self._num_lent < self._slots:
+                return
+            row.is_recalled = True
+            row.work.cancel()
+
+
+async def lend(
+    slots: IdleSlots,
+    account: EngineAccount,
+    row: LentRow,
+    generate: Callable[[LentRow], Coroutine[Any, Any, Generation]],
+    *,
+    most_slots: int,
+) -> AsyncGenerator[LentAnswer, None]:
+    """Run a row in an idle slot: whether there is one, and then what came of it.
+
+    Each attempt is a record of the ledger, also one that was given back: its seconds are paid.
+
+    Args:
+        most_slots: of the engine, which a row of more choices fills.
+
+    Raises:
+        EngineError: the engine has died; nobody pays for the row then.
+    """
+    num_slots = min(int(row.sampling.get("n") or 1), most_slots)
+    if not slots.has_room(num_slots):
+        yield LentAnswer(state="full")
+        return
+    request = account.begin(
+        row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
+    )
+    outcome: Outcome | None = "cut"
+    answer = LentAnswer(state="returned")
+    with slots.lent(asyncio.create_task(generate(row)), num_slots) as lent:
+        try:
+            yield LentAnswer(state="taken")
+            generation = await lent.work
+            _count(generation, request.tally)
+            outcome, answer = "ok", LentAnswer(state="done", generation=generation)
+        except asyncio.CancelledError:
+            if not lent.is_recalled:
+                raise
+        except RequestRefused as error:
+            outcome, answer = "failed", LentAnswer(state="refused", reason=error.reason, message=str(error))
+        except EngineError:
+            outcome = None
+            raise
+        finally:
+            if outcome:
+                request.write(outcome)
+    await request.reach_disk()
+    yield answer if outcome == "failed" else replace(answer, engine_s=request.finish(outcome).usage.busy_s)
+
+
+def _count(generation: Generation, tally: AnswerTally) -> None:
+    tally.num_prompt_tokens = generation.num_prompt_tokens
+    tally.num_cached_tokens = generation.num_cached_tokens or 0
+    tally.num_output_tokens = generation.num_output_tokens
+    tally.speculation = generation.speculation or tally.speculation

@@ -1,0 +1,87 @@
+"""A batch in the idle slots of `peagle serve` with the fake engine, beside people and through the death of an engine."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import httpx
+import openai
+import pytest
+
+from peagle.economics.ledger import RequestReader
+from peagle.runs.audit_files import audit_files
+from peagle.runs.directory import RunDirectory
+from tests.faults.clients import Clients
+from tests.faults.endpoint import Size, serving
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+NUM_ROWS, ROW_TOKENS = 80, 40
+WAIT_S = 300
+SIZE = Size(min_replicas=1, max_replicas=2, token_s=0.05, tokens=10)
+
+
+def lines():
+    for number in range(NUM_ROWS):
+        messages = [{"role": "user", "content": f"say {number}"}]
+        body = {"model": "fake", "messages": messages, "max_tokens": ROW_TOKENS, "ignore_eos": True}
+        yield json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def order(client):
+    uploaded = client.files.create(file=("rows.jsonl", "\n".join(lines()).encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+
+def wait(client, batch, condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition(found := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    return found
+
+
+async def ask_beside(endpoint, client, batch):
+    """Three people's clients for some seconds of the batch, in which the engine dies."""
+    people = Clients(endpoint.url, 3, SIZE.tokens)
+    await asyncio.sleep(5)
+    (core,) = endpoint.pids("the engine's process")
+    os.kill(core, signal.SIGKILL)
+    await asyncio.to_thread(wait, client, batch, lambda found: found.status != "in_progress")
+    await people.stop()
+    return people.tally.outcomes()
+
+
+def test_a_batch_in_idle_slots_is_answered_once_and_paid_once_and_people_are_served(tmp_path):
+    flags = [*SIZE.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
+    with serving(tmp_path, flags, start_s=240) as endpoint:
+        with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
+            batch = order(client)
+            wait(client, batch, lambda found: found.request_counts.completed > 0)
+            assert endpoint.load()["num_running_replicas"] == 1, "rows alone start no engine"
+            outcomes = asyncio.run(ask_beside(endpoint, client, batch))
+            done = wait(client, batch, lambda found: found.status in ("completed", "failed"))
+            answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+        cost = httpx.get(f"{endpoint.url}/v1/cost", timeout=60).raise_for_status().json()
+    assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", NUM_ROWS, 0)
+    assert [answer["custom_id"] for answer in answers] == [f"r{number}" for number in range(NUM_ROWS)]
+    assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {ROW_TOKENS}
+    assert done.usage.output_tokens == NUM_ROWS * ROW_TOKENS
+    assert outcomes["answered"] > 0
+    assert outcomes["other"] == 0
+    run = RunDirectory(tmp_path / "batches" / "runs" / batch.id)
+    assert audit_files(run, run.manifest()).findings == []
+    check_paid_once(cost, RequestReader(endpoint.state / "ledger").new(), batch)
+
+
+def check_paid_once(cost, records, batch):
+    (whole,) = [record for record in records if record.is_batch]
+    rows = [record for record in records if record.request_id.startswith(batch.id) and not record.is_batch]
+    assert (whole.request_id, whole.usd, whole.usage.num_output_tokens) == (batch.id, 0.0, 0)
+    made = sum(record.usage.num_output_tokens for record in rows)
+    assert made >= NUM_ROWS * ROW_TOKENS
+    assert cost["total"]["usd"] == pytest.approx(sum(record.usd for record in records))
+    assert cost["total"]["usd"] <= cost["account"]["usd"]["total"]

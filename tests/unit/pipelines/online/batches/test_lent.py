@@ -1,0 +1,126 @@
+import asyncio
+
+import pytest
+
+from peagle.engine.interface import FAILED, Generation, RequestFailed, RequestRefused
+from peagle.errors import EngineError
+from peagle.runs.meter import BilledMeter
+from pipelines.online.batches import lent
+from pipelines.online.batches.lent import EndpointLender, LentEngine
+from pipelines.online.wire import LentAnswer
+
+LENDER = EndpointLender(
+    deployment="d", application="a", batch_id="batch_1", key="alice", account="alice 1", tags="{}", cache_salt="salt",
+    num_slots=8,
+)  # fmt: skip
+SAMPLING = {"temperature": 1.0, "max_tokens": 5}
+ANSWER = Generation(
+    text="t", finish_reason="stop", num_prompt_tokens=3, num_cached_tokens=0, num_output_tokens=5, speculation=None,
+    ttft_s=None, latency_s=None,
+)  # fmt: skip
+FULL, TAKEN = LentAnswer(state="full"), LentAnswer(state="taken")
+DONE = LentAnswer(state="done", generation=ANSWER, engine_s=2.0)
+RETURNED = LentAnswer(state="returned", engine_s=0.5)
+
+
+class ActorDiedError(Exception):
+    """Named as Ray's."""
+
+
+class BackPressureError(Exception):
+    """Named as Serve's."""
+
+
+class Endpoint:
+    """Engines that say what a test has written down, call by call; an exception is raised, None never comes."""
+
+    def __init__(self, *calls):
+        self._calls, self.asked, self.num_cancelled = list(calls), [], 0
+
+    def __call__(self, row):
+        self.asked.append(row)
+        return _Call(self, self._calls.pop(0))
+
+
+class _Call:
+    def __init__(self, endpoint, words):
+        self._endpoint, self._words = endpoint, words
+
+    async def __aiter__(self):
+        for word in self._words:
+            if isinstance(word, Exception):
+                raise word
+            if word is None:
+                await asyncio.Event().wait()
+            yield word
+
+    def cancel(self):
+        self._endpoint.num_cancelled += 1
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(lent, "_AGAIN_S", 0.0)
+
+
+def engine_of(endpoint):
+    meter = BilledMeter()
+    meter.start(0)
+    return LentEngine(LENDER, endpoint, meter), meter
+
+
+def generate(endpoint):
+    engine, meter = engine_of(endpoint)
+    return asyncio.run(engine.generate("7", [1, 2], SAMPLING)), meter.snapshot().busy_s
+
+
+def test_a_row_asks_until_an_engine_has_a_slot_and_again_when_it_is_given_back():
+    endpoint = Endpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
+    assert generate(endpoint) == (ANSWER, 2.5)
+    assert [row.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
+    assert {(row.key, row.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked} == {
+        ("alice", "alice 1", "salt", 1, 2)
+    }
+    assert endpoint.asked[0].sampling == SAMPLING
+
+
+@pytest.mark.parametrize(
+    ("word", "raised"),
+    [
+        (LentAnswer(state="refused", reason="refused", message="too long"), RequestRefused),
+        (LentAnswer(state="refused", reason=FAILED, message="a fault"), RequestFailed),
+        (ValueError("a bug"), RequestFailed),
+        (ActorDiedError(), EngineError),
+        (EngineError("dead"), EngineError),
+    ],
+)
+def test_what_becomes_of_a_row_in_an_engine_is_told_as_an_engine_of_ones_own_would(word, raised):
+    with pytest.raises(raised) as seen:
+        generate(Endpoint([TAKEN, word]))
+    assert type(seen.value) is raised
+
+
+def test_one_row_asks_at_a_time_and_each_answer_is_a_sign_of_life():
+    endpoint = Endpoint([FULL], [FULL], [TAKEN, DONE], [TAKEN, DONE])
+    engine, _ = engine_of(endpoint)
+
+    async def both():
+        return await asyncio.gather(engine.generate("1", [1], SAMPLING), engine.generate("2", [2], SAMPLING))
+
+    assert asyncio.run(both()) == [ANSWER, ANSWER]
+    assert [row.prompt_token_ids for row in endpoint.asked] == [[1], [1], [1], [2]]
+    assert engine.signs_of_life() == 6
+
+
+@pytest.mark.parametrize("words", [[None], [TAKEN, None]])
+def test_a_row_that_is_given_up_is_taken_out_of_its_engine(words):
+    endpoint = Endpoint(words)
+    engine, _ = engine_of(endpoint)
+
+    async def give_up():
+        async with asyncio.timeout(0.05):
+            await engine.generate("1", [1], SAMPLING)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+    assert endpoint.num_cancelled == 1

@@ -1,0 +1,279 @@
+import asyncio
+import contextlib
+import random
+import time
+from statistics import quantiles
+
+import pytest
+
+from peagle.economics.ledger import RequestReader
+from peagle.engine.fake import FakeEngine, FakeTraits
+from peagle.engine.interface import Generation, RequestRefused
+from peagle.errors import EngineError
+from pipelines.online.replica.lending import IdleSlots, lend
+from pipelines.online.wire import LentRow
+
+SLOTS = 8
+SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+
+
+def row(name="r", **sampling):
+    return LentRow(
+        request_id=name, key="alice", account="alice 1", tags='{"team": "search"}', cache_salt=None,
+        prompt_token_ids=[1, 2, 3], sampling=SAMPLING | sampling,
+    )  # fmt: skip
+
+
+class Rows:
+    """An engine that answers a row when a test says so."""
+
+    def __init__(self, account, slots=None):
+        self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
+        self.ends, self.heard, self._tasks = {}, {}, []
+
+    async def _generate(self, asked):
+        self.ends[asked.request_id] = end = asyncio.get_running_loop().create_future()
+        return await end
+
+    async def ask(self, name, **sampling):
+        """Let a row ask; what it hears is in `heard`."""
+        heard = self.heard[name] = []
+
+        async def listen():
+            async for answer in lend(
+                self.slots, self._account, row(name, **sampling), self._generate, most_slots=SLOTS
+            ):
+                heard.append(answer)
+
+        self._tasks.append(asyncio.create_task(listen()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return self._tasks[-1]
+
+    def states(self, name):
+        return [answer.state for answer in self.heard[name]]
+
+    async def done(self):
+        return await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def generation(num_output_tokens=7):
+    return Generation(
+        text="t", finish_reason="stop", num_prompt_tokens=3, num_cached_tokens=2, num_output_tokens=num_output_tokens,
+        speculation=None, ttft_s=0.1, latency_s=0.2,
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def person(slots, num_choices=1):
+    """A person's request that is under way inside of the `with`."""
+    end = asyncio.Event()
+
+    async def answer():
+        yield "begun"
+        await end.wait()
+
+    beside = slots.beside(answer(), num_choices)
+    assert await anext(beside) == "begun"
+    yield
+    end.set()
+    assert [part async for part in beside] == []
+
+
+def records(tmp_path):
+    return RequestReader(tmp_path / "ledger").new()
+
+
+def test_rows_have_what_scaling_aims_at_and_no_more(engine_account):
+    async def play():
+        rows = Rows(engine_account)
+        async with person(rows.slots), person(rows.slots):
+            for number in range(5):
+                await rows.ask(f"r{number}")
+        for end in rows.ends.values():
+            end.set_result(generation())
+        await rows.done()
+        return [rows.states(f"r{number}") for number in range(5)]
+
+    assert asyncio.run(play()) == [["taken", "done"]] * 3 + [["full"]] * 2
+
+
+def test_a_row_of_many_choices_has_an_engine_that_idles_to_itself(engine_account):
+    async def play():
+        rows = Rows(engine_account)
+        await rows.ask("many", n=32)
+        await rows.ask("one")
+        rows.ends["many"].set_result(generation())
+        await rows.done()
+        return rows.states("many"), rows.states("one")
+
+    assert asyncio.run(play()) == (["taken", "done"], ["full"])
+
+
+def test_an_engine_of_one_slot_is_lent_until_somebody_asks(engine_account):
+    async def play():
+        rows = Rows(engine_account, IdleSlots(1, target=0.38))
+        await rows.ask("r")
+        async with person(rows.slots):
+            await rows.done()
+            await rows.ask("late")
+        return rows.states("r"), rows.states("late")
+
+    assert asyncio.run(play()) == (["taken", "returned"], ["full"])
+
+
+def test_the_youngest_rows_are_given_back_when_people_need_their_slots(engine_account, clock, tmp_path):
+    async def play():
+        rows = Rows(engine_account)
+        for number in range(5):
+            await rows.ask(f"r{number}")
+        clock.now += 10
+        async with person(rows.slots, num_choices=4):
+            await asyncio.sleep(0.01)
+            states = [rows.states(f"r{number}") for number in range(5)]
+            for number in range(3):
+                rows.ends[f"r{number}"].set_result(generation())
+            await rows.done()
+        return states, rows.heard["r4"][-1]
+
+    engine_account.ready()
+    states, returned = asyncio.run(play())
+    assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
+    assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds, which are paid"
+    assert sorted((one.request_id, one.outcome) for one in records(tmp_path)) == [
+        ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
+    ]  # fmt: skip
+
+
+def test_a_row_is_a_request_of_its_key_in_the_ledger_and_tells_no_metrics(tmp_path, clock, engine_account):
+    told = []
+    engine_account._listener = type("Listener", (), {"request": told.append, "heartbeat": lambda self, one: None})()
+
+    async def play():
+        rows = Rows(engine_account)
+        await rows.ask("r")
+        clock.now += 4
+        rows.ends["r"].set_result(generation())
+        await rows.done()
+        return rows.heard["r"][-1]
+
+    engine_account.ready()
+    answer = asyncio.run(play())
+    assert (answer.generation, answer.engine_s) == (generation(), pytest.approx(4.0))
+    (record,) = records(tmp_path)
+    assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
+    assert (record.usage.num_prompt_tokens, record.usage.num_cached_tokens, record.usage.num_output_tokens) == (3, 2, 7)
+    assert (record.usd, record.ttft_s) == (pytest.approx(4 * 2 * 0.01), None)
+    assert told == []
+
+
+def test_a_row_that_the_engine_refuses_costs_nothing_and_says_why(engine_account, clock, tmp_path):
+    async def play():
+        rows = Rows(engine_account)
+        await rows.ask("r")
+        clock.now += 4
+        rows.ends["r"].set_exception(RequestRefused("too long"))
+        await rows.done()
+        return rows.heard["r"][-1]
+
+    engine_account.ready()
+    answer = asyncio.run(play())
+    assert (answer.state, answer.reason, answer.message, answer.engine_s) == ("refused", "refused", "too long", 0.0)
+    (record,) = records(tmp_path)
+    assert (record.outcome, record.usd) == ("failed", 0.0)
+
+
+def test_an_engine_that_dies_bills_nobody(engine_account, tmp_path):
+    async def play():
+        rows = Rows(engine_account)
+        await rows.ask("r")
+        rows.ends["r"].set_exception(EngineError("dead"))
+        return await rows.done()
+
+    (error,) = asyncio.run(play())
+    assert isinstance(error, EngineError)
+    assert records(tmp_path) == []
+
+
+def test_a_row_whose_caller_leaves_is_cut_and_leaves_its_slot(engine_account, tmp_path):
+    async def play():
+        rows = Rows(engine_account, IdleSlots(2, target=1.0))
+        (await rows.ask("r")).cancel()
+        await rows.done()
+        cancelled = rows.ends["r"].cancelled()
+        await rows.ask("next")
+        rows.ends["next"].set_result(generation())
+        await rows.done()
+        return cancelled, rows.states("next")
+
+    assert asyncio.run(play()) == (True, ["taken", "done"])
+    assert [(one.request_id, one.outcome) for one in records(tmp_path)] == [("r", "cut"), ("next", "ok")]
+
+
+# --- what it costs people
+
+_TOKEN_S, _PERSON_TOKENS, _ROW_TOKENS = 0.002, 10, 150
+
+
+class Load:
+    """People who ask an engine of eight slots, beside a batch or not."""
+
+    def __init__(self, account):
+        self._engine = FakeEngine(FakeTraits(token_s=_TOKEN_S), max_num_seqs=SLOTS)
+        self._slots, self._account = IdleSlots(SLOTS, target=5.6), account
+        self.num_rows = 0
+
+    async def p95_s(self, batch):
+        rows = [asyncio.create_task(batch()) for _ in range(2 * SLOTS)]
+        await asyncio.sleep(_TOKEN_S * _ROW_TOKENS / 2)
+        chance, people = random.Random(1), []
+        for _ in range(20):
+            people += [asyncio.create_task(self._person()) for _ in range(chance.randint(1, 4))]
+            await asyncio.sleep(chance.uniform(0.5, 1.5) * _TOKEN_S * _PERSON_TOKENS)
+        latencies = await asyncio.gather(*people)
+        for task in rows:
+            task.cancel()
+        await asyncio.gather(*rows, return_exceptions=True)
+        return quantiles(latencies, n=20)[-1]
+
+    async def _person(self):
+        async def answer():
+            yield await self._engine.generate("p", [1], SAMPLING | {"max_tokens": _PERSON_TOKENS})
+
+        began = time.monotonic()
+        assert [part async for part in self._slots.beside(answer(), 1)]
+        return time.monotonic() - began
+
+    async def nothing(self):
+        """No batch."""
+
+    async def lent(self):
+        """Rows of a batch, one after the other."""
+        while True:
+            async for answer in lend(
+                self._slots, self._account, row(max_tokens=_ROW_TOKENS), self._generate, most_slots=SLOTS
+            ):
+                self.num_rows += answer.state == "done"
+            await asyncio.sleep(_TOKEN_S)
+
+    async def like_people(self):
+        """The same rows, but as requests like any other."""
+        while True:
+            await self._generate(row(max_tokens=_ROW_TOKENS))
+
+    async def _generate(self, asked):
+        return await self._engine.generate(asked.request_id, asked.prompt_token_ids, asked.sampling)
+
+
+def test_people_wait_no_longer_beside_a_batch(engine_account):
+    def p95_s(way):
+        load = Load(engine_account)
+        return asyncio.run(load.p95_s(getattr(load, way))), load.num_rows
+
+    row_s = _TOKEN_S * _ROW_TOKENS
+    alone_s, _ = p95_s("nothing")
+    beside_s, num_rows = p95_s("lent")
+    unmanaged_s, _ = p95_s("like_people")
+    assert num_rows > 0
+    assert beside_s < alone_s + row_s / 3
+    assert unmanaged_s > alone_s + row_s / 2, "where nothing is kept free, people wait for rows"
