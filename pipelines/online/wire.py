@@ -124,7 +124,7 @@ class LentRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentAnswer:
-    """An engine's word on a `LentRow`: first whether it takes it, then what came of it.
+    """An engine's word on a `LentRow`: first whether it has it, now and then that it still does, then what came of it.
 
     Attributes:
         state: full: no slot is idle; taken; returned: a person's request needs the slot; done; refused.

@@ -96,7 +96,7 @@ class LentEngine:
         raise AssertionError("it asks without end")
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`: engines that have no idle slot say so, and live."""
+        """See `Engine.signs_of_life`: all that an engine says of a row, also that it has no slot."""
         return self._num_answers
 
     def shutdown(self) -> None:
@@ -115,7 +115,8 @@ class LentEngine:
         async with self._door:
             call, words = await self._taken(row)
         try:
-            answer = await anext(words)
+            while (answer := await anext(words)).state == "taken":
+                self._num_answers += 1
         except asyncio.CancelledError:
             call.cancel()
             raise

@@ -19,6 +19,7 @@ from pipelines.online.replica.account import EngineAccount
 from pipelines.online.wire import AnswerTally, LentAnswer, LentRow
 
 T = TypeVar("T")
+_SIGN_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +63,12 @@ class IdleSlots:
             self._num_asked -= num_slots
 
     @contextlib.contextmanager
-    def lent(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[_Lent]:
-        """Let a row have slots until its end, or until `work` is cancelled since people need them."""
+    def lent(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[None]:
+        """Let a row have slots until its end; `work` is cancelled when people need them."""
         row = _Lent(work, num_slots)
         self._rows.append(row)
         try:
-            yield row
+            yield
         finally:
             self._rows.remove(row)
             work.cancel()
@@ -92,7 +93,7 @@ async def lend(
     *,
     most_slots: int,
 ) -> AsyncGenerator[LentAnswer, None]:
-    """Run a row in an idle slot: whether there is one, and then what came of it.
+    """Run a row in an idle slot: whether there is one, again each minute, and then what came of it.
 
     Each attempt is a record of the ledger, also one that was given back: its seconds are paid.
 
@@ -109,24 +110,25 @@ async def lend(
     request = account.begin(
         row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
     )
-    outcome: Outcome | None = "cut"
-    answer = LentAnswer(state="returned")
-    with slots.lent(asyncio.create_task(generate(row)), num_slots) as lent:
+    outcome: Outcome = "cut"
+    answer, is_dead = LentAnswer(state="returned"), False
+    work = asyncio.create_task(generate(row))
+    with slots.lent(work, num_slots):
         try:
             yield LentAnswer(state="taken")
-            generation = await lent.work
-            _count(generation, request.tally)
-            outcome, answer = "ok", LentAnswer(state="done", generation=generation)
-        except asyncio.CancelledError:
-            if not lent.is_recalled:
-                raise
+            while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:
+                yield LentAnswer(state="taken")
+            if not work.cancelled():
+                generation = work.result()
+                _count(generation, request.tally)
+                outcome, answer = "ok", LentAnswer(state="done", generation=generation)
         except RequestRefused as error:
             outcome, answer = "failed", LentAnswer(state="refused", reason=error.reason, message=str(error))
         except EngineError:
-            outcome = None
+            is_dead = True
             raise
         finally:
-            if outcome:
+            if not is_dead:
                 request.write(outcome)
     await request.reach_disk()
     yield answer if outcome == "failed" else replace(answer, engine_s=request.finish(outcome).usage.busy_s)

@@ -101,7 +101,7 @@ def test_what_becomes_of_a_row_in_an_engine_is_told_as_an_engine_of_ones_own_wou
 
 
 def test_one_row_asks_at_a_time_and_each_answer_is_a_sign_of_life():
-    endpoint = Endpoint([FULL], [FULL], [TAKEN, DONE], [TAKEN, DONE])
+    endpoint = Endpoint([FULL], [FULL], [TAKEN, TAKEN, DONE], [TAKEN, DONE])
     engine, _ = engine_of(endpoint)
 
     async def both():
@@ -109,7 +109,7 @@ def test_one_row_asks_at_a_time_and_each_answer_is_a_sign_of_life():
 
     assert asyncio.run(both()) == [ANSWER, ANSWER]
     assert [row.prompt_token_ids for row in endpoint.asked] == [[1], [1], [1], [2]]
-    assert engine.signs_of_life() == 6
+    assert engine.signs_of_life() == 7
 
 
 @pytest.mark.parametrize("words", [[None], [TAKEN, None]])

@@ -125,11 +125,10 @@ def test_an_engine_of_one_slot_is_lent_until_somebody_asks(engine_account):
 def test_the_youngest_rows_are_given_back_when_people_need_their_slots(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
-        for number in range(5):
-            await rows.ask(f"r{number}")
+        asked = [await rows.ask(f"r{number}") for number in range(5)]
         clock.now += 10
         async with person(rows.slots, num_choices=4):
-            await asyncio.sleep(0.01)
+            await asyncio.gather(*asked[3:])
             states = [rows.states(f"r{number}") for number in range(5)]
             for number in range(3):
                 rows.ends[f"r{number}"].set_result(generation())
