@@ -86,7 +86,10 @@ class RequestFailed(RequestRefused):
 
 
 class RowEngine(Protocol):
-    """The part of an engine that rows of a corpus need: an engine of one's own, or one that is lent."""
+    """The part of an engine that rows of a corpus need.
+
+    A run's own engines have it, and those that are lent to it.
+    """
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.

@@ -160,8 +160,9 @@ class EngineMeter:
 
 
 class BilledMeter(EngineMeter):
-    """The meter of an engine that is lent: its clock goes on by the seconds that the lender bills.
+    """The meter of an engine that is lent.
 
+    Its clock goes on by the seconds that the lender bills.
     Seconds that are billed while no request runs, as of one that was given up, count as idle.
     """
 

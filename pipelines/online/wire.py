@@ -124,7 +124,9 @@ class LentRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentAnswer:
-    """An engine's word on a `LentRow`: first whether it has it, now and then that it still does, then what came of it.
+    """An engine's word on a `LentRow`.
+
+    The first says whether the engine takes it, the last what came of it; others say that it still runs.
 
     Attributes:
         state: full: no slot is idle; taken; returned: a person's request needs the slot; done; refused.

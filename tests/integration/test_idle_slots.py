@@ -1,4 +1,4 @@
-"""A batch in the idle slots of `peagle serve` with the fake engine, beside people and through the death of an engine."""
+"""A batch in idle slots of `peagle serve` with the fake engine, beside people and through the death of an engine."""
 
 import asyncio
 import json
@@ -31,9 +31,7 @@ def lines():
 
 def order(client):
     uploaded = client.files.create(file=("rows.jsonl", "\n".join(lines()).encode()), purpose="batch")
-    return client.batches.create(
-        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
+    return client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
 
 
 def wait(client, batch, condition):

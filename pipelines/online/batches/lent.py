@@ -1,4 +1,4 @@
-"""Engines of the endpoint as the engine of a batch's run, in that run's own process.
+"""The endpoint's engines as the engine of a batch's run, in the run's process.
 
 A row asks for an idle slot, through Serve, until an engine has one; one row asks at a time. An engine gives a row back
 when people need its slot, and the row asks again. Each engine bills what rows take (`replica/lending.py`).
@@ -71,7 +71,7 @@ class EndpointLender:
 
 
 class LentEngine:
-    """Whichever engines of the endpoint have an idle slot, as one engine (`RowEngine`).
+    """The engines of the endpoint that have an idle slot, as one `RowEngine`.
 
     Args:
         call: asks an engine to take a row.
@@ -84,7 +84,7 @@ class LentEngine:
         self._num_answers = 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
-        """See `Engine.generate`. An engine that dies with the row in it is an engine that died."""
+        """See `Engine.generate`; the engine has died where one dies with the row."""
         for attempt in itertools.count(1):
             row = self._lender.row(f"{request_id}-{attempt}", prompt_token_ids, sampling)
             answer = await self._ask(row)
@@ -96,7 +96,10 @@ class LentEngine:
         raise AssertionError("it asks without end")
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`: all that an engine says of a row, also that it has no slot."""
+        """See `Engine.signs_of_life`.
+
+        All that an engine says of a row is one, also that it has no slot.
+        """
         return self._num_answers
 
     def shutdown(self) -> None:

@@ -167,7 +167,10 @@ def batch_settings(
 
 
 def _neighbours(config: ServeConfig, hardware: Hardware, placement: Placement, app_id: str) -> Neighbours:
-    """The engines beside a batch's own; where these are lent, its process takes no cores of theirs."""
+    """The engines beside a batch's own.
+
+    Where they are lent, the batch's process takes no cores of theirs.
+    """
     if not config.lends_engines:
         return Neighbours(slot_group=app_id, hardware=hardware, placement=placement)
     lent = replace(placement, num_cpus=_LENT_CPUS, num_gpus=0)

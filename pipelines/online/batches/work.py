@@ -231,9 +231,9 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """Record what the run used of engines that were started for it, as one request of the key.
+    """Record what the run used of engines of its own, as one request of the key.
 
-    Their every second counts. What it used of the endpoint's engines, these have recorded.
+    They were started for it, so their every second counts. The endpoint's engines have recorded what it used of them.
     """
     make_report(directory)
     manifest = directory.manifest()

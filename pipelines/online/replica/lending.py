@@ -1,4 +1,4 @@
-"""The idle slots of an engine, lent to rows of batches, and taken back when people's requests need them.
+"""The idle slots of an engine: lent to rows of batches, and taken back.
 
 A row is let in while all that is under way, with it, is below what scaling aims at, so rows alone start no engine.
 When so many people's requests come that hardly a slot is left, the youngest rows are given back, to be tried again.
@@ -47,12 +47,15 @@ class IdleSlots:
         self._rows: list[_Lent] = []
 
     def has_room(self, num_slots: int) -> bool:
-        """Whether a row of so many choices may begin; one of very many only in an engine that idles."""
+        """Whether a row of so many choices may begin.
+
+        One of very many may only in an engine that idles.
+        """
         taken = self._num_asked + self._num_lent
         return not taken or taken + num_slots <= self._most_with_rows
 
     async def beside(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
-        """The answer to a person's request, for which rows make room from its beginning to its end."""
+        """The answer to a person's request; rows make room for it until its end."""
         self._num_asked += num_slots
         self._recall()
         try:
@@ -93,9 +96,9 @@ async def lend(
     *,
     most_slots: int,
 ) -> AsyncGenerator[LentAnswer, None]:
-    """Run a row in an idle slot: whether there is one, again each minute, and then what came of it.
+    """Run a row in an idle slot: whether there is one, then what came of it.
 
-    Each attempt is a record of the ledger, also one that was given back: its seconds are paid.
+    While the row runs it is told each minute. Each attempt is a record of the ledger, also one that was given back: its seconds are paid.
 
     Args:
         most_slots: of the engine, which a row of more choices fills.

@@ -184,7 +184,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         return in_pieces(self._idle.beside(answer, min(context.num_choices, self._slots)), self._pace)
 
     async def lend(self, row: LentRow) -> AsyncGenerator[LentAnswer, None]:
-        """Run a row of a batch, if a slot is idle; called by the batch's own process (`EndpointLender`)."""
+        """Run a row of a batch, if a slot is idle; an `EndpointLender` calls it."""
         async for answer in lend(self._idle, self._account, row, self._generate, most_slots=self._slots):
             yield answer
 

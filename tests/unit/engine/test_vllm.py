@@ -13,7 +13,7 @@ from peagle.engine import vllm as start
 from peagle.engine.arguments import NodeRank
 from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
-from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, has_request_metrics
+from peagle.engine.vllm import VllmEngine, _generation, _sampling_params, _totals, generate, has_request_metrics
 from peagle.errors import ConfigError, EngineError
 from peagle.hardware import Hardware
 from peagle.speculation import SpeculationStats
@@ -211,6 +211,19 @@ def test_a_kill_leaves_no_process_of_the_engine_behind():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(done.stdout) > 1
+
+
+def test_a_row_of_a_batch_goes_to_vllm_after_people_and_with_the_salt_of_its_key():
+    asked = []
+
+    class Answering:
+        async def generate(self, prompt, params, request_id, priority):
+            asked.append((prompt, request_id, priority))
+            yield output_of(completion([1, 2]))
+
+    prompt = {"prompt_token_ids": [1], "cache_salt": "s"}
+    answer = asyncio.run(generate(Answering(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
+    assert (asked, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])

@@ -1,4 +1,5 @@
 import inspect
+from dataclasses import replace
 
 import pytest
 from ray.serve.config import RequestRouterConfig
@@ -35,6 +36,13 @@ def options(max_replicas=1, queued=8, on_gpu=False, **spec):
 def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_config_says():
     config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
     assert config.engine_kwargs["generation_config"] == "vllm"
+
+
+@pytest.mark.parametrize(("lends", "policy"), [(False, None), (True, "priority")])
+def test_an_engine_that_lends_slots_goes_by_priority(lends, policy):
+    lending = replace(sizes(), lends=lends)
+    config = make_llm_config("m", EngineSpec(model="m"), CPU, lending, num_engines_on_node=1, parsers={})
+    assert config.engine_kwargs.get("scheduling_policy") == policy
 
 
 def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_asks():
