@@ -5,6 +5,7 @@ when people need its slot, and the row asks again. Each engine bills what rows t
 """
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,13 @@ class EndpointLender:
         from ray import serve
 
         handle = serve.get_deployment_handle(self.deployment, self.application)
-        return LentEngine(self, handle.options(stream=True).lend.remote, meter)
+
+        @functools.cache
+        def engines() -> Any:
+            """Called in the event loop that asks: Serve routes in the same one, as `deploy/ray.env` says."""
+            return handle.options(stream=True).lend
+
+        return LentEngine(self, lambda row: engines().remote(row), meter)
 
     def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> LentRow:
         """A row of the batch, as an engine is asked for it."""

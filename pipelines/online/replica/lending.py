@@ -78,10 +78,14 @@ class IdleSlots:
 
     @property
     def _num_lent(self) -> int:
-        return sum(row.num_slots for row in self._rows if not row.is_recalled)
+        return sum(row.num_slots for row in self._kept)
+
+    @property
+    def _kept(self) -> list[_Lent]:
+        return [row for row in self._rows if not row.is_recalled]
 
     def _recall(self) -> None:
-        for row in reversed(self._rows):
+        for row in reversed(self._kept):
             if self._num_asked + self._num_lent < self._slots:
                 return
             row.is_recalled = True
@@ -98,7 +102,8 @@ async def lend(
 ) -> AsyncGenerator[LentAnswer, None]:
     """Run a row in an idle slot: whether there is one, then what came of it.
 
-    While the row runs it is told each minute. Each attempt is a record of the ledger, also one that was given back: its seconds are paid.
+    While the row runs it is told each minute. Each attempt is a record of the ledger, also one that was given back: its
+    seconds are paid.
 
     Args:
         most_slots: of the engine, which a row of more choices fills.
