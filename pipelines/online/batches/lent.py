@@ -59,7 +59,7 @@ class EndpointLender:
 
         @functools.cache
         def engines() -> Any:
-            """Called in the event loop that asks: Serve routes in the same one, as `deploy/ray.env` says."""
+            # Only in the event loop that asks: Serve routes in the same one (`deploy/ray.env`).
             return handle.options(stream=True).lend
 
         return LentEngine(self, lambda row: engines().remote(row), meter)
@@ -116,7 +116,7 @@ class LentEngine:
         """Likewise."""
 
     async def _ask(self, row: LentRow) -> LentAnswer:
-        """What came of a row, once an engine has taken it.
+        """Have an engine run a row, and say what came of it.
 
         Raises:
             RequestFailed: the endpoint failed on this row.
