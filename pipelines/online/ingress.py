@@ -104,18 +104,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
         self._shared = SharedBudgets(settings.ledger)
-        deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
-        self.batches = self._make_batches(batches, deployments) if batches else None
+        self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
+        self.batches = self._make_batches(_named(batches, self._deployments)) if batches else None
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
         self._start_metrics(has_break_even=any(needed.values()))
-        self._deployments = deployments
         self._requires_key = settings.requires_key
 
-    def _make_batches(self, batches: BatchSettings, deployments: Mapping[str, str]) -> Batches:
-        if batches.lends:
-            application = serve.get_replica_context().app_name
-            batches = replace(batches, application=application, deployments=deployments)
+    def _make_batches(self, batches: BatchSettings) -> Batches:
         present_key = self._ring.present if self._ring else None
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
 
@@ -223,6 +219,13 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         """
         counts = await asyncio.to_thread(replica_counts, self._deployments)
         return Response(status_code=200 if all(one["num_running_replicas"] for one in counts.values()) else 503)
+
+
+def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSettings:
+    """With Serve's names of the endpoint and its engines, where these are lent."""
+    if not batches.lends:
+        return batches
+    return replace(batches, application=serve.get_replica_context().app_name, deployments=deployments)
 
 
 async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
