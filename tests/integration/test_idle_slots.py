@@ -16,7 +16,7 @@ from peagle.runs.directory import RunDirectory
 from tests.faults.clients import Clients
 from tests.faults.endpoint import Size, serving
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 NUM_ROWS, ROW_TOKENS = 80, 40
 WAIT_S = 300
 SIZE = Size(min_replicas=1, max_replicas=2, token_s=0.05, tokens=10)
@@ -55,7 +55,7 @@ async def ask_beside(endpoint, client, batch):
 
 def test_a_batch_in_idle_slots_is_answered_once_and_paid_once_and_people_are_served(tmp_path):
     flags = [*SIZE.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
-    with serving(tmp_path, flags, start_s=240) as endpoint:
+    with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
             batch = order(client)
             wait(client, batch, lambda found: found.request_counts.completed > 0)
