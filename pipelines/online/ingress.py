@@ -75,7 +75,7 @@ _ROUTES: dict[str, Route] = {
     "model_data": get("/v1/models/{model:path}"),
     "completions": post(COMPLETIONS_URL, Rule.GENERATION),
     "chat": post(CHAT_URL, Rule.GENERATION),
-    "cost": get("/v1/cost"),
+    "cost": get("/v1/cost", Rule.POLL),
     "live": get("/v1/live", Rule.POLL),
     "page": get("/", Rule.PAGE, include_in_schema=False),
     "page_file": get(FOLDER + "{name}", Rule.PAGE, include_in_schema=False),

@@ -42,7 +42,7 @@ _DRAFTERS = {HEAD: "smollm2-135m-peagle", PLAIN: None}
 _WORDS_PER_S = {HEAD: 150, PLAIN: 110}
 _ROUTES = (
     get("/", Rule.PAGE), get(FOLDER + "{name}", Rule.PAGE), get("/health", Rule.OPEN), get("/v1/models"),
-    get("/v1/live", Rule.POLL), get("/v1/cost"), post(CHAT_URL, Rule.GENERATION),
+    get("/v1/live", Rule.POLL), get("/v1/cost", Rule.POLL), post(CHAT_URL, Rule.GENERATION),
 )  # fmt: skip
 _PRICE = Price.fixed(usd_per_hour=0.1026, device="vcpu", num_devices=2)
 _TEXT = """Here is a function that returns the n-th Fibonacci number:

@@ -229,7 +229,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(page, serve):
 
 
 def test_what_goes_wrong_is_said_where_it_happened(page, serve):
-    key, record = new_key("slow", requests_per_min=2)
+    key, record = new_key("slow", requests_per_min=3)
     server = serve(requires_key=True, fixed_keys=(record,))
     page.go(server.url)
     page.wait("document.getElementById('key-dialog').open")
@@ -245,7 +245,7 @@ def test_what_goes_wrong_is_said_where_it_happened(page, serve):
     page.says("playground-log", "broken off")
     page.says("playground-notice", "The request failed")
     send(page, "one too many")
-    page.says("playground-notice", "Limit reached: this key may make 2 requests a minute.")
+    page.says("playground-notice", "Limit reached: this key may make 3 requests a minute.")
     assert "Try again in" in page.text("playground-notice")
     assert page.run("document.querySelector('#playground-notice').getAttribute('role')") == "alert"
 

@@ -127,7 +127,7 @@ class KeyLimits:
         window.expire(now)
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
-            counted = "requests for live figures" if is_poll else "requests"
+            counted = "requests for figures" if is_poll else "requests"
             raise too_many(f"this key may make {limit} {counted} a minute", wait_s)
         window.add(now, 1)
 

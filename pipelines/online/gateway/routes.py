@@ -49,7 +49,7 @@ class Rule(enum.Enum):
     KEY = enum.auto()
     """Whoever has a key."""
     POLL = enum.auto()
-    """The same, in a window of its own: the page asks every two seconds."""
+    """The same, in a window of its own: figures, for which the page asks every two seconds."""
     GENERATION = enum.auto()
     """An engine answers: the body is checked, and its tokens and cost are held."""
     ORDER = enum.auto()

@@ -26,7 +26,7 @@ ROUTES = (
     declared.post("/v1/batches", declared.Rule.ORDER),
     declared.post("/v1/files", declared.Rule.UPLOAD),
     declared.post("/v1/batches/{batch_id}/cancel"),
-    declared.get("/v1/cost"),
+    declared.get("/v1/cost", declared.Rule.POLL),
     declared.get("/v1/models"),
     declared.get("/v1/live", declared.Rule.POLL),
     declared.get("/health", declared.Rule.OPEN),
@@ -607,7 +607,7 @@ def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
 
 REFUSED = [
     (post(raw="{"), 400), (post(model="b"), 200), (post(model="c"), 404), (post(raw="[]"), 422),
-    (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/cost"), 200), (get("/v1/models"), 200),
+    (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/models"), 200),
     (get("/v1/files"), 405), ((("DELETE", "/v1/cost"), {}), 405), ((("OPTIONS", CHAT), {}), 405),
     (post(path="/v1/batches/x/cancel"), 200), (post(path="/v1/batches", raw="x" * 3000), 413),
     (post(path="/v1/files", raw="x", headers={"content-length": str(10**9)}), 413), (post(max_tokens=10**6), 400),
@@ -625,7 +625,8 @@ def test_whatever_a_key_asks_counts_as_a_request(ask, keys, request_of, status):
 
 
 def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
-    *polls, answered, refused = ask(*[get("/v1/live", keys["slow"])] * 61, post(keys["slow"]), post(keys["slow"]))
+    looks = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
+    *polls, answered, refused = ask(*looks * 30, looks[0], post(keys["slow"]), post(keys["slow"]))
     assert [poll.status_code for poll in polls] == [200] * 60 + [429]
     assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
 

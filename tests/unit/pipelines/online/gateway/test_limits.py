@@ -110,7 +110,7 @@ def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, 
     limits.count(alice)
     for _ in range(60):
         limits.count(alice, is_poll=True)
-    assert "60 requests for live figures a minute" in too_often(limits, alice, is_poll=True).message
+    assert "60 requests for figures a minute" in too_often(limits, alice, is_poll=True).message
     clock.now += 60
     limits.count(alice)
     limits.count(alice, is_poll=True)
