@@ -25,6 +25,7 @@ from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embe
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.int8 import require_convertible
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
+from peagle.engine.checkpoint import published_kv_cache, require_computable
 from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
@@ -315,10 +316,12 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
         ConfigError: the context is longer than the model's.
         PrecisionError: the hardware cannot run it, or the model has nothing to run in INT8.
     """
+    require_computable(model.config, hardware)
     found = resolve_precision(
         keys.precision,
         hardware,
         native_quantization=model.native_quantization,
+        native_kv_cache=published_kv_cache(model.config),
         kv_cache=keys.kv_cache_precision,
         context_tokens=max_model_len(model, keys.max_model_len),
         head_dim=widest_head(model.config),

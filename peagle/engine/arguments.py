@@ -19,6 +19,7 @@ from typing import Any
 from peagle.engine.attention import draft_backend, target_backend
 from peagle.engine.extra import check_extra
 from peagle.engine.memory import default_kv_cache_gib
+from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec, spec_precision
 from peagle.engine.steps import capture_sizes, max_num_batched_tokens
 from peagle.hardware import Hardware
@@ -60,7 +61,7 @@ def engine_args(
         "tokenizer_revision": spec.revision,
         "dtype": precision.dtype,
         "quantization": _QUANTIZATION[precision.quantization],
-        "kv_cache_dtype": precision.kv_cache_dtype,
+        "kv_cache_dtype": _kv_cache_dtype(precision, hardware),
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware),
         "max_model_len": spec.max_model_len,
@@ -82,6 +83,16 @@ def engine_args(
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
     return {name: value for name, value in arguments.items() if value is not None} | dict(spec.extra)
+
+
+def _kv_cache_dtype(precision: Precision, hardware: Hardware) -> str:
+    """vLLM's name of the KV cache's format.
+
+    "auto" is FP8 for a checkpoint that was published for it (`kv_cache_scheme`), also where bf16 is asked for; so a
+    quantised one gets the name. CPUs know no name for it.
+    """
+    is_named = hardware.platform == "cuda" and precision.native_quantization is not None
+    return precision.dtype if is_named and precision.kv_cache_dtype == "auto" else precision.kv_cache_dtype
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -1,10 +1,12 @@
-"""Attention back ends, and those that must not meet a KV cache in FP8.
+"""Attention back ends, and those that must not meet a KV cache in FP8 or a drafter.
 
 Pure. vLLM chooses a back end by what each declares to support. What its issues report of one beyond that stands in the
 table here: where vLLM would choose it by itself another is named, and a user who names it is refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from peagle.engine.precision import WIDEST_FP8_HEAD
 from peagle.engine.spec import EngineSpec, spec_precision
@@ -12,6 +14,7 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 _FLASHINFER, _TRITON = "FLASHINFER", "TRITON_ATTN"
+_CONTEXT_PARALLEL = "decode_context_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ AVOIDED = (
         capabilities=((12, 0), (12, 9)),
         least_k=0,
         symptom="random output with CUDA graphs",
-        source="vllm-project/vllm issue 41651",
+        source="vllm-project/vllm issues 41651 and 49010",
         instead=_TRITON,
     ),
     # FlashAttention 3 has FP8 there for heads that are not wide, and vLLM prefers it.
@@ -71,9 +74,16 @@ def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
     Raises:
         ConfigError: the user has named one that is to be avoided.
     """
-    if "attention_config" in spec.extra:
-        return None
-    return _backend(spec.extra.get("attention_backend"), spec, hardware, spec_precision(spec, hardware).kv_cache)
+    configured = _configured(spec.extra)
+    stated = spec.extra.get("attention_backend") or configured
+    found = _backend(stated, spec, hardware, spec_precision(spec, hardware).kv_cache)
+    return None if configured else found  # vLLM takes one of both
+
+
+def _configured(extra: Mapping[str, Any]) -> str | None:
+    """The target's back end in vLLM's `attention_config`."""
+    config = extra.get("attention_config")
+    return config.get("backend") if isinstance(config, Mapping) else None
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
@@ -108,6 +118,12 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     Raises:
         ConfigError: as `target_backend`; or vLLM would choose one for the drafter, and no other can be named for it.
     """
+    if spec.drafter is not None and spec.extra.get(_CONTEXT_PARALLEL, 1) != 1:
+        raise ConfigError(
+            f"{_CONTEXT_PARALLEL} is avoided with a drafter: output that is cut or repeats itself, with CUDA graphs"
+            " (vllm-project/vllm issue 45425)",
+            hint=f"leave {_CONTEXT_PARALLEL} out, or use --drafter none",
+        )
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
     row = next((row for row in AVOIDED if row.instead is None and row.holds_for(spec, hardware)), None)

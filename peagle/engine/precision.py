@@ -13,9 +13,9 @@ They follow from the request and the hardware.
 cache, too, but attention in FP8 has costs of its own, so `auto` takes it only for contexts that are long enough to pay
 (`_FP8_CACHE_PAYS_FROM`). On a CPU the weights stay bf16 anyway and only the target's own output would change. An
 x86-64 CPU without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
-that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for, and under `auto` its cache
-as well; it cannot be run in INT8 or float32. The KV cache can be set apart, to see what each of the two is worth: then
-it is what was asked for, or refused.
+that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for. Under `auto` it keeps its
+cache as well: FP8 if it was published for that and the hardware has it. It cannot be run in INT8 or float32. The KV
+cache can be set apart, to see what each of the two is worth: then it is what was asked for, or refused.
 
 INT8 is W8A8, the counterpart of FP8 where that is not: the weights are converted beforehand (`catalog/int8.py`),
 activations as they come, and all else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
@@ -31,6 +31,11 @@ from peagle.hardware import Hardware
 PrecisionName = Literal["auto", "bf16", "fp8", "int8", "float16", "float32"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 KV_CACHE_PRECISIONS = ("auto", "bf16", "fp8")
+
+INT8_NEEDS = {
+    "cuda": "CUDA compute capability 7.5 to 9.0 (Turing to Hopper)",
+    "cpu": "a CPU with VNNI (AVX-512 VNNI or AVX-VNNI)",
+}
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -102,6 +107,7 @@ def resolve_precision(
     hardware: Hardware,
     *,
     native_quantization: str | None = None,
+    native_kv_cache: Literal["fp8"] | None = None,
     kv_cache: str = "auto",
     context_tokens: int | None = None,
     head_dim: int = 0,
@@ -112,6 +118,7 @@ def resolve_precision(
         requested: one of `PRECISIONS`.
         hardware: the node that runs the engine, which need not be this one.
         native_quantization: how the checkpoint is quantised as published, None when it is not.
+        native_kv_cache: the format of the KV cache that the checkpoint was published for, None where it names none.
         kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" is what `requested` has.
         context_tokens: of a request at most, by which `auto` decides on the KV cache; None where it is not known.
         head_dim: of the target's widest attention heads.
@@ -126,6 +133,8 @@ def resolve_precision(
     found = _resolve(chosen, hardware, native_quantization)
     if kv_cache != "auto":
         return _with_kv_cache(found, kv_cache, hardware)
+    if requested == "auto" and native_kv_cache is not None and hardware.supports_fp8_kv_cache:
+        return replace(found, kv_cache_dtype=native_kv_cache)
     if requested == "auto" and (head_dim > WIDEST_FP8_HEAD or not _fp8_cache_pays(hardware, context_tokens)):
         return replace(found, kv_cache_dtype="auto")
     return found
@@ -178,8 +187,7 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
 
 def _int8(hardware: Hardware) -> Precision:
     if not hardware.supports_int8:
-        needs = "CUDA compute capability 7.5 to 9.0 (Turing to Hopper)"
-        needs = needs if hardware.platform == "cuda" else "a CPU with VNNI (AVX-512 VNNI or AVX-VNNI)"
+        needs = INT8_NEEDS[hardware.platform]
         raise PrecisionError(f"int8 needs {needs}; this is {hardware.describe()}", hint=_instead(hardware))
     if not hardware.supports_bf16:
         return Precision(dtype="float16", quantization="int8")

@@ -34,6 +34,27 @@ def test_a_target_is_converted_to_int8_where_the_engine_runs_and_checked_before(
         compose_engine(keys, GPU, replace(MODEL, path=str(tmp_path)), NO_HEAD)
 
 
+def test_a_checkpoint_published_for_an_fp8_cache_meets_no_back_end_that_is_avoided_with_one():
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    published = replace(MODEL, config={**MODEL.config, "quantization_config": scheme})
+    ada = replace(GPU, compute_capability=(8, 9))
+    engine = compose_engine(EngineKeys(), ada, published, HEAD)
+    assert engine.precision.describe() == "compressed-tensors weights, fp8 KV cache"
+    assert engine_args(engine.spec, ada)["attention_backend"] == "TRITON_ATTN"
+    plain = compose_engine(EngineKeys(kv_cache_precision="bf16"), ada, published, HEAD)
+    assert engine_args(plain.spec, ada)["kv_cache_dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_that_is_computed_wrong_here_is_refused():
+    w8a8 = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"input_activations": {"num_bits": 8, "type": "int"}}},
+    }
+    published = replace(MODEL, config={**MODEL.config, "quantization_config": w8a8})
+    with pytest.raises(PrecisionError, match="needs a CPU with VNNI"):
+        compose_engine(EngineKeys(), HERE, published, NO_HEAD)
+
+
 def test_the_accelerators_of_an_engine_are_its_ranks():
     keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6

@@ -149,6 +149,14 @@ def test_a_stated_number_of_slots_wins() -> None:
     assert engine_args(spec, CPU)["max_num_batched_tokens"] == 999
 
 
+def test_a_quantised_checkpoint_s_cache_is_named_on_gpus_since_auto_may_be_its_own_fp8() -> None:
+    quantised = EngineSpec(model="org/m", precision="bf16", native_quantization="compressed-tensors")
+    assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
+    assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
+    assert engine_args(replace(quantised, kv_cache_precision="fp8"), GPU)["kv_cache_dtype"] == "fp8"
+    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has no other name there
+
+
 def test_fp8_reaches_weights_and_cache_on_a_gpu_and_the_cache_alone_on_cpu() -> None:
     spec = EngineSpec(model="org/m", precision="fp8")
     on_gpu, on_cpu = engine_args(spec, GPU), engine_args(spec, CPU)

@@ -36,6 +36,7 @@ def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = 
         (gpu(12, 0), engine(k=7, attention_backend="FLEX_ATTENTION"), "TRITON_ATTN", "FLEX_ATTENTION"),
         (gpu(12, 0), engine(extra={"attention_backend": "FLEX_ATTENTION"}), "FLEX_ATTENTION", None),
         (gpu(12, 0), engine(extra={"attention_config": {"backend": "FLEX_ATTENTION"}}), None, None),
+        (gpu(12, 0), engine(extra={"attention_config": {"use_trtllm_attention": False}}), "TRITON_ATTN", None),
     ],
 )
 def test_another_back_end_is_named_where_vllm_would_choose_a_broken_one(
@@ -50,6 +51,7 @@ def test_another_back_end_is_named_where_vllm_would_choose_a_broken_one(
     ("hardware", "spec", "issue"),
     [
         (gpu(12, 0), engine(extra={"attention_backend": "FLASHINFER"}), "41651"),
+        (gpu(12, 0), engine(extra={"attention_config": {"backend": "FLASHINFER"}}), "49010"),
         (gpu(9, 0), engine(k=3, extra={"attention_backend": "flashinfer"}), "33364"),
         (gpu(9, 0), engine(k=3, attention_backend="FLASHINFER"), "33364"),
         (gpu(8, 9), engine(k=1, attention_backend="FLASHINFER"), "44879"),
@@ -71,6 +73,14 @@ def test_it_is_taken_where_nothing_is_reported() -> None:
 
 def test_every_row_says_who_reported_it() -> None:
     assert all(row.source.startswith("vllm-project/vllm issue") and row.symptom for row in AVOIDED)
+
+
+def test_decode_context_parallelism_is_refused_beside_a_drafter() -> None:
+    parallel = {"decode_context_parallel_size": 2}
+    with pytest.raises(ConfigError, match="45425"):
+        check_backends(engine("bf16", k=3, extra=parallel), gpu(9, 0), head_dim=128)
+    check_backends(engine("bf16", extra=parallel), gpu(9, 0), head_dim=128)
+    check_backends(engine("bf16", k=3, extra={"decode_context_parallel_size": 1}), gpu(9, 0), head_dim=128)
 
 
 def test_wide_heads_would_draft_with_a_broken_one_and_are_refused() -> None:

@@ -175,6 +175,16 @@ def test_auto_leaves_a_native_checkpoint_s_cache_alone_and_fp8_does_not() -> Non
     assert resolve_precision("auto", AVX2, native_quantization="mxfp4").kv_cache == "bf16"
 
 
+def test_auto_keeps_the_fp8_cache_that_a_checkpoint_was_published_for() -> None:
+    def cache(requested: str, hardware: Hardware, kv_cache: str = "auto") -> str:
+        return resolve_precision(
+            requested, hardware, native_quantization="compressed-tensors", native_kv_cache="fp8", kv_cache=kv_cache
+        ).kv_cache
+
+    assert cache("auto", HOPPER) == "fp8"
+    assert [cache("auto", AMPERE), cache("bf16", HOPPER), cache("auto", HOPPER, "bf16")] == ["bf16"] * 3
+
+
 def test_a_precision_describes_weights_and_cache() -> None:
     assert FP8.describe() == "fp8 weights, fp8 KV cache"
     assert FLOAT32.describe() == "float32 weights, float32 KV cache"

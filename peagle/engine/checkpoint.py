@@ -1,0 +1,63 @@
+"""A checkpoint's own quantisation, by its `config.json`: the KV cache that it is for, and where it can be computed.
+
+vLLM takes a quantised checkpoint on any hardware that its format is for, and what is computed wrong or not at all
+there shows later.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from peagle.engine.precision import INT8_NEEDS
+from peagle.errors import PrecisionError
+from peagle.hardware import Hardware
+
+
+def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
+    """The KV cache that a checkpoint is quantised for; None where it names none, or one that is not FP8.
+
+    compressed-tensors has a `kv_cache_scheme`, ModelOpt that or a `kv_cache_quant_algo`.
+    """
+    stated = _quantization(config)
+    is_fp8 = _format(stated.get("kv_cache_scheme")) == (8, "float")
+    return "fp8" if is_fp8 or str(stated.get("kv_cache_quant_algo")).lower() == "fp8" else None
+
+
+def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
+    """Refuse a checkpoint in 8 bits where vLLM computes it wrong, or dies of it.
+
+    W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU is computed by AMX alone
+    (`CPUFp8BlockScaledMMKernel`; other layouts meet a quantisation that CPUs lack).
+
+    Raises:
+        PrecisionError: with what would do.
+    """
+    stored = _eight_bits(_quantization(config))
+    if stored == "int8" and not hardware.supports_int8:
+        needs = INT8_NEEDS[hardware.platform]
+    elif stored == "fp8" and hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags:
+        needs = "a CPU with AMX, or a GPU"
+    else:
+        return
+    raise PrecisionError(
+        f"the checkpoint's weights and activations are {stored}, which needs {needs}; this is {hardware.describe()}",
+        hint="use the model's checkpoint in 16 bits",
+    )
+
+
+def _eight_bits(stated: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
+    """The format of weights and activations that are both in 8 bits."""
+    groups = (stated.get("config_groups") or {}).values()
+    formats = {_format(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
+    if (8, "int") in formats:
+        return "int8"
+    is_fp8 = stated.get("quant_method") == "fp8" or (8, "float") in formats
+    return "fp8" if is_fp8 or str(stated.get("quant_algo")).upper().startswith("FP8") else None
+
+
+def _format(scheme: Any) -> tuple[Any, Any] | None:
+    return (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else None
+
+
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    stated = config.get("quantization_config") or {}
+    return {**stated, **(stated.get("quantization") or {})}

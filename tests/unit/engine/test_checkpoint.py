@@ -1,0 +1,82 @@
+"""A checkpoint's own quantisation: the cache that it names, and hardware that cannot compute it."""
+
+from typing import Any
+
+import pytest
+
+from peagle.catalog.int8_weights import quantization_config as int8_config
+from peagle.engine.checkpoint import published_kv_cache, require_computable
+from peagle.errors import PrecisionError
+from peagle.hardware import Hardware
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+FP8_LAYERS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": FP8}}}
+
+
+def gpu(*capability: int) -> Hardware:
+    return Hardware(
+        platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=(capability[0], capability[1]),
+        memory_gib=80, free_memory_gib=80, num_cpus=16,
+    )  # fmt: skip
+
+
+def cpu(*flags: str) -> Hardware:
+    return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
+
+
+def config(**quantization: Any) -> dict[str, Any]:
+    return {"quantization_config": quantization}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8 | {"type": "int"}}, None),
+    ],
+)
+def test_the_cache_that_a_checkpoint_is_for(quantization: dict[str, Any], expected: str | None) -> None:
+    assert published_kv_cache(config(**quantization)) == expected
+
+
+def test_a_checkpoint_in_16_bits_names_no_cache_and_is_computed_anywhere() -> None:
+    assert published_kv_cache({}) is None
+    for hardware in (gpu(7, 5), gpu(12, 0), cpu("avx2")):
+        require_computable({}, hardware)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "hardware", "reason"),
+    [
+        (int8_config([]), gpu(10, 0), "int8, which needs CUDA compute capability 7.5 to 9.0"),
+        (int8_config([]), gpu(12, 0), "7.5 to 9.0"),
+        (int8_config([]), cpu("avx2"), "int8, which needs a CPU with VNNI"),
+        (FP8_LAYERS, cpu("avx512f", "avx512_vnni"), "fp8, which needs a CPU with AMX"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, cpu("avx512f"), "AMX"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, cpu("avx512f"), "AMX"),
+    ],
+)
+def test_what_is_computed_wrong_or_not_at_all_is_refused(quantization: Any, hardware: Hardware, reason: str) -> None:
+    with pytest.raises(PrecisionError, match=reason) as caught:
+        require_computable(config(**quantization), hardware)
+    assert "16 bits" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("quantization", "hardware"),
+    [
+        (int8_config([]), gpu(9, 0)),
+        (int8_config([]), cpu("avx2", "avx_vnni")),
+        (FP8_LAYERS, gpu(8, 0)),  # weights alone, by Marlin
+        (FP8_LAYERS, cpu("avx512f", "amx_tile")),
+        ({"quant_method": "awq", "bits": 4}, cpu("avx2")),
+        ({"quant_method": "gptq", "bits": 8}, gpu(10, 0)),
+    ],
+)
+def test_what_can_be_computed_is_taken(quantization: Any, hardware: Hardware) -> None:
+    require_computable(config(**quantization), hardware)
