@@ -7,17 +7,33 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.output import say
-from tests.rehearsal.cards import CARDS
+from peagle.catalog.cards import load_catalog
+from tests.rehearsal.cards import CARDS, Card
 from tests.rehearsal.table import page
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "rehearsal.md"
 DRAFTERS = ("none", "eagle3", "peagle")
 AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def grid(card: Card, at_once: Sequence[int]) -> list[dict[str, Any]]:
+    """The cells of a card: every model, and again in INT8 those of 16 bits where the card computes it."""
+    models = [(model.name, {}) for model in load_catalog()]
+    if card.hardware.supports_int8:
+        in_16_bits = [model.name for model in load_catalog() if model.precision.native_quantization is None]
+        models += [(name, {"precision": "int8"}) for name in in_16_bits]
+    return [
+        {"model": model, "drafter": drafter, "at_once": number, "more": more}
+        for model, more in models
+        for drafter in DRAFTERS
+        for number in at_once
+    ]
 
 
 def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,23 +69,14 @@ def main() -> None:
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--at-once", nargs="+", type=int, default=list(AT_ONCE))
     args = parser.parse_args()
-    from peagle.catalog.cards import load_catalog
-
-    models = [card.name for card in load_catalog()]
-    cells = [
-        {"model": model, "drafter": drafter, "at_once": at_once}
-        for model in models
-        for drafter in DRAFTERS
-        for at_once in args.at_once
-    ]
     found: dict[str, list[dict[str, Any]]] = {}
     for name in args.cards:
-        found[name] = rehearse_card(name, cells)
+        found[name] = rehearse_card(name, grid(CARDS[name], args.at_once))
         counts = {outcome: sum(cell["outcome"] == outcome for cell in found[name]) for outcome in _OUTCOMES}
         say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     failed = [(name, cell) for name, some in found.items() for cell in some if cell["outcome"] == "failed"]
     for name, cell in failed:
-        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['at_once']}: {cell['message']}")
+        say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['at_once']} {cell['more']}: {cell['message']}")
     text = page(found, datetime.date.today())
     if args.cards == list(CARDS) and args.at_once == list(AT_ONCE):
         PAGE.write_text(text)

@@ -58,7 +58,8 @@ def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
         words = cell.get("hint") or cell.get("message")
-        return (cell["drafter"], cell["outcome"], cell.get("flags"), words, *(cell.get(name) for name in names))
+        asked = (cell["drafter"], cell["more"], cell.get("flags"))
+        return (*asked, cell["outcome"], words, *(cell.get(name) for name in names))
 
     return [list(group) for _, group in groupby(cells, key=outcome)]
 
@@ -68,8 +69,10 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
     first_at, last_at = cells[0]["at_once"], last["at_once"]
     at_once = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
     drafter = _WORDS[last["drafter"]]
+    asked = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
     if last["outcome"] != "accepted":
-        why = f"{last['outcome']}: {last['message']}" + (f" ({last['hint']})" if last.get("hint") else "")
+        why = " ".join([last["outcome"], *asked]) + f": {last['message']}"
+        why += f" ({last['hint']})" if last.get("hint") else ""
         return f"| {name} | {drafter} | {at_once} | {_cell(why)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
     draft = ", ".join(last["draft_back_ends"]) or "-"
@@ -77,7 +80,7 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
         at_once,
-        "; ".join(last["flags"]) or "as it is",
+        "; ".join([*asked, *last["flags"]]) or "as it is",
         last["runner"],
         f"{weights}, {cache}",
         f"{', '.join(last['back_ends'])}; {draft}",
@@ -108,7 +111,7 @@ bought, with what would fit.
 
 - **asked for**: what was said beside `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
   is, it is what the refusal names. K is the catalog's figure for that many requests, else the head's own or its
-  method's usual one.
+  method's usual one. Models in 16 bits are there again in INT8, on the cards that compute it.
 - **at once**: requests at once that came out alike; the other columns are those of the most.
 - **runner**: vLLM's model runner.
 - **graphs to**: requests at once up to which verifying and drafting both run as CUDA graphs; **sizes**: how many

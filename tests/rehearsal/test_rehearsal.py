@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.__main__ import rehearse_card
+from tests.rehearsal.__main__ import grid, rehearse_card
+from tests.rehearsal.cards import CARDS
 from tests.rehearsal.queued import queued_commands
 from tests.rehearsal.table import page
 
@@ -123,6 +124,12 @@ def test_the_page_has_a_row_for_every_card_and_model(hopper: list[dict[str, Any]
     for model in {c["model"] for c in cells}:
         assert f"## {model}" in text
     assert re.search(r"\| H100 \| P-EAGLE K=10 \| 1 \| .* \| V1 \| fp8, fp8 \|", text)
+
+
+def test_the_grid_has_int8_where_a_card_computes_it_and_a_model_has_16_bits() -> None:
+    in_int8 = {name: {c["model"] for c in grid(card, [8]) if c["more"]} for name, card in CARDS.items()}
+    assert in_int8["L4"] == in_int8["H200"] == {EMBEDDED, QWEN, GEMMA}
+    assert in_int8["B200"] == set()
 
 
 def test_the_queue_s_commands_are_what_a_shell_reads(tmp_path: Any) -> None:
