@@ -21,7 +21,7 @@ is the same architecture for a dry run on a CPU. It starts no engine.
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,18 @@ _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "vocab*", "merges*", "special_token
 Shape = tuple[int, ...]
 
 
-def main() -> None:
-    """Write the three folders."""
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's options; `words` default to its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", default="smollm2-135m", help="catalog name or folder of a model with one")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="the same architecture, for a dry run on a CPU")
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Write the three folders."""
+    args = options()
     from peagle.catalog.targets import resolve_model
 
     write_shapes(args.output, Path(resolve_model(args.tokenizer).path), tiny=args.tiny)

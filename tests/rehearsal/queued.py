@@ -1,7 +1,8 @@
 """The commands of benchmarks/GPU_QUEUE.md, as a shell reads them, and what each makes of a card.
 
 The page's blocks run in bash with functions in the place of the programs: they write down what they were asked, and do
-nothing. Each `peagle` command is then parsed, and its engines are resolved and given to vLLM as any other's.
+nothing. Each command is then parsed. Its engines are resolved and given to vLLM as any other's, and a training is
+checked as far as it can be without its device.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from benchmarks.gpu import shapes as qwen
 from peagle.hardware import Hardware
 from tests.rehearsal.shapes import write_json, write_tokenizer
 
-QUEUE = Path(__file__).parents[2] / "benchmarks" / "GPU_QUEUE.md"
+_ROOT = Path(__file__).parents[2]
+QUEUE = _ROOT / "benchmarks" / "GPU_QUEUE.md"
 _WRITES_DOWN = """
 set -e
 note() { printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"; }
@@ -47,17 +49,20 @@ def queued_commands(folder: Path) -> list[list[str]]:
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Every command of the queue on one of the cards: its engines, with their outcome."""
     one = replace(hardware, num_accelerators=1)
+    commands = queued_commands(folder)  # first: a block may leave out what is there
     _write_folders(folder)
     os.chdir(folder)
-    return [cell for command in queued_commands(folder) for cell in _rehearse(command, one)]
+    return [cell for command in commands for cell in _rehearse(command, one)]
 
 
 def _write_folders(folder: Path) -> None:
-    """What the commands find on a host: the shapes, and heads that an earlier item has trained."""
+    """What the commands find on a host: the repository, the shapes, and heads that an earlier item has trained."""
     from peagle.catalog.folders import read_config
     from peagle.catalog.shipped_heads import HEADS_FOLDER
     from peagle.errors import CatalogError
 
+    for name in ("peagle", "benchmarks"):
+        (folder / name).symlink_to(_ROOT / name)
     for name, tiny in (("shapes", False), ("shapes-tiny", True)):
         target = qwen.target_config(tiny=tiny)
         write_json(folder / name / "target", target)
@@ -97,8 +102,12 @@ def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any,
 
     program, *rest = command
     if program == "python":
-        if not rest[0].endswith("step_profile.py"):
+        script = Path(rest[0]).name
+        if script == "shapes.py":
+            qwen.options(rest[1:])
             return
+        if script != "step_profile.py":
+            raise ValueError(f"{rest[0]}: not known here, so it would not be rehearsed")
         rest = ["bench", *rest[1:]]  # it takes the flags of `peagle bench`
     config = _parsed(rest)
     if rest[0] in ("bench", "evaluate"):
@@ -113,6 +122,12 @@ def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any,
 
         run = resolve(config, hardware, ["prompt"], announce=lambda _: None)
         yield run.drafter.name or "none", run.spec, run.model
+    elif rest[0] == "train":
+        from peagle.drafter.checks import check_training
+
+        for prompts in config.prompts:
+            Path(prompts).stat()
+        check_training(config.model_copy(update={"device": "cpu"}), lambda _: None)
     elif rest[0] == "serve":
         from pipelines.online.app import resolve as resolve_served
 
