@@ -23,6 +23,12 @@ _INT8_COMPUTE_CAPABILITIES = ((7, 5), (10, 0))
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 
 
+_FIELDS = ("name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current", "driver_version")
+# One that knows no capabilities is too old for any engine. It is asked for two fields that it has, so that the node
+# counts as one with GPUs, and is refused for its driver.
+_FIELDS_OF_OLD_DRIVERS = ("name", "memory.total", "memory.free", "index", "uuid", "index", "driver_version")
+
+
 class _Gpu(NamedTuple):
     """A row of `nvidia-smi`. Memory in GiB, None where the GPU shares the machine's."""
 
@@ -196,16 +202,16 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
 
 def _nvidia_smi() -> list[_Gpu]:
     """The visible GPUs, or nothing where there is no driver."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return _parse_nvidia_smi(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    for fields in (_FIELDS, _FIELDS_OF_OLD_DRIVERS):
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except subprocess.CalledProcessError:
+            continue
+        except (OSError, subprocess.SubprocessError):
+            break
+        return _parse_nvidia_smi(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return []
 
 
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
@@ -217,13 +223,13 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
     gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(answer.strip().splitlines()):
         name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
-        major, minor = capability.split(".")
+        major, _, minor = capability.partition(".")
         gpus[uuid] = _Gpu(
             number=str(index),
             name=name.removeprefix("NVIDIA "),
             memory_gib=_gib(total),
             free_gib=_gib(free),
-            capability=(int(major), int(minor)),
+            capability=(int(major), int(minor)) if minor else (0, 0),
             is_sliced=mig == "Enabled",
             driver=driver,
         )

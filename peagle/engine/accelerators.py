@@ -1,4 +1,4 @@
-"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver."""
+"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver, a card that is older than its libraries."""
 
 import importlib.util
 import os
@@ -11,6 +11,8 @@ from peagle.hardware import Hardware
 # The oldest driver, by the major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility, "Minor Version
 # Compatibility").
 _OLDEST_DRIVER = {12: 525, 13: 580}
+# The oldest cards, likewise: CUDA 13 builds nothing for Volta and before (release notes of CUDA 13.0).
+_OLDEST_CAPABILITY = {13: (7, 5)}
 _LIBRARIES = "LD_LIBRARY_PATH"
 
 
@@ -40,7 +42,18 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
             "the GPUs of this node are not of one kind, and every engine is sized and priced for one",
             hint=f"show it one kind ({'; '.join(kinds)}), on a cluster before `ray start`",
         )
-    _require_driver(hardware, cuda or _built_for())
+    cuda = cuda or _built_for()
+    _require_driver(hardware, cuda)
+    _require_capability(hardware, cuda)
+
+
+def _require_capability(hardware: Hardware, cuda: str | None) -> None:
+    oldest = _OLDEST_CAPABILITY.get(int(cuda.split(".")[0])) if cuda else None
+    if oldest and (hardware.compute_capability or oldest) < oldest:
+        raise CapacityError(
+            f"CUDA {cuda}, which this torch was built for, has nothing for cards as old as this: {hardware.describe()}",
+            hint="use a card of compute capability 7.5 (Turing) or later",
+        )
 
 
 def _require_driver(hardware: Hardware, cuda: str | None) -> None:

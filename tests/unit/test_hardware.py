@@ -1,4 +1,5 @@
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,18 @@ def test_cuda_visible_devices_selects(visible: str | None, names: list[str]) -> 
 def test_a_mig_slice_is_a_gpu_that_is_cut() -> None:
     (found,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
     assert (found.name, found.is_sliced) == ("H100 80GB HBM3", True)
+
+
+def test_a_driver_that_knows_no_capability_is_one_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "compute_cap" in command[1]:
+            raise subprocess.CalledProcessError(2, command, output='Field "compute_cap" is not a valid field to query.')
+        return subprocess.CompletedProcess(command, 0, stdout="Tesla T4, 15109, 15000, 0, GPU-1, 0, 440.33.01\n")
+
+    monkeypatch.setattr(subprocess, "run", old)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (found,) = hardware._nvidia_smi()
+    assert (found.name, found.capability, found.is_sliced, found.driver) == ("Tesla T4", (0, 0), False, "440.33.01")
 
 
 def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,15 @@ def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_will_do(driver, 
     require_usable(old, cuda=cuda)
 
 
+def test_a_card_that_cuda_no_longer_knows_is_refused():
+    volta = replace(H100, accelerator="Tesla V100-SXM2-32GB", accelerator_kinds={}, compute_capability=(7, 0))
+    with pytest.raises(CapacityError, match="V100-SXM2-32GB") as refused:
+        require_usable(volta, cuda="13.0")
+    assert "7.5 (Turing)" in refused.value.hint
+    require_usable(volta, cuda="12.8")
+    require_usable(replace(volta, compute_capability=(7, 5)), cuda="13.0")
+
+
 def test_a_run_on_such_gpus_is_refused_before_its_model_is_looked_for():
     from peagle.engine_options import EngineKeys, resolve_engine
 
