@@ -1,4 +1,4 @@
-"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver, a card that is older than its libraries."""
+"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver or card."""
 
 import importlib.util
 import os

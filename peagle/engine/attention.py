@@ -1,4 +1,4 @@
-"""Attention back ends, and those that must not meet a KV cache in FP8 or a drafter.
+"""Attention back ends, and what must not meet an FP8 cache or a drafter.
 
 Pure. vLLM chooses a back end by what each declares to support. What its issues report of one beyond that stands in the
 table here: where vLLM would choose it by itself another is named, and a user who names it is refused.

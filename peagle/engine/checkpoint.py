@@ -1,7 +1,7 @@
-"""A checkpoint's own quantisation, by its `config.json`: the KV cache that it is for, and where it can be computed.
+"""A checkpoint's own quantisation, and where it can be computed.
 
-vLLM takes a quantised checkpoint on any hardware that its format is for, and what is computed wrong or not at all
-there shows later.
+Read from its `config.json`. vLLM takes a quantised checkpoint on hardware that computes it wrong or not at all, which
+then shows late or never.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from peagle.hardware import Hardware
 
 
 def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """The KV cache that a checkpoint is quantised for; None where it names none, or one that is not FP8.
+    """The format of the KV cache that a checkpoint is quantised for.
 
-    compressed-tensors has a `kv_cache_scheme`, ModelOpt that or a `kv_cache_quant_algo`.
+    None where it names none, or one that is not FP8. compressed-tensors has a `kv_cache_scheme`, ModelOpt that or a
+    `kv_cache_quant_algo`.
     """
     stated = _quantization(config)
     is_fp8 = _format(stated.get("kv_cache_scheme")) == (8, "float")

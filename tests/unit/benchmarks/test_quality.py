@@ -1,12 +1,15 @@
 """The simulated INT8 of the quality benchmark, and its likelihoods."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.precision.quality import Int8Linear, Text, likelihood, load
+from benchmarks.precision.emulated import Int8Linear, load
+from benchmarks.precision.quality import drawn, negative_log_likelihood
+from benchmarks.precision.summary import summarize
 from peagle.catalog.int8_weights import convert, quantize
 
 
@@ -23,11 +26,11 @@ def test_a_layer_is_the_exact_integer_product() -> None:
 
 def test_a_target_in_int8_is_near_itself(target: Path, tmp_path: Path) -> None:
     convert(target, tmp_path)
-    text = Text(prompt=[1, 2, 3], response=[4, 5, 6, 7])
-    plain, converted = (likelihood(load(target, folder), [text]) for folder in (None, tmp_path))
-    assert plain.num_tokens == converted.num_tokens == 4
-    assert converted.nats_per_token != plain.nats_per_token
-    assert converted.nats_per_token == pytest.approx(plain.nats_per_token, abs=0.2)
+    plain, converted = (
+        negative_log_likelihood(load(target, folder), [1, 2, 3], [4, 5, 6, 7]) for folder in (None, tmp_path)
+    )
+    assert converted != plain
+    assert converted == pytest.approx(plain, abs=0.8)
 
 
 def test_a_likelihood_is_that_of_the_response_alone(target: Path) -> None:
@@ -36,5 +39,27 @@ def test_a_likelihood_is_that_of_the_response_alone(target: Path) -> None:
     labels = torch.tensor([[-100, -100, -100, 4, 5]])
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), labels=labels).loss.item()
-    found = likelihood(model, [Text(prompt=ids[:3], response=ids[3:])])
-    assert found.nats_per_token == pytest.approx(expected, rel=1e-5)
+    assert negative_log_likelihood(model, ids[:3], ids[3:]) == pytest.approx(2 * expected, rel=1e-5)
+
+
+def test_more_problems_begin_with_the_fewer() -> None:
+    rows = [{"id": number} for number in range(20)]
+    assert drawn(rows, 20)[:5] == drawn(rows, 5) != rows[:5]
+
+
+def test_the_figures_add_up() -> None:
+    def side(nats: float, passed: bool, accepted: list[int]) -> dict[str, Any]:
+        return {"nats": nats, "passed": passed, "answer": f"{passed}", "accepted": {"peagle": accepted}}
+
+    problems = {
+        "a": {"num_tokens": 10, "float32": side(5.0, True, [1, 1, 2]), "int8": side(6.0, True, [2, 1, 1])},
+        "b": {"num_tokens": 30, "float32": side(9.0, True, [1, 0, 0]), "int8": side(9.0, False, [1, 0, 0])},
+    }
+    found = summarize({"responses": {}, "problems": problems})
+    assert found["passed"] == {"float32": 2, "int8": 1}
+    assert (found["passed_with_float32_alone"], found["passed_with_int8_alone"], found["equal_answers"]) == (1, 0, 1)
+    nats = found["nats_per_token"]["problems"]
+    assert (nats["float32"], nats["int8"], nats["num_tokens"]) == (14 / 40, 15 / 40, 40)
+    assert (nats["more"], nats["standard_error"]) == (pytest.approx(0.05), pytest.approx(0.05))
+    lengths = found["acceptance_length"]["peagle"]
+    assert (lengths["float32"]["length"], lengths["int8"]["length"]) == (1 + 5 / 5, 1 + 3 / 5)
