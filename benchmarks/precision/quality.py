@@ -57,11 +57,15 @@ def negative_log_likelihood(model: Any, prompt: Sequence[int], response: Sequenc
 
 def greedy_answers(model: Any, tokenizer: Any, chats: Sequence[str], max_tokens: int) -> list[list[int]]:
     """The greedy answers to chats, as token ids, with the token that ends one."""
-    encoded = tokenizer(list(chats), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    end = tokenizer.eos_token_id
+    prompts, end = tokenizer(list(chats), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+    width = max(map(len, prompts))
+    padded = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
+    is_prompt = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
     with torch.inference_mode():
-        ids = model.generate(**encoded, max_new_tokens=max_tokens, do_sample=False, pad_token_id=end)
-    rows = ids[:, encoded["input_ids"].shape[1] :].tolist()
+        ids = model.generate(
+            padded, attention_mask=is_prompt, max_new_tokens=max_tokens, do_sample=False, pad_token_id=end
+        )
+    rows = ids[:, width:].tolist()
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.precision.emulated import Int8Linear, load
-from benchmarks.precision.quality import drawn, negative_log_likelihood
+from benchmarks.precision.quality import accepted, drawn, greedy_answers, negative_log_likelihood
 from benchmarks.precision.summary import summarize
 from peagle.catalog.int8_weights import convert, quantize
+from peagle.drafter.head import build_head
+from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.vocabulary import frequent_vocabulary
 
 
 def test_a_layer_is_the_exact_integer_product() -> None:
@@ -40,6 +43,29 @@ def test_a_likelihood_is_that_of_the_response_alone(target: Path) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), labels=labels).loss.item()
     assert negative_log_likelihood(model, ids[:3], ids[3:]) == pytest.approx(2 * expected, rel=1e-5)
+
+
+def test_answers_are_greedy_whatever_they_are_batched_with(speaking_target: Path) -> None:
+    model, tokenizer = load(speaking_target, None), AutoTokenizer.from_pretrained(speaking_target)
+    chats = ["[ab]", "[a much longer chat]"]
+    alone = [greedy_answers(model, tokenizer, [chat], 12)[0] for chat in chats]
+    assert greedy_answers(model, tokenizer, chats, 12) == alone
+    for chat, answer in zip(chats, alone, strict=True):
+        ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            likeliest = model(torch.tensor([ids + answer])).logits[0].argmax(-1).tolist()
+        assert likeliest[len(ids) - 1 : -1] == answer
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_accepted_drafts_make_up_the_answer(target: Path, algorithm: str) -> None:
+    vocabulary = frequent_vocabulary([1, 2, 3], size=48, target_size=96, always=[95])
+    head = build_head(target, HeadSpec(aux_layers=(1, 2, 3), algorithm=algorithm, num_layers=1), vocabulary).eval()
+    histogram = accepted(load(target, None), head, [1, 2, 3], [4, 5, 6, 7, 8, 9], 3)
+    assert len(histogram) == 4
+    # A step yields its accepted drafts and one token more; the first token is prefill's, the last step's may be cut.
+    steps, drafts = sum(histogram), sum(number * count for number, count in enumerate(histogram))
+    assert 5 <= steps + drafts <= 6
 
 
 def test_more_problems_begin_with_the_fewer() -> None:
