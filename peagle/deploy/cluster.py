@@ -17,8 +17,11 @@ REPLACE_ME = "REPLACE-ME"
 SHARED_FOLDER = "/mnt/peagle"  # as docs/security.md mounts it, where somebody does
 _HOME = "/home/ubuntu/peagle"
 _RAY = f"{_HOME}/.venv/bin/ray"
+_HEAD_FLAGS = "--port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
 _HEAD_TYPE = "m7i.xlarge"
 _HEAD_GB, _WORKER_GB = 200, 500
+# vLLM compiles with g++, against Python's headers; its CPU build loads libnuma.
+_PACKAGES = "g++ libnuma1 make python3-dev python3-venv"
 _MOST_OF_LINE = 10_000  # commands stand on a line each
 
 
@@ -105,14 +108,11 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
         "rsync_exclude": [".venv", ".git", "runs", "keys.json"],
         "setup_commands": [
             "chmod 700 ~/.ray && chmod 600 ~/.ray/auth_token",
-            "sudo apt-get update -q && sudo apt-get install -qy make python3-venv",
-            f"cd {_HOME} && make setup LOCK=cuda PYTHON=python3.12",
+            f"sudo apt-get update -q && sudo apt-get install -qy {_PACKAGES}",
+            f"cd {_HOME} && make setup LOCK={'cuda' if offer.num_accelerators else 'cpu'} PYTHON=python3.12",
         ],
-        "head_start_ray_commands": [
-            f"{_RAY} stop",
-            _start("--head --port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"),
-        ],
-        "worker_start_ray_commands": [f"{_RAY} stop", _start("--address=$RAY_HEAD_IP:6379")],
+        "head_start_ray_commands": [f"{_RAY} stop", _start(workload, f"--head {_HEAD_FLAGS}")],
+        "worker_start_ray_commands": [f"{_RAY} stop", _start(workload, "--address=$RAY_HEAD_IP:6379")],
     }
 
 
@@ -136,9 +136,14 @@ def _node(names: AwsNames, instance_type: str, profile: str, disk_gb: int) -> di
     }
 
 
-def _start(arguments: str) -> str:
+def _start(workload: Workload, arguments: str) -> str:
     """The command that starts Ray, in the environment that asks for its token."""
-    return f"ulimit -n 65536; umask 077; set -a; . {_HOME}/deploy/ray.env; set +a; {_RAY} start {arguments}"
+    environment = [
+        f". {_HOME}/deploy/ray.env",
+        f"RAY_JOB_STOP_WAIT_TIME_S={int(workload.grace_s)}",
+        f"PATH={_HOME}/.venv/bin:$PATH",  # jobs say `python`
+    ]
+    return f"ulimit -n 65536; umask 077; set -a; {'; '.join(environment)}; set +a; {_RAY} start {arguments}"
 
 
 def _head(workload: Workload, *, config: str, output: str) -> list[str]:

@@ -71,6 +71,8 @@ def environment(
         alone = bound and num_engines_on_node == 1
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
+    else:
+        variables |= _own_commands(inherited.get("PATH", ""))
     return variables
 
 
@@ -108,6 +110,16 @@ def find_preload_libraries() -> dict[str, Path]:
         if path := next(candidates, None):
             found[name] = path
     return found
+
+
+def _own_commands(inherited: str) -> dict[str, str]:
+    """PATH with the commands beside this interpreter, last.
+
+    FlashInfer compiles with `ninja`, and finds that of an environment only where it is activated.
+    """
+    ours = str(Path(sys.executable).parent)
+    entries = [entry for entry in inherited.split(os.pathsep) if entry]
+    return {} if ours in entries else {"PATH": os.pathsep.join([*entries, ours])}
 
 
 def _preload(inherited: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from jobs import cli
 from jobs.configurations import read_configuration
 from peagle.economics.machines import machine_for
 from peagle.economics.price_options import resolve_price
+from pipelines.batch.request import ending_s
 from pipelines.cluster.placement import on_accelerators, room_on
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +95,16 @@ def test_each_node_has_the_token_and_starts_with_none_else(cluster):
     assert any("chmod 600 ~/.ray/auth_token" in command for command in cluster["setup_commands"])
     for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
         (start,) = (command for command in commands if "ray start" in command)
-        assert re.search(r"umask 077; set -a; \. \S+/deploy/ray\.env; set \+a; \S+/ray start", start)
+        assert re.search(r"umask 077; set -a; \. \S+/deploy/ray\.env; .*; set \+a; \S+/ray start", start)
     assert "--dashboard-host=127.0.0.1" in cluster["head_start_ray_commands"][-1]
+
+
+def test_jobs_find_the_python_of_the_environment_and_are_stopped_with_their_grace(cluster, job):
+    for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
+        exported = commands[-1].partition("set -a; ")[2].partition("; set +a")[0].split("; ")
+        assert "PATH=/home/ubuntu/peagle/.venv/bin:$PATH" in exported
+        (stop_s,) = (word.partition("=")[2] for word in exported if word.startswith("RAY_JOB_STOP_WAIT_TIME_S"))
+        assert float(stop_s) > ending_s(job.grace_s)
 
 
 def test_every_command_of_its_comments_that_talks_to_ray_presents_the_token():

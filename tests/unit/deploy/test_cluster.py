@@ -30,6 +30,18 @@ def test_a_run_that_does_not_ask_for_machines_has_them_from_the_start(workload):
     assert asking["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
 
 
+@pytest.mark.parametrize(("machine", "lock"), [("g7e.2xlarge", "cuda"), ("c7a.large", "cpu")])
+def test_each_kind_of_machine_gets_the_vllm_that_runs_on_it(workload, machine, lock):
+    set_up = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
+    assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
+
+
+def test_a_stop_waits_for_the_grace_of_the_run(workload):
+    found = cluster(workload(f"{S3}instance_type: g7e.2xlarge\ngrace_s: 300\n"), AwsNames())
+    for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
+        assert "RAY_JOB_STOP_WAIT_TIME_S=360; " in commands[-1]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

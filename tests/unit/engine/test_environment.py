@@ -1,4 +1,5 @@
 import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
 SPEC = EngineSpec(model="org/m")
+OWN_COMMANDS = str(Path(sys.executable).parent)
 
 
 def cpu(*cores: int, quota: int | None = None) -> Hardware:
@@ -44,7 +46,12 @@ def test_nothing_is_reported_to_anyone() -> None:
 
 def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
     ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB", LOOKUP}
-    assert environment(SPEC, GPU, inherited={}).keys() == ours
+    assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}).keys() == ours
+
+
+def test_ninja_is_found_where_the_environment_is_not_activated() -> None:
+    assert environment(SPEC, GPU, inherited={"PATH": "/usr/bin"})["PATH"] == f"/usr/bin:{OWN_COMMANDS}"
+    assert environment(SPEC, GPU, inherited={})["PATH"] == OWN_COMMANDS
 
 
 def test_an_engine_is_told_the_n_grams_that_are_looked_up_and_the_next_that_none_are() -> None:
