@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -31,32 +32,50 @@ class RayNodes:
         num_nodes: those that can be lost, beside the head.
         num_cpus: logical CPUs of each.
         logs: folder for what `ray start` prints.
+        environment: variables for each node.
+        has_jobs: there is a job server, and each node has a loopback address of its own. Drivers come by `ray job
+            submit`.
     """
 
-    def __init__(self, num_nodes: int, num_cpus: int, logs: Path) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        num_cpus: int,
+        logs: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        has_jobs: bool = False,
+    ) -> None:
         self._num_nodes, self._num_cpus, self._logs = num_nodes, num_cpus, logs
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log_of: dict[int, Path] = {}
-        self.address = f"127.0.0.1:{free_port()}"
+        self._addresses = (f"127.0.0.{number}" for number in range(2, 255)) if has_jobs else None
+        head = next(self._addresses) if self._addresses else "127.0.0.1"
+        self.address, self._dashboard_port = f"{head}:{free_port(head)}", free_port(head)
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._environment = {**os.environ, **token, "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, **(environment or {}), **token, "PYTHONPATH": str(ROOT)}
+
+    @property
+    def _head_host(self) -> str:
+        return self.address.rpartition(":")[0]
 
     @property
     def environment(self) -> dict[str, str]:
         """What a driver's process needs to join."""
         return {**self._environment, "RAY_ADDRESS": self.address}
 
+    @property
+    def jobs_environment(self) -> dict[str, str]:
+        """What `ray job` needs."""
+        return {**self._environment, "RAY_API_SERVER_ADDRESS": f"http://{self._head_host}:{self._dashboard_port}"}
+
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
-        port = self.address.rpartition(":")[2]
-        self._head = self._start(
-            "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--system-config={_SYSTEM_CONFIG}"
-        )
+        self._head = self._start_head()
         try:
             self._wait_for(self._head)
-            for _ in range(self._num_nodes):  # one after the other: of two that start at once, one may give up
-                self._nodes.append(self._start_node())
-                self._wait_for(self._nodes[-1])
+            for _ in range(self._num_nodes):
+                self.add()
         except BaseException:
             self._end()
             raise
@@ -76,6 +95,11 @@ class RayNodes:
         while len(self._nodes) < self._num_nodes:
             self._nodes.append(self._start_node())
 
+    def add(self) -> None:
+        """Start one node, and wait for it: of two that start at once, one may give up."""
+        self._nodes.append(self._start_node())
+        self._wait_for(self._nodes[-1])
+
     def hosts_of(self, pids: list[int]) -> list[int]:
         """Nodes (their numbers) on which one of these processes runs."""
         trees = enumerate(set(_tree(node)) for node in self._nodes)
@@ -90,8 +114,20 @@ class RayNodes:
         node.wait()
         return lost
 
+    def _start_head(self) -> "subprocess.Popen[bytes]":
+        port = self.address.rpartition(":")[2]
+        dashboard = ["--include-dashboard=false"]
+        if self._addresses:
+            host = self._head_host
+            dashboard = [
+                "--include-dashboard=true", f"--dashboard-host={host}", f"--dashboard-port={self._dashboard_port}",
+                f"--node-ip-address={host}",
+            ]  # fmt: skip
+        return self._start("--head", f"--port={port}", "--num-cpus=0", *dashboard, f"--system-config={_SYSTEM_CONFIG}")
+
     def _start_node(self) -> "subprocess.Popen[bytes]":
-        return self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}")
+        own = [f"--node-ip-address={next(self._addresses)}"] if self._addresses else []
+        return self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}", *own)
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         log = self._logs / f"ray-{time.monotonic_ns()}.log"

@@ -19,11 +19,10 @@ from peagle.deploy.pods import PodOptions
 from peagle.ports import free_port
 from peagle.runs.directory import RunDirectory
 from tests.chaos import processes
+from tests.ray_jobs import RAY, ROOT, RayJobs
 
 # Ray 2.60 turns token authentication on for a cluster; head, client and job have to know the same token.
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-ROOT = Path(__file__).parents[2]
-RAY = str(Path(sys.executable).with_name("ray"))
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +39,7 @@ def answers(url):
 
 @pytest.fixture(scope="module")
 def job_server():
-    """Address of the job server of a cluster that lives as long as its head process.
+    """The jobs of a cluster that lives as long as its head process.
 
     Its ports are its own: on Ray's default port for the agent that starts jobs, the agent of another cluster on this
     machine (the one of the session, in `conftest.py`) may listen, and this cluster would be left without one.
@@ -57,31 +56,13 @@ def job_server():
         assert head.poll() is None, head.stdout.read()
         assert time.monotonic() < deadline, "the job server did not come up"
         time.sleep(0.5)
-    yield address
+    yield RayJobs({**ENVIRONMENT, "RAY_API_SERVER_ADDRESS": address})
     processes.kill(*processes.descendants(head.pid), head.pid)  # asked to end, Ray takes half a minute
     head.communicate(timeout=60)
 
 
-def ray_job(action, address, *arguments):
-    return subprocess.run(
-        [RAY, "job", action, "--address", address, *arguments],
-        cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False, timeout=180,
-    )  # fmt: skip
-
-
-def submit(address, *arguments):
-    while True:
-        done = ray_job("submit", address, *arguments)
-        if "No available agent" not in done.stderr:
-            break
-        time.sleep(2)  # the server answers before it can run anything
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def submit_module(address, module, config):
-    return submit(address, "--", sys.executable, "-m", module, "--config", str(config))
+def submit_module(job_server, module, config):
+    return job_server.submit("--", sys.executable, "-m", module, "--config", str(config))
 
 
 def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
@@ -117,7 +98,11 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     # In a pod neither is a path of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
     config, _ = manifests(read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, env={}))
-    here = {"/etc/peagle": tmp_path, "/tmp/peagle.pid": tmp_path / "pid", "http://127.0.0.1:8265": job_server}
+    here = {
+        "/etc/peagle": tmp_path,
+        "/tmp/peagle.pid": tmp_path / "pid",
+        "http://127.0.0.1:8265": job_server.environment["RAY_API_SERVER_ADDRESS"],
+    }
 
     def submitted(name, **keys):
         for script in ("run.sh", "stop.sh"):
@@ -129,17 +114,8 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
         variables = {"PATH": f"{Path(RAY).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         environment = ["--runtime-env-json", json.dumps({"env_vars": variables})]
-        submit(job_server, "--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
-
-        def ended():
-            """How Ray says that the job ended, with its message."""
-            while True:
-                said = ray_job("status", job_server, name).stdout
-                if re.search(rf"Job '{name}' (succeeded|failed|was stopped)", said):
-                    return said
-                time.sleep(1)
-
-        return ended
+        job_server.submit("--no-wait", "--submission-id", name, *environment, "--", "sh", str(tmp_path / "run.sh"))
+        return lambda: job_server.ended(name)
 
     return submitted
 

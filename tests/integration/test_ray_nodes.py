@@ -1,0 +1,109 @@
+"""A cluster of several nodes on this machine, used by `ray job` alone: runs stop, nodes leave and join.
+
+Each node has a loopback address of its own. Engines are stand-ins.
+"""
+
+import logging
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from peagle import hardware
+from peagle.runs.directory import RunDirectory
+from tests.chaos import processes
+from tests.chaos.audit import audit
+from tests.chaos.driver import Job
+from tests.chaos.ray_nodes import ROOT, RayNodes
+from tests.ray_jobs import RayJobs
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows how long each thing took
+GRACE_S = 5
+NUM_ROWS, NUM_UNITS = 1200, 300
+# Logical, of a node: an engine and what feeds it, and a second engine when a node is lost.
+NUM_CPUS = max(2, hardware.detect().num_cpus) + 1
+
+
+def node_environment():
+    """deploy/ray.env, as the documentation has nodes start."""
+    lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with RayNodes(2, NUM_CPUS, tmp_path / "ray", environment=node_environment(), has_jobs=True) as nodes:
+        yield nodes, RayJobs(nodes.jobs_environment)
+
+
+@pytest.fixture
+def bulk(tmp_path):
+    """A run of the stand-in for two minutes or so, with an engine on each node."""
+    flags = (
+        f"--engines 2 --rows-per-unit {NUM_ROWS // NUM_UNITS} --max-num-seqs 4 --heartbeat-s 0.5 --grace-s {GRACE_S}"
+    )
+    job = Job(folder=tmp_path / "job", num_rows=NUM_ROWS, is_fake=True, flags=tuple(flags.split()))
+    job.write_corpus()
+    return job
+
+
+def wait_for(what, condition, *, limit_s=180):
+    """Wait until a condition holds; the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, what
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def start(jobs, name, job, *flags, least=8):
+    """Submit a run, and wait until it has committed some units more."""
+    run = RunDirectory(job.output)
+    before = len(run.committed()) if run.exists else 0
+    jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
+    took = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + least)
+    _log.info(f"{name}: {least} units after {took:.1f} s")
+    return run
+
+
+def require_whole(job):
+    found = audit(job)
+    assert found.problems == ()
+    assert found.num_rows == job.num_rows
+
+
+def test_a_job_that_is_stopped_says_what_is_left_and_the_same_command_goes_on(cluster, bulk):
+    _, jobs = cluster
+    run = start(jobs, "stopped", bulk)
+    began = time.monotonic()
+    jobs.call("stop", "stopped")
+    _log.info(f"`ray job stop` came back after {time.monotonic() - began:.1f} s")
+    assert "Job 'stopped' was stopped" in jobs.ended("stopped")
+    said = jobs.call("logs", "stopped").stdout
+    rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
+    assert 0 < rows < bulk.num_rows
+    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: asked to by a signal" in said
+    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in said
+    _log.info("\n".join(said.strip().splitlines()[-6:]))
+    wait_for("engines are left", lambda: not processes.of_engines(bulk.output))
+    jobs.submit("--submission-id", "continued", "--", *bulk.command())
+    require_whole(bulk)
+
+
+def test_a_node_leaves_and_another_joins_and_is_used(cluster, bulk):
+    nodes, jobs = cluster
+    run = start(jobs, "moved", bulk)
+    wait_for("a node has no engine", lambda: nodes.hosts_of(processes.actors(bulk.output)) == [0, 1])
+    nodes.lose(0)
+    there = len(run.committed())
+    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= there + 4)
+    _log.info(f"the other node: 4 units {took:.1f} s after the loss")
+    nodes.add()
+    nodes.lose(1)  # the one that was there from the start: now all engines are on the node that joined
+    there = len(run.committed())
+    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= there + 4)
+    _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
+    assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
+    assert "Job 'moved' succeeded" in jobs.ended("moved")
+    require_whole(bulk)

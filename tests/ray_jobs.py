@@ -1,0 +1,54 @@
+"""`ray job` as its user has it: a command line, an address and a token."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RAY = str(Path(sys.executable).with_name("ray"))
+_ENDS = "succeeded|failed|was stopped"
+
+
+@dataclass(frozen=True)
+class RayJobs:
+    """The jobs of one cluster.
+
+    Attributes:
+        environment: it has the token, and RAY_API_SERVER_ADDRESS.
+    """
+
+    environment: Mapping[str, str]
+
+    @property
+    def address(self) -> str:
+        """Of the job server."""
+        return self.environment["RAY_API_SERVER_ADDRESS"]
+
+    def call(self, action: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """`ray job ACTION ARGUMENTS`, run in the checkout."""
+        return subprocess.run(
+            [RAY, "job", action, *arguments], cwd=ROOT, env={**self.environment, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False, timeout=600,
+        )  # fmt: skip
+
+    def submit(self, *arguments: str) -> str:
+        """What `ray job submit` prints; without `--no-wait` that is all that the job prints too."""
+        while True:
+            done = self.call("submit", *arguments)
+            if "No available agent" not in done.stderr:
+                break
+            time.sleep(2)  # the server answers before it can run anything
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def ended(self, name: str) -> str:
+        """How Ray says that a job ended, with its message."""
+        while True:
+            said = self.call("status", name).stdout
+            if re.search(rf"Job '{name}' ({_ENDS})", said):
+                return said
+            time.sleep(1)
