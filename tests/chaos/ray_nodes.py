@@ -100,6 +100,29 @@ class RayNodes:
         self._nodes.append(self._start_node())
         self._wait_for(self._nodes[-1])
 
+    def replace_head(self) -> None:
+        """Kill the head and start it again on the same address.
+
+        Ray refuses a head on the address that its file names while a node of this machine still uses that.
+        """
+        from ray._common.utils import reset_ray_address
+
+        tree = _tree(self._head)
+        processes.kill(*tree)
+        self._head.wait()
+        deadline = time.monotonic() + _START_S
+        while any(map(processes.command_line, tree)):  # one of them has the port until it is gone
+            if time.monotonic() > deadline:
+                raise TimeoutError("processes of the killed head are there still")
+            time.sleep(0.1)
+        reset_ray_address()
+        self._head = self._start_head()
+        self._wait_for(self._head)
+
+    def num_there(self) -> int:
+        """Nodes whose processes have not ended, beside the head."""
+        return sum(node.poll() is None for node in self._nodes)
+
     def hosts_of(self, pids: list[int]) -> list[int]:
         """Nodes (their numbers) on which one of these processes runs."""
         trees = enumerate(set(_tree(node)) for node in self._nodes)

@@ -1,4 +1,4 @@
-"""A cluster of several nodes on this machine, used by `ray job` alone: runs stop, nodes leave and join.
+"""A cluster of several nodes on this machine, used by `ray job` alone: runs stop, nodes leave and join, heads restart.
 
 Each node has a loopback address of its own. Engines are stand-ins.
 """
@@ -106,4 +106,17 @@ def test_a_node_leaves_and_another_joins_and_is_used(cluster, bulk):
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
     assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
     assert "Job 'moved' succeeded" in jobs.ended("moved")
+    require_whole(bulk)
+
+
+def test_a_job_goes_with_a_head_that_keeps_nothing_and_the_same_command_goes_on(cluster, bulk):
+    nodes, jobs = cluster
+    run = start(jobs, "lost", bulk)
+    nodes.replace_head()
+    took = wait_for("nodes outlive their head", lambda: not nodes.num_there())
+    _log.info(f"the nodes had ended {took:.1f} s after the new head was there")
+    assert "does not exist" in jobs.call("status", "lost").stderr
+    nodes.replace_lost()
+    assert len(run.committed()) < NUM_UNITS
+    assert "succeeded" in jobs.submit("--submission-id", "again", "--", *bulk.command())
     require_whole(bulk)
