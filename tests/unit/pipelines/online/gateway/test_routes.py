@@ -185,7 +185,7 @@ def test_what_costs_money_or_engines_is_metered_and_nothing_is_open_but_health_a
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
     assert of_rule[Rule.ORDER] == {("POST", "/v1/batches")}
     assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
-    assert of_rule[Rule.POLL] == {("GET", "/v1/live")}
+    assert of_rule[Rule.POLL] == {("GET", "/v1/live"), ("GET", "/v1/cost")}
 
 
 @pytest.mark.parametrize(
