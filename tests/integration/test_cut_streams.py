@@ -11,6 +11,7 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.economics.sessions import EngineFacts
 from pipelines.online.replica.account import EngineAccount
+from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace
 from pipelines.online.wire import Context, events
 
@@ -35,7 +36,7 @@ def replica(tmp_path, monkeypatch):
 
     class Replica(server.PeagleServer):
         def __init__(self):
-            self._account, self._pace, self._slots = account, Pace(0.0), 2
+            self._account, self._pace, self._slots, self._idle = account, Pace(0.0), 2, IdleSlots(2, 1.0)
 
         def __del__(self):
             pass
