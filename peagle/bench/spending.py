@@ -64,7 +64,7 @@ class EngineSpending:
     def _request(self, answer: Answer, busy_s: float) -> RequestUsage:
         """A request with its share of the pass: requests at once divide it."""
         self._num_requests += 1
-        now, facts, made = self._now(), self._facts, answer.generation
+        now, made = self._now(), answer.generation
         usage = UnitUsage(
             session_id=self._session_id,
             num_rows=1,
@@ -77,16 +77,7 @@ class EngineSpending:
             started_at=now - answer.elapsed_s,
             finished_at=now,
         )
-        return RequestUsage(
-            request_id=f"{self._session_id}-{self._num_requests}",
-            key="",
-            model=facts.model,
-            drafter=facts.drafter,
-            outcome="ok",
-            ttft_s=None,
-            usd=busy_s * facts.num_devices * facts.usd_per_device_s,
-            usage=usage,
-        )
+        return self._facts.unbilled(f"{self._session_id}-{self._num_requests}", usage)
 
     def _write(self, *, ended: bool = False) -> None:
         life_s = max(0.0, self._now() - self._began_at)

@@ -103,7 +103,6 @@ class TrainingSpending:
 
     def _kept_work(self) -> RequestUsage:
         self._num_kept += 1
-        facts, busy_s = self._facts, self._seen_at - self._kept_at
         usage = UnitUsage(
             session_id=self._session_id,
             num_rows=0,
@@ -111,22 +110,12 @@ class TrainingSpending:
             num_prompt_tokens=0,
             num_cached_tokens=0,
             num_output_tokens=0,
-            busy_s=busy_s,
+            busy_s=self._seen_at - self._kept_at,
             speculation=SpeculationStats.empty(),
             started_at=self._kept_at,
             finished_at=self._seen_at,
         )
-        return RequestUsage(
-            request_id=f"{self._session_id}-{self._num_kept}",
-            key="",
-            model=facts.model,
-            drafter=facts.drafter,
-            outcome="ok",
-            ttft_s=None,
-            usd=busy_s * facts.num_devices * facts.usd_per_device_s,
-            usage=usage,
-            tags=facts.tags,
-        )
+        return self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage)
 
     def _advance(self, *, ended: bool = False) -> None:
         self._seen_at = max(self._now(), self._seen_at)  # a clock may be set back

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Device, Price
 from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import VERSION, EngineSession, check_version
+from peagle.economics.usage import VERSION, EngineSession, RequestUsage, UnitUsage, check_version
 from peagle.errors import PeagleError
 
 if TYPE_CHECKING:
@@ -81,6 +81,20 @@ class EngineFacts:
             baseline=baseline.to_text() if baseline else "",
             price_basis=price.basis or "",
             is_stand_in=is_stand_in,
+        )
+
+    def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
+        """The record of work on this engine for which no key pays."""
+        return RequestUsage(
+            request_id=request_id,
+            key="",
+            model=self.model,
+            drafter=self.drafter,
+            outcome="ok",
+            ttft_s=None,
+            usd=usage.busy_s * self.num_devices * self.usd_per_device_s,
+            usage=usage,
+            tags=self.tags,
         )
 
 
