@@ -70,6 +70,6 @@ def test_what_it_computes_is_near_the_target(found):
 
 
 @pytest.mark.skipif(detect().supports_int8, reason="the CPU has VNNI")
-def test_without_vnni_its_products_saturate(found):
+def test_without_vnni_its_products_are_wrong(found):
     """Once this fails, such a CPU need not be refused: decision 0016."""
-    assert found["product"] < 32
+    assert found["product"] != pytest.approx(64, rel=0.05)
