@@ -1,4 +1,4 @@
-"""Where a report of the chaos and fault campaigns comes from (command, revision, machine), and its two files."""
+"""Where a report or measurement comes from (command, revision, machine), and the two files of a report."""
 
 import json
 import time

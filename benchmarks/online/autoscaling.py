@@ -19,12 +19,11 @@ from typing import Any
 
 import httpx
 
-from peagle import hardware
 from peagle.bench.record import percentile
 from peagle.charts import Axes, line_chart, standalone
-from peagle.provenance import git_revision, versions
 from tests.faults.clients import Asked, Tally, ask
 from tests.faults.endpoint import Endpoint, serving
+from tests.origin import origin
 
 _SAMPLE_S = 0.5
 _NUM_POINTS = 12  # of a plotted line
@@ -43,11 +42,7 @@ def main() -> None:
     with serving(options.folder, _flags(options), start_s=options.start_s) as endpoint:
         run = asyncio.run(Run(endpoint, options).play())
     record = {
-        "command": " ".join(["python -m benchmarks.online.autoscaling", *_differing(options)]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": hardware.detect().describe(),
-        "versions": versions(),
-        "git_revision": git_revision(),
+        **origin(" ".join(["python -m benchmarks.online.autoscaling", *_differing(options)])),
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
         "summary": (summary := summarise(run["samples"], run["asked"], run["cold"])),
         **run,

@@ -15,10 +15,9 @@ from typing import Any
 
 import httpx
 
-from peagle import hardware
-from peagle.provenance import git_revision, versions
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.faults.endpoint import serving
+from tests.origin import origin
 
 _MODEL = "smollm2-135m"
 _SYSTEM = "You answer questions about the rules of this library, which are written down here line by line. " * 20
@@ -29,11 +28,7 @@ def main() -> None:
     options = _options()
     results = {name: _measure(options, name, flags) for name, flags in _WAYS.items()}
     record = {
-        "command": f"python -m benchmarks.online.prefix_sharing --keys {options.keys} --requests {options.requests}",
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": hardware.detect().describe(),
-        "versions": versions(),
-        "git_revision": git_revision(),
+        **origin(f"python -m benchmarks.online.prefix_sharing --keys {options.keys} --requests {options.requests}"),
         "results": results,
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

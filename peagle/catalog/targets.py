@@ -25,7 +25,7 @@ from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embe
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.int8 import require_convertible
 from peagle.catalog.shipped_heads import HEADS, find_shipped_head
-from peagle.engine.checkpoint import published_kv_cache, require_computable
+from peagle.engine.checkpoint import published_kv_cache, published_method, require_computable
 from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
@@ -162,8 +162,7 @@ class ResolvedModel:
     @property
     def native_quantization(self) -> str | None:
         """How the checkpoint is quantised as published, None when it is not."""
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        return method or (self.card.precision.native_quantization if self.card else None)
+        return published_method(self.config) or (self.card.precision.native_quantization if self.card else None)
 
 
 def resolve_model(

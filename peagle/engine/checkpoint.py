@@ -11,6 +11,24 @@ from peagle.engine.precision import INT8_NEEDS
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 
+# `QuantizationMethods` of vLLM 0.29, without the two that it takes only with `allow_deprecated_quantization`. Stated
+# here, since the import of vLLM costs a driver some 15 s; a test compares them.
+VLLM_METHODS = frozenset(
+    {
+        "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "deepseek_v4_fp8", "experts_int8", "fp8",
+        "fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "gpt_oss_mxfp4", "gptq", "gptq_marlin", "humming", "inc",
+        "int8_per_channel_weight_only", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16",
+        "mxfp4", "mxfp8", "nvfp4_per_token", "online", "quark", "torchao",
+    }
+)  # fmt: skip
+_STATED_UNDER = ("quantization_config", "compression_config")
+
+
+def published_method(config: Mapping[str, Any]) -> str | None:
+    """The method that a checkpoint is quantised by, in vLLM's spelling, such as `mxfp4`; None in 16 bits."""
+    method = _quantization(config).get("quant_method")
+    return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
+
 
 def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     """The format of the KV cache that a checkpoint is quantised for.
@@ -24,7 +42,7 @@ def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
 
 
 def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Refuse a checkpoint in 8 bits where vLLM computes it wrong, or dies of it.
+    """Refuse a checkpoint that vLLM does not read, and one in 8 bits where it computes it wrong or dies of it.
 
     W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU is computed by AMX alone
     (`CPUFp8BlockScaledMMKernel`; other layouts meet a quantisation that CPUs lack).
@@ -32,6 +50,11 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
     Raises:
         PrecisionError: with what would do.
     """
+    if (method := published_method(config)) and method not in VLLM_METHODS:
+        raise PrecisionError(
+            f"the checkpoint is quantised by {method}, which vLLM does not read",
+            hint="use the model's checkpoint in 16 bits, or one quantised by compressed-tensors, AWQ or GPTQ",
+        )
     stored = _eight_bits(_quantization(config))
     if stored == "int8" and not hardware.supports_int8:
         needs = INT8_NEEDS[hardware.platform]
@@ -60,5 +83,7 @@ def _format(scheme: Any) -> tuple[Any, Any] | None:
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    stated = config.get("quantization_config") or {}
+    """A checkpoint's statement, under the keys where vLLM looks for it."""
+    text = config.get("text_config") or {}
+    stated = next((found for part in (config, text) for key in _STATED_UNDER if (found := part.get(key))), {})
     return {**stated, **(stated.get("quantization") or {})}

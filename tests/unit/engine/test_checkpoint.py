@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from peagle.catalog.int8_weights import quantization_config as int8_config
-from peagle.engine.checkpoint import published_kv_cache, require_computable
+from peagle.engine.checkpoint import VLLM_METHODS, published_kv_cache, published_method, require_computable
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 
@@ -80,3 +80,30 @@ def test_what_is_computed_wrong_or_not_at_all_is_refused(quantization: Any, hard
 )
 def test_what_can_be_computed_is_taken(quantization: Any, hardware: Hardware) -> None:
     require_computable(config(**quantization), hardware)
+
+
+@pytest.mark.parametrize(
+    ("stated", "method"),
+    [
+        ({}, None),
+        (config(quant_method="awq"), "awq"),
+        (config(quant_method="compressed_tensors"), "compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": config(quant_method="FP8")}, "fp8"),
+        ({"text_config": {}, "quantization_config": None}, None),
+    ],
+)
+def test_the_method_is_read_where_vllm_reads_it(stated: dict[str, Any], method: str | None) -> None:
+    assert published_method(stated) == method
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "of a later version"])
+def test_a_method_that_vllm_does_not_read_is_refused_by_its_name(method: str) -> None:
+    with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not read"):
+        require_computable(config(quant_method=method), gpu(9, 0))
+
+
+def test_the_methods_are_those_of_the_vllm_that_is_installed() -> None:
+    from vllm.model_executor.layers.quantization import DEPRECATED_QUANTIZATION_METHODS, QUANTIZATION_METHODS
+
+    assert set(QUANTIZATION_METHODS) - set(DEPRECATED_QUANTIZATION_METHODS) == VLLM_METHODS
