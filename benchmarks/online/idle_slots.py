@@ -4,8 +4,9 @@
     python -m benchmarks.online.idle_slots --engine vllm ...   the real one
 
 Each way has an endpoint of its own, one after the other. Clients begin requests at random, at the same moments in each
-way, whether earlier ones have ended or not. A batch of more requests than can end is ordered before, and they begin
-when its first is answered. The fake engine's times say nothing of a model's: its steps do not take longer for rows.
+way, whether earlier ones have ended or not. A batch of more requests than can end is ordered before. They begin when
+its first unit is committed, and go on for --seconds and to the next commit: between the two its requests are counted.
+The fake engine's times say nothing of a model's: its steps do not take longer for rows.
 """
 
 import argparse
@@ -18,11 +19,10 @@ from typing import Any
 
 import httpx
 
-from peagle import hardware
 from peagle.bench.record import percentile
-from peagle.provenance import git_revision, versions
-from tests.faults.clients import ask
+from tests.faults.clients import Asked, ask
 from tests.faults.endpoint import Endpoint, serving
+from tests.origin import origin
 
 _WAYS: dict[str, list[str] | None] = {
     "without a batch": None,
@@ -38,12 +38,8 @@ def main() -> None:
     options = _options()
     results = {name: _measure(options, name, flags) for name, flags in _WAYS.items() if name in options.ways}
     record = {
-        "command": "python -m benchmarks.online.idle_slots",
+        **origin("python -m benchmarks.online.idle_slots"),
         "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": hardware.detect().describe(),
-        "versions": versions(),
-        "git_revision": git_revision(),
         "results": results,
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -61,25 +57,32 @@ async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: b
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=options.start_s) as http:
         await ask(http, "warm up", options.tokens, is_stream=True, model=options.name)
         batch = await _order(options, http) if has_batch else None
-        done_before = await _until_begun(options, http, batch) if batch else 0
+        num_before = await _next_commit(options, http, batch, 0) if batch else 0
         began = time.monotonic()
-        chance, tasks = random.Random(0), []
-        while time.monotonic() - began < options.seconds:
-            text = f"Tell me about the number {len(tasks)}."
-            tasks.append(asyncio.create_task(ask(http, text, options.tokens, is_stream=True, model=options.name)))
-            await asyncio.sleep(chance.expovariate(options.per_s))
-        asked = await asyncio.gather(*tasks)
+        asked: list[asyncio.Task[Asked]] = []
+        people = asyncio.create_task(_people(options, http, asked))
+        await asyncio.sleep(options.seconds)
+        num_rows = await _next_commit(options, http, batch, await _num_done(http, batch)) - num_before if batch else 0
         seconds = time.monotonic() - began
-        num_rows = (await _num_done(http, batch)) - done_before if batch else 0
-    latencies = [one.latency_s for one in asked if one.outcome == "answered"]
+        people.cancel()
+        answers = await asyncio.gather(*asked)
+    latencies = [one.latency_s for one in answers if one.outcome == "answered"]
     summary = {
-        "num_requests": len(asked),
+        "num_requests": len(answers),
         "num_answered": len(latencies),
         "latency_p50_s": percentile(latencies, 50),
         "latency_p95_s": percentile(latencies, 95),
         "batch_requests_per_s": num_rows / seconds,
     }
-    return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in asked]}
+    return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in answers]}
+
+
+async def _people(options: argparse.Namespace, http: httpx.AsyncClient, asked: list[asyncio.Task[Asked]]) -> None:
+    chance = random.Random(0)
+    while True:
+        text = f"Tell me about the number {len(asked)}."
+        asked.append(asyncio.create_task(ask(http, text, options.tokens, is_stream=True, model=options.name)))
+        await asyncio.sleep(chance.expovariate(options.per_s))
 
 
 async def _order(options: argparse.Namespace, http: httpx.AsyncClient) -> str:
@@ -97,13 +100,14 @@ def _row(options: argparse.Namespace, number: int) -> dict[str, Any]:
     return {"custom_id": f"r{number}", "method": "POST", "url": _URL, "body": body}
 
 
-async def _until_begun(options: argparse.Namespace, http: httpx.AsyncClient, batch_id: str) -> int:
+async def _next_commit(options: argparse.Namespace, http: httpx.AsyncClient, batch_id: str, num_done: int) -> int:
+    """How many rows are done when more are than so many. Those of a unit are done at once."""
     deadline = time.monotonic() + options.start_s
-    while not (num_done := await _num_done(http, batch_id)):
+    while (num_now := await _num_done(http, batch_id)) == num_done:
         if time.monotonic() > deadline:
             raise SystemExit("no request of the batch was answered in time")
         await asyncio.sleep(_POLL_S)
-    return num_done
+    return num_now
 
 
 async def _num_done(http: httpx.AsyncClient, batch_id: str) -> int:

@@ -85,5 +85,7 @@ def _format(scheme: Any) -> tuple[Any, Any] | None:
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's statement, under the keys where vLLM looks for it."""
     text = config.get("text_config") or {}
-    stated = next((found for part in (config, text) for key in _STATED_UNDER if (found := part.get(key))), {})
+    stated: Mapping[str, Any] = next(
+        (found for part in (config, text) for key in _STATED_UNDER if (found := part.get(key))), {}
+    )
     return {**stated, **(stated.get("quantization") or {})}
