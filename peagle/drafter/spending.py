@@ -28,7 +28,6 @@ from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.errors import CapacityError, PriceError
 from peagle.files import make_folder, writing
 from peagle.hardware import Hardware
-from peagle.speculation import SpeculationStats
 
 _BEAT_S = 5.0
 _FULL = "free some space; the same command goes on from the last checkpoint"
@@ -103,17 +102,11 @@ class TrainingSpending:
 
     def _kept_work(self) -> RequestUsage:
         self._num_kept += 1
-        usage = UnitUsage(
-            session_id=self._session_id,
-            num_rows=0,
-            num_failed_rows=0,
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
-            num_output_tokens=0,
-            busy_s=self._seen_at - self._kept_at,
-            speculation=SpeculationStats.empty(),
+        usage = UnitUsage.empty(
+            self._session_id,
             started_at=self._kept_at,
             finished_at=self._seen_at,
+            busy_s=self._seen_at - self._kept_at,
         )
         return self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage)
 

@@ -63,6 +63,22 @@ class UnitUsage:
         if self.finished_at < self.started_at:
             raise ValueError("the unit finished before it started")
 
+    @classmethod
+    def empty(cls, session_id: str, *, started_at: float, finished_at: float, busy_s: float = 0.0) -> Self:
+        """The usage of no row: seconds alone."""
+        return cls(
+            session_id=session_id,
+            num_rows=0,
+            num_failed_rows=0,
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            num_output_tokens=0,
+            busy_s=busy_s,
+            speculation=SpeculationStats.empty(),
+            started_at=started_at,
+            finished_at=finished_at,
+        )
+
     def __add__(self, other: "UnitUsage") -> "UnitUsage":
         """Both together, as one unit of the same session."""
         if self.session_id != other.session_id:

@@ -5,6 +5,9 @@ from typing import Self
 
 from peagle.economics.usage import UnitUsage
 
+COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+"""The counts of committed work that a statement shows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:

@@ -29,7 +29,6 @@ from peagle.runs.directory import RunDirectory
 from peagle.runs.export import Export, export
 from peagle.runs.meter import is_lent
 from peagle.runs.report import make_report
-from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
@@ -253,18 +252,7 @@ def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> Reque
 
 def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
     now = time.time()
-    nothing = UnitUsage(
-        session_id=task.batch_id,
-        num_rows=0,
-        num_failed_rows=0,
-        num_prompt_tokens=0,
-        num_cached_tokens=0,
-        num_output_tokens=0,
-        busy_s=0.0,
-        speculation=SpeculationStats.empty(),
-        started_at=now,
-        finished_at=now,
-    )
+    nothing = UnitUsage.empty(task.batch_id, started_at=now, finished_at=now)
     return sum((replace(usage, session_id=task.batch_id) for usage in usages), start=nothing)
 
 

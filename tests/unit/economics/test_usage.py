@@ -45,6 +45,11 @@ SESSION = EngineSession(
 )
 
 
+def test_seconds_alone_are_the_usage_of_no_row_and_change_no_count():
+    seconds = UnitUsage.empty("a1", started_at=UNIT.started_at, finished_at=UNIT.started_at + 4, busy_s=3.0)
+    assert UNIT + seconds == dataclasses.replace(UNIT, busy_s=UNIT.busy_s + 3.0)
+
+
 def test_a_unit_travels_in_the_metadata_of_its_parquet_file(tmp_path):
     table = pa.table({"id": ["x"]}).replace_schema_metadata({UNIT_KEY: UNIT.to_json()})
     pq.write_table(table, tmp_path / "unit.parquet")
