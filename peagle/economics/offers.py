@@ -28,11 +28,13 @@ COLUMNS = (
     "memory_gib",
     "usd_per_hour_on_demand",
     "usd_per_hour_spot",
+    "usd_per_hour_reserved",
     "as_of",
     "source",
     "doubt_on_demand",
 )
-PRICE_COLUMNS = ("usd_per_hour_on_demand", "usd_per_hour_spot")
+MARKETS = ("on_demand", "spot", "reserved")
+PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Offer:
     memory_gib: float | None = None
     usd_per_hour_on_demand: float | None = None
     usd_per_hour_spot: float | None = None
+    usd_per_hour_reserved: float | None = None
     as_of: str = ""
     source: str = ""
     doubt_on_demand: str = ""
@@ -66,11 +69,11 @@ class Offer:
             raise ValueError("instance_type is empty")
         if self.num_accelerators < 0 or self.num_vcpus < 0 or not (self.num_accelerators or self.num_vcpus):
             raise ValueError("accelerator_count or vcpus must say how many devices the price is for")
-        for name in PRICE_COLUMNS:
-            usd = getattr(self, name)
-            if usd is not None and not 0 < usd < float("inf"):
+        prices = {name: usd for name in PRICE_COLUMNS if (usd := getattr(self, name)) is not None}
+        for name, usd in prices.items():
+            if not 0 < usd < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {usd}")
-        if self.usd_per_hour_on_demand is None and self.usd_per_hour_spot is None:
+        if not prices:
             raise ValueError(f"{' or '.join(PRICE_COLUMNS)} must hold a price")
 
     @property
@@ -83,9 +86,10 @@ class Offer:
 
         A spot price equal to the on-demand price is none: catalogues repeat it where they have no spot price.
         """
-        if market == "on_demand":
-            return self.usd_per_hour_on_demand
-        return None if self.usd_per_hour_spot == self.usd_per_hour_on_demand else self.usd_per_hour_spot
+        if market == "spot" and self.usd_per_hour_spot == self.usd_per_hour_on_demand:
+            return None
+        usd: float | None = getattr(self, f"usd_per_hour_{market}")
+        return usd
 
     def replaces(self, other: "Offer") -> bool:
         """Whether this row of a user's table replaces `other`.
@@ -147,8 +151,7 @@ def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer
             num_accelerators=int(cells.get("accelerator_count") or 0),
             num_vcpus=int(cells.get("vcpus") or 0),
             memory_gib=_number(cells.get("memory_gib")),
-            usd_per_hour_on_demand=_number(cells.get("usd_per_hour_on_demand")),
-            usd_per_hour_spot=_number(cells.get("usd_per_hour_spot")),
+            **{name: _number(cells.get(name)) for name in PRICE_COLUMNS},
             as_of=cells.get("as_of") or "undated",
             source=cells.get("source") or path.name,
             doubt_on_demand=cells.get("doubt_on_demand", ""),

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, Self, cast, get_args
 
-from peagle.economics.offers import Offer, is_accelerator, packaged_offers, read_offers
+from peagle.economics.offers import MARKETS, Offer, is_accelerator, packaged_offers, read_offers
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 
-Market = Literal["on_demand", "spot", "fixed"]
+Market = Literal["on_demand", "spot", "reserved", "fixed"]
 Device = Literal["accelerator", "vcpu"]
 Basis = Literal["stated", "detected", "assumed"]
 
@@ -31,7 +31,7 @@ class Price:
     """The hourly cost of an instance, and the number of devices that share it.
 
     Args:
-        market: "on_demand", "spot", or "fixed" when the user stated the price.
+        market: "on_demand", "spot", "reserved", or "fixed" when the user stated the price.
         accelerator: its name as the table has it; None on CPU instances.
         source: where the number comes from.
         as_of: when it was true, as exactly as is known.
@@ -150,13 +150,13 @@ class PriceTable:
         """The price of an instance type.
 
         Where several regions sell it and none was named, the answer is theirs if they agree. Where they do not, spot
-        is the cheapest one's, with the others named as `doubt`; on demand it is an error.
+        is the cheapest one's, with the others named as `doubt`; on demand and reserved it is an error.
 
         Raises:
             PriceError: unknown, not sold there or in that market, or not one price; it names what there is.
         """
-        if market not in ("on_demand", "spot"):
-            raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, ["on_demand", "spot"]))
+        if market not in MARKETS:
+            raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
         offers = self._sold(instance_type, provider, region)
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
@@ -167,7 +167,7 @@ class PriceTable:
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
         if highest - lowest <= _SAME_PRICE * lowest:
             return _price(*priced[0], market)
-        if market == "on_demand":
+        if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
                 f"the {_words(market)} price of {instance_type} depends on the place: {by_place} per hour",
@@ -262,7 +262,7 @@ def choices(offers: Iterable[Offer], market: str) -> list[str]:
 
 def _dollars(offers: list[Offer], market: str) -> str:
     """The price of an instance type in all regions: "$14.08 to $18.71/h spot"."""
-    for one in (market, "on_demand", "spot"):
+    for one in (market, *MARKETS):
         found = [usd for offer in offers if (usd := offer.usd_per_hour(one)) is not None]
         if found:
             low, high = f"${min(found):,.2f}", f"${max(found):,.2f}"
@@ -275,7 +275,7 @@ def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
         instance_type=offer.instance_type,
         provider=offer.provider,
         region=offer.region,
-        market="spot" if market == "spot" else "on_demand",
+        market=cast("Market", market),
         usd_per_hour=usd_per_hour,
         device="accelerator" if offer.num_accelerators else "vcpu",
         num_devices=offer.num_accelerators or offer.num_vcpus,
@@ -295,7 +295,7 @@ def _listing(offers: list[Offer]) -> str:
     known = [
         f"{offer.place} {_words(market)} ${usd:g}".strip()
         for offer in offers
-        for market in ("on_demand", "spot")
+        for market in MARKETS
         if (usd := offer.usd_per_hour(market)) is not None
     ]
     return ", ".join(known)
