@@ -2,6 +2,8 @@
 
 import argparse
 import calendar
+import math
+import re
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ the cent.
   peagle cost s3://bucket/runs/* --from 2026-11-01 --to 2026-11-15 --by tag:team --format csv > team.csv
   peagle cost runs/serve --by day --format html > spending.html
   peagle cost runs/serve --month 2026-11 --format focus > focus.csv
+  peagle cost runs/serve --month 2026-11 --currency EUR --rate 0.86      # at a rate of yours
+  peagle cost runs/* --month 2026-11 --nodes-usd-per-hour 0.38           # with the cluster's head and CPU nodes
 
 Under "saved" it says what generation would have cost without the drafter, by step times that were measured: of the
 catalog, of the profile, or of a benchmark that you name.
@@ -48,27 +52,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="report.json of `peagle bench`, for what was saved"
     )
+    parser.add_argument(
+        "--nodes-usd-per-hour",
+        type=float,
+        metavar="X",
+        help="price of head and CPU nodes: overhead for as long as an engine of these sources lived",
+    )
+    parser.add_argument("--currency", metavar="CODE", help="amounts in this currency too; of FOCUS in it alone")
+    parser.add_argument("--rate", type=float, metavar="X", help="of that currency for a dollar")
     parser.add_argument("--format", choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add up, and print."""
+    from peagle.economics.other_nodes import node_charges
     from peagle.economics.report.focus import focus_csv
     from peagle.economics.report.spending import FORMATS as WRITERS
     from peagle.economics.report.spending_page import html_statement
     from peagle.economics.spending import charges
-    from peagle.economics.statement import dimensions, statement
+    from peagle.economics.statement import dimensions, in_currency, statement
     from peagle.plain_json import to_json
     from peagle.profiles.baselines import read_benchmark
     from peagle.runs.ledgers import find_ledgers
 
-    by, days = dimensions(args.by), _days(args)
+    by, days, currency = dimensions(args.by), _days(args), _currency(args)
     benchmark = read_benchmark(args.baseline) if args.baseline else None
     found = find_ledgers(args.sources, benchmark)
     charged = [charge for ledger in found.ledgers for charge in charges(ledger, days)]
+    if args.nodes_usd_per_hour is not None:
+        sessions = [session for ledger in found.ledgers for session in ledger.sessions]
+        charged += node_charges(sessions, days, _positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
     result = statement(charged, by, days, found.notes)
+    if currency:
+        result = in_currency(result, *currency)
+        result["notes"].append(f"{currency[0]} at {currency[1]:g} for a dollar, on all days.")
     if args.format == "focus":
-        print(focus_csv(charged))
+        print(focus_csv(charged, *currency) if currency else focus_csv(charged))
     elif args.format == "json":
         print(to_json(result, indent=2))
     elif args.format == "html":
@@ -77,6 +96,36 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     else:
         print(WRITERS[args.format](result))
     return 0, result
+
+
+def _currency(args: argparse.Namespace) -> tuple[str, float] | None:
+    """A currency beside dollars, and its rate.
+
+    Raises:
+        ConfigError: one is given without the other, or is none.
+    """
+    from peagle.errors import ConfigError
+
+    if args.currency is None and args.rate is None:
+        return None
+    if args.currency is None or args.rate is None:
+        raise ConfigError("--currency and --rate go together", hint="as in --currency EUR --rate 0.86")
+    if not re.fullmatch("[A-Z]{3}", args.currency):
+        raise ConfigError(f"{args.currency!r} is no currency", hint="write its code of ISO 4217, as EUR")
+    return args.currency, _positive("--rate", args.rate)
+
+
+def _positive(flag: str, value: float) -> float:
+    """The value, if it is a positive number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from peagle.errors import ConfigError
+
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{flag} is a positive number, got {value:g}")
+    return value
 
 
 def _days(args: argparse.Namespace) -> "Days":

@@ -22,7 +22,7 @@ from peagle.economics.account import shares_by_period
 from peagle.economics.baseline import Baseline
 from peagle.economics.gain import Gain, gain_of, spot_gain
 from peagle.economics.usage import EngineSession
-from peagle.economics.work import Work
+from peagle.economics.work import COUNTS, Work
 
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -123,14 +123,7 @@ class Spend:
     @classmethod
     def of(cls, work: Work, gain: Gain) -> Self:
         """The spending on committed work."""
-        return cls(
-            attributed_usd=work.usd,
-            num_requests=work.num_requests,
-            num_prompt_tokens=work.num_prompt_tokens,
-            num_cached_tokens=work.num_cached_tokens,
-            num_output_tokens=work.num_output_tokens,
-            gain=gain,
-        )
+        return cls(attributed_usd=work.usd, gain=gain, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
@@ -165,7 +158,7 @@ class Charge:
     Attributes:
         key: that pays for it; empty where nobody's does.
         drafter: "none" for none; empty where no model is known.
-        instance, provider, region, usd_per_device_s: of the price; empty and 0 where it is not known.
+        instance, provider, region, market, usd_per_device_s: of the price; empty and 0 where it is not known.
         tags: as JSON.
     """
 
@@ -174,6 +167,7 @@ class Charge:
     instance: str
     provider: str
     region: str
+    market: str
     usd_per_device_s: float
     model: str
     drafter: str
@@ -258,6 +252,7 @@ def _charge(run: str, session: EngineSession | None, whose: SpendingGroup, spend
         instance=session.instance_type if session else "",
         provider=session.provider if session else "",
         region=session.region if session else "",
+        market=session.market if session else "",
         usd_per_device_s=session.usd_per_device_s if session else 0.0,
         model=whose.model,
         drafter=(whose.drafter or "none") if whose.model else "",

@@ -13,11 +13,11 @@ from typing import Any
 from peagle.economics.gain import Gain
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
+from peagle.economics.work import COUNTS
 from peagle.errors import ConfigError, did_you_mean
 
 SCHEMA = 1
 DIMENSIONS = ("key", "model", "drafter", "tag", "day", "run", "instance")
-COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
 DIGITS = 9  # of a dollar, in data
 _OF_A_TAG = "tag:"
 
@@ -162,15 +162,29 @@ def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
 
 def shown(one: Mapping[str, Any], digits: int) -> dict[str, Any]:
     """A statement with its amounts rounded to fewer digits, all together again."""
+    return _again(one, "usd", digits, 1.0)
+
+
+def in_currency(one: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
+    """A statement with `converted` beside each `usd`: the amounts in another currency, which add up too.
+
+    Args:
+        code: of ISO 4217.
+        per_usd: of that currency for a dollar, at all days.
+    """
+    return {**_again(one, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
+
+
+def _again(one: Mapping[str, Any], name: str, digits: int, scale: float) -> dict[str, Any]:
     rows = one["rows"] or [one["total"]]
-    units = rounded([[row["usd"][kind] or 0.0 for kind in KINDS] for row in rows], digits)
+    units = rounded([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
     whole = [sum(column) for column in zip(*units, strict=True)]
+
+    def amended(row: Mapping[str, Any], own: Sequence[int]) -> dict[str, Any]:
+        return {**row, name: in_dollars(own, digits, is_priced=row["usd"]["total"] is not None)}
+
     return {
         **one,
-        "rows": [_again(row, own, digits) for row, own in zip(one["rows"], units, strict=False)],
-        "total": _again(one["total"], whole, digits),
+        "rows": [amended(row, own) for row, own in zip(one["rows"], units, strict=False)],
+        "total": amended(one["total"], whole),
     }
-
-
-def _again(row: Mapping[str, Any], units: Sequence[int], digits: int) -> dict[str, Any]:
-    return {**row, "usd": in_dollars(units, digits, is_priced=row["usd"]["total"] is not None)}

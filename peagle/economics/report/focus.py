@@ -1,7 +1,9 @@
 """Charges as rows of FOCUS 1.2, the form that tools of finance read.
 
-FinOps Open Cost and Usage Specification, version 1.2: its mandatory columns, some further ones, and ours, which begin
-with `x_`. There is no invoice: billed, effective, contracted and list cost are what the price table or the user says.
+FinOps Open Cost and Usage Specification, version 1.2: its mandatory columns, the conditional ones that apply, and ours,
+which begin with `x_`. There is no invoice: billed, effective, contracted and list cost are what the price table or the
+user says. Provider, publisher and issuer are peagle, as its appendix "Origination of Cost Data" has it for an internal
+service on a cloud; so nobody adds these rows to the cloud's own bill.
 """
 
 import csv
@@ -11,32 +13,39 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date, timedelta
+from decimal import Decimal
 from typing import Any
 
 from peagle.economics.report.spending import decimal
 from peagle.economics.spending import KINDS, Charge, Spend, day_text
-from peagle.economics.statement import DIGITS, in_dollars, rounded
+from peagle.economics.statement import DIGITS, rounded
 from peagle.economics.tags import tags_from_text
 from peagle.errors import PriceError
 
 _KIND_WORDS = {
     "attributed": "committed work",
     "loading": "engines loading and compiling",
-    "idle": "idle engines",
+    "idle": "idle time",
     "lost": "work that was never committed",
 }
 COLUMNS = (
     "BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd", "BillingPeriodStart",
     "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart",
     "ConsumedQuantity", "ConsumedUnit", "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "InvoiceIssuerName",
-    "ListCost", "ListUnitPrice", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "RegionId",
-    "ResourceId", "ResourceName", "ResourceType", "ServiceCategory", "ServiceName", "ServiceSubcategory",
-    "SubAccountId", "SubAccountName", "Tags", "x_Kind", "x_Model", "x_Drafter", "x_InstanceType",
+    "ListCost", "ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName",
+    "RegionId", "RegionName", "ResourceId", "ResourceName", "ResourceType", "ServiceCategory", "ServiceName",
+    "ServiceSubcategory", "SubAccountId", "SubAccountName", "Tags", "x_Kind", "x_Model", "x_Drafter",
+    "x_InstanceType", "x_InstanceProvider",
 )  # fmt: skip
+_CATEGORIES = {"spot": "Dynamic", "": "Other"}  # of a market; all others have an agreed price
 
 
-def focus_csv(charges: Iterable[Charge]) -> str:
+def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float = 1.0) -> str:
     """A line for each day, payer, run, model and kind of cost, adding up to the whole.
+
+    Args:
+        currency: all amounts and prices are in, by its code of ISO 4217.
+        per_usd: of it for a dollar.
 
     Raises:
         PriceError: a charge has no price, and the specification knows no unknown cost.
@@ -50,48 +59,49 @@ def focus_csv(charges: Iterable[Charge]) -> str:
             "some engines have no price in their ledger, and FOCUS has no unknown cost",
             hint="leave out what has no price: --format table --by run,instance shows it",
         )
-    units = rounded([[getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS)
+    units = rounded([[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS)
     sink = io.StringIO()
     writer = csv.DictWriter(sink, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for (whose, spend), own in zip(groups, units, strict=True):
-        usd = in_dollars(own, DIGITS, is_priced=True)
-        writer.writerows(_row(whose, spend, kind, usd[kind]) for kind in KINDS if usd[kind])
+        costs = [unit / 10**DIGITS for unit in own]
+        rows = [_row(whose, spend, kind, cost, per_usd) for kind, cost in zip(KINDS, costs, strict=True) if cost]
+        writer.writerows({**row, "BillingCurrency": currency} for row in rows)
     return sink.getvalue().rstrip("\n")
 
 
-def _row(whose: Charge, spend: Spend, kind: str, usd: float | None) -> dict[str, Any]:
+def _row(whose: Charge, spend: Spend, kind: str, cost: float, per_usd: float) -> dict[str, Any]:
     day = date.fromisoformat(day_text(whose.day))
     month = day.replace(day=1)
     next_month = (month + timedelta(days=32)).replace(day=1)
-    tokens = spend.num_output_tokens if kind == "attributed" else None
-    cost, provider = decimal(usd), whose.provider or "own hardware"
-    usd_per_hour = 3600 * whose.usd_per_device_s
-    # A batch is billed as one sum.
-    unit, quantity = ("Device-Hours", (usd or 0.0) / usd_per_hour) if usd_per_hour else ("Requests", spend.num_requests)
+    per_hour = 3600 * whose.usd_per_device_s * per_usd
+    if per_hour:
+        quantity, unit, unit_price = cost / per_hour, "Device-Hours", per_hour
+    elif spend.num_requests:  # of batches, each billed as one sum
+        quantity, unit, unit_price = spend.num_requests, "Requests", cost / spend.num_requests
+    else:
+        quantity, unit, unit_price = 1, "Units", cost
+    has_tokens = kind == "attributed" and spend.num_output_tokens > 0
     return {
-        **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), cost),
+        **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), decimal(cost)),
         "BillingAccountId": "peagle",
         "BillingAccountName": "peagle",
-        "BillingCurrency": "USD",
         "BillingPeriodStart": _moment(month),
         "BillingPeriodEnd": _moment(next_month),
         "ChargeCategory": "Usage",
-        "ChargeDescription": f"{whose.model or 'engines'}: {_KIND_WORDS[kind]}",
+        "ChargeDescription": f"{whose.model or whose.run}: {_KIND_WORDS[kind]}",
         "ChargeFrequency": "Usage-Based",
         "ChargePeriodStart": _moment(day),
         "ChargePeriodEnd": _moment(day + timedelta(days=1)),
-        "ConsumedQuantity": tokens,
-        "ConsumedUnit": "Tokens" if tokens is not None else None,
-        **dict.fromkeys(("ContractedUnitPrice", "ListUnitPrice"), decimal(usd_per_hour) if usd_per_hour else None),
-        "PricingQuantity": quantity,
+        "ConsumedQuantity": spend.num_output_tokens if has_tokens else _number(quantity),
+        "ConsumedUnit": "Tokens" if has_tokens else unit,
+        **dict.fromkeys(("ContractedUnitPrice", "ListUnitPrice"), _number(unit_price)),
+        "PricingCategory": _CATEGORIES.get(whose.market, "Standard"),
+        "PricingQuantity": _number(quantity),
         "PricingUnit": unit,
-        "InvoiceIssuerName": provider,
-        "ProviderName": provider,
-        "PublisherName": "peagle",
-        "RegionId": whose.region or None,
+        **dict.fromkeys(("InvoiceIssuerName", "ProviderName", "PublisherName"), "peagle"),
+        **dict.fromkeys(("RegionId", "RegionName"), whose.region or None),
         "ResourceId": whose.run,
-        "ResourceName": whose.run,
         "ResourceType": "Inference",
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": "peagle",
@@ -103,7 +113,17 @@ def _row(whose: Charge, spend: Spend, kind: str, usd: float | None) -> dict[str,
         "x_Model": whose.model or None,
         "x_Drafter": whose.drafter or None,
         "x_InstanceType": whose.instance or None,
+        "x_InstanceProvider": whose.provider or None,
     }
+
+
+def _number(value: float) -> str:
+    """A number in digits without an exponent; of float's 17 digits the 15 that are sure.
+
+    >>> _number(3600 * (6.88 / 3600)), _number(7), _number(1e-07)
+    ('6.88', '7', '0.0000001')
+    """
+    return format(Decimal(f"{value:.15g}"), "f")
 
 
 def _moment(day: date) -> str:

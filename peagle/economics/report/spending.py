@@ -11,7 +11,8 @@ from typing import Any
 from peagle.economics.report.figures import in_words_count, in_words_usd
 from peagle.economics.report.saved import saved_lines
 from peagle.economics.spending import KINDS
-from peagle.economics.statement import COUNTS, DIGITS, shown
+from peagle.economics.statement import DIGITS, in_currency, shown
+from peagle.economics.work import COUNTS
 from peagle.tables import aligned, markdown
 
 UNKNOWN = "unknown"
@@ -34,7 +35,8 @@ def markdown_statement(one: Mapping[str, Any]) -> str:
     """The statement as Markdown: the same, as tables."""
     one = for_people(one)
     notes = [f"- {note}" for note in one["notes"]]
-    summary, saved = [("where the money went", "USD"), *summary_rows(one)], [("saved", ""), *saved_rows(one)]
+    heads = ("where the money went", "USD", *_beside(one))
+    summary, saved = [heads, *summary_rows(one)], [("saved", ""), *saved_rows(one)]
     tables: list[Sequence[Sequence[str]]] = [statement_table(one), summary, saved]
     lines = [line for table in tables for line in ("", *markdown(table))]
     return "\n".join([f"# {period_in_words(one)}", *lines, "", *notes]).rstrip()
@@ -44,9 +46,10 @@ def csv_statement(one: Mapping[str, Any]) -> str:
     """A line for each group, with a head; the lines add up to the whole."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), "usd_per_million_tokens"])
+    beside = [f"{kind}_{code.lower()}" for code in _beside(one) for kind in _COLUMNS]
+    writer.writerow([*one["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *beside, "usd_per_million_tokens"])
     for row in one["rows"]:
-        amounts = [decimal(row["usd"][kind]) for kind in _COLUMNS]
+        amounts = [decimal(row[name][kind]) for name in ("usd", "converted") if name in row for kind in _COLUMNS]
         names = [row[dimension] for dimension in one["by"]]
         writer.writerow([*names, *(row[name] for name in COUNTS), *amounts, decimal(row["usd_per_million_tokens"])])
     return sink.getvalue().rstrip("\n")
@@ -68,6 +71,8 @@ def for_people(one: Mapping[str, Any]) -> dict[str, Any]:
     """The statement with amounts of as many `digits` as its sum asks for."""
     known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
     digits = _CENTS if known >= 1 else _SMALL
+    for code in _beside(one):
+        one = in_currency(one, code, one["per_usd"], digits)
     return {**shown(one, digits), "digits": digits}
 
 
@@ -86,7 +91,8 @@ def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
         one: as `for_people` has it, like the rows below.
     """
     heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
-    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, "per million tokens")]
+    beside = [f"total, {code}" for code in _beside(one)]
+    rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *beside, "per million tokens")]
     for row in one["rows"] if one["by"] else []:
         rows.append(_line([row[name] or _NOBODY for name in one["by"]], row, one["digits"]))
     return [*rows, _line(["total", *[""] * (len(heads) - 1)], one["total"], one["digits"])]
@@ -99,19 +105,23 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
         f"{row['num_requests']:,}",
         in_words_count(row["num_output_tokens"]),
         *(_dollars(row["usd"][kind], digits) for kind in _COLUMNS),
+        *([_amount(row["converted"]["total"], digits)] if "converted" in row else []),
         UNKNOWN if per_million is None else in_words_usd(per_million),
     )
 
 
-def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Where the money went: names and sums."""
+def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Where the money went: names and sums, in dollars and beside them in another currency that was asked for."""
     usd, digits = one["total"]["usd"], one["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
+    names = {"attributed": "attributed", "overhead": f"overhead (loading {loading}, idle {idle})"}
     return [
-        ("attributed", _dollars(usd["attributed"], digits)),
-        (f"overhead (loading {loading}, idle {idle})", _dollars(usd["overhead"], digits)),
-        ("lost", _dollars(usd["lost"], digits)),
-        ("total", _dollars(usd["total"], digits)),
+        (
+            names.get(kind, kind),
+            _dollars(usd[kind], digits),
+            *(f"{_amount(one['total']['converted'][kind], digits)} {code}" for code in _beside(one)),
+        )
+        for kind in ("attributed", "overhead", "lost", "total")
     ]
 
 
@@ -122,5 +132,14 @@ def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*saved_lines(total["saved"], total), *measured]
 
 
+def _beside(one: Mapping[str, Any]) -> list[str]:
+    """The currency beside dollars, if one was asked for."""
+    return [one["currency_beside"]] if "currency_beside" in one else []
+
+
 def _dollars(usd: float | None, digits: int) -> str:
-    return UNKNOWN if usd is None else f"${usd:,.{digits}f}"
+    return UNKNOWN if usd is None else f"${_amount(usd, digits)}"
+
+
+def _amount(amount: float | None, digits: int) -> str:
+    return UNKNOWN if amount is None else f"{amount:,.{digits}f}"

@@ -1,14 +1,15 @@
 import pytest
 
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import dimensions, rounded, shown, statement
+from peagle.economics.statement import dimensions, in_currency, rounded, shown, statement
 from peagle.errors import ConfigError
 
 
 def charge(usd, **changes):
     own = {
-        "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "usd_per_device_s": 0.01, "model": "m",
-        "drafter": "none", "key": "k", "tags": "{}", "spend": Spend(attributed_usd=usd, num_output_tokens=10),
+        "day": 0, "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
+        "model": "m", "drafter": "none", "key": "k", "tags": "{}",
+        "spend": Spend(attributed_usd=usd, num_output_tokens=10),
     }  # fmt: skip
     return Charge(**{**own, **changes})
 
@@ -67,3 +68,16 @@ def test_dimensions_that_are_none_are_refused(text, message):
 def test_dimensions_may_be_none_at_all():
     assert dimensions("") == ()
     assert dimensions("day, tag:team") == ("day", "tag:team")
+
+
+def test_amounts_in_another_currency_add_up_and_dollars_stay():
+    result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
+    both = in_currency(result, "EUR", 0.86, digits=2)
+    assert [row["converted"]["total"] for row in both["rows"]] == [0.29, 0.29, 0.28]
+    assert (both["total"]["converted"]["total"], both["currency_beside"], both["per_usd"]) == (0.86, "EUR", 0.86)
+    assert [row["usd"] for row in both["rows"]] == [row["usd"] for row in result["rows"]]
+
+
+def test_an_unknown_cost_is_unknown_in_every_currency():
+    result = statement([charge(1.0), charge(0.0, spend=Spend(is_priced=False))], (), Days())
+    assert in_currency(result, "EUR", 0.86)["total"]["converted"]["total"] is None

@@ -130,3 +130,32 @@ def test_months_add_up_to_all_time(peagle):
 )
 def test_a_period_or_a_dimension_that_is_none_is_bad_usage(peagle, flags, message):
     assert message in peagle("cost", "runs/serve", *flags, code=2)
+
+
+def test_a_currency_has_a_rate_that_is_told(peagle):
+    arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
+    said = peagle(*arguments)
+    assert "13.76 EUR" in said
+    assert "EUR at 0.5 for a dollar, on all days." in said
+    assert ",EUR," in peagle(*arguments, "--format", "focus")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--currency", "EUR"], "go together"),
+        (["--rate", "2"], "go together"),
+        (["--currency", "euro", "--rate", "2"], "no currency"),
+        (["--currency", "EUR", "--rate", "0"], "positive"),
+        (["--currency", "EUR", "--rate", "nan"], "positive"),
+    ],
+)
+def test_a_currency_without_a_rate_is_refused(peagle, flags, reason):
+    assert reason in peagle("cost", "runs/serve", *flags, code=2)
+
+
+def test_head_and_cpu_nodes_are_overhead_of_the_hours_with_engines(peagle):
+    arguments = ("cost", "runs/serve", "runs/nightly", "--format", "json", "--nodes-usd-per-hour", "0.5")
+    rows = {row["run"]: row["usd"] for row in json.loads(peagle(*arguments))["rows"]}
+    assert rows["head and CPU nodes"]["overhead"] == rows["head and CPU nodes"]["total"] == 0.5 * (4 + 10)
+    assert "positive" in peagle(*arguments[:-1], "-1", code=2)

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
@@ -11,21 +12,33 @@ from peagle.economics.report.focus import focus_csv
 from peagle.economics.spending import Charge, Spend, day_number
 from peagle.errors import PriceError
 
-# FinOps Open Cost and Usage Specification 1.2: what every dataset has.
+# FinOps Open Cost and Usage Specification, specification/columns in its repository at the tag v1.2: what every dataset
+# has, and of the conditional columns those whose condition holds here; each with the form of its values.
+TEXT, DECIMAL, MOMENT = r"\S(?:.*\S)?", r"-?\d+(?:\.\d+)?", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+UNIT = r"[A-Z][a-z]+s|[A-Z][a-z]+-(?:Hours|Seconds)"
 MANDATORY = {
-    "BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd", "BillingPeriodStart",
-    "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargePeriodEnd", "ChargePeriodStart", "ContractedCost",
-    "EffectiveCost", "InvoiceIssuerName", "ListCost", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName",
-    "ServiceCategory", "ServiceName",
+    "BilledCost": DECIMAL, "BillingAccountId": TEXT, "BillingAccountName": TEXT, "BillingCurrency": "[A-Z]{3}",
+    "BillingPeriodEnd": MOMENT, "BillingPeriodStart": MOMENT, "ChargeCategory": "Usage", "ChargeClass": "",
+    "ChargeDescription": TEXT, "ChargePeriodEnd": MOMENT, "ChargePeriodStart": MOMENT, "ContractedCost": DECIMAL,
+    "EffectiveCost": DECIMAL, "InvoiceIssuerName": TEXT, "ListCost": DECIMAL, "PricingQuantity": DECIMAL,
+    "PricingUnit": UNIT, "ProviderName": TEXT, "PublisherName": TEXT, "ServiceCategory": "AI and Machine Learning",
+    "ServiceName": TEXT,
 }  # fmt: skip
-MAY_BE_EMPTY = {"BillingAccountName", "ChargeClass"}
+OF_USAGE = {
+    "ChargeFrequency": "Usage-Based", "ConsumedQuantity": DECIMAL, "ConsumedUnit": UNIT, "ContractedUnitPrice": DECIMAL,
+    "ListUnitPrice": DECIMAL, "PricingCategory": "Standard|Dynamic|Other", "ResourceId": TEXT, "ResourceType": TEXT,
+    "ServiceSubcategory": "Generative AI", "Tags": r"\{.*\}",
+}  # fmt: skip
+MAY_BE_NULL = {"RegionId", "RegionName", "ResourceName", "SubAccountId", "SubAccountName"}
+ONE_IS_NULL_WHERE_THE_OTHER_IS = (("RegionId", "RegionName"), ("SubAccountId", "SubAccountName"))
 
 
 @pytest.fixture
 def charge():
     return Charge(
         day=day_number(date(2026, 12, 31)), run="serve", instance="p5.4xlarge", provider="aws", region="us-east-1",
-        usd_per_device_s=6.88 / 3600, model="gpt-oss-20b", drafter="head", key="alice", tags='{"team": "search"}',
+        market="on_demand", usd_per_device_s=6.88 / 3600, model="gpt-oss-20b", drafter="head", key="alice",
+        tags='{"team": "search"}',
         spend=Spend(attributed_usd=3.44, idle_usd=1 / 3, num_output_tokens=900_000),
     )  # fmt: skip
 
@@ -34,17 +47,57 @@ def rows_of(*charges):
     return list(csv.DictReader(io.StringIO(focus_csv(charges))))
 
 
-def test_each_kind_of_cost_is_a_row_with_all_mandatory_columns(charge):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"market": "spot", "key": "", "region": "", "tags": "{}"},
+        {"spend": Spend(loading_usd=1e-9, lost_usd=1e6 / 7)},
+        {"spend": Spend(attributed_usd=2 / 3), "provider": ""},  # a training has no tokens
+        {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=100 / 3, num_requests=49_999)},
+        {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=2.0)},
+    ],
+    ids=["work and idling", "spot", "tiny and huge", "training", "batch", "batch without requests"],
+)
+def test_each_row_is_what_the_specification_says(charge, changes):
+    rows = rows_of(replace(charge, **changes))
+    assert rows
+    for row in rows:
+        ours = {name for name in row if name.startswith("x_")}
+        assert row.keys() - ours == MANDATORY.keys() | OF_USAGE.keys() | MAY_BE_NULL
+        assert set(list(row)[-len(ours) :]) == ours, "FOCUS columns come first"
+        wrong = {name for name, form in (MANDATORY | OF_USAGE).items() if not re.fullmatch(form, row[name])}
+        assert wrong == set()
+        for one, other in ONE_IS_NULL_WHERE_THE_OTHER_IS:
+            assert (row[one] == "") == (row[other] == "")
+        assert row["ResourceName"] != row["ResourceId"]
+        assert len({row[name] for name in ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost")}) == 1
+        for price in ("ContractedUnitPrice", "ListUnitPrice"):
+            product = Decimal(row[price]) * Decimal(row["PricingQuantity"])
+            assert product == pytest.approx(Decimal(row["BilledCost"]), rel=Decimal("1e-14"), abs=Decimal("1e-15"))
+
+
+def test_each_kind_of_cost_is_a_row(charge):
     work, idle = rows_of(charge)
-    for row in (work, idle):
-        assert row.keys() >= MANDATORY
-        assert all(row[name] for name in MANDATORY - MAY_BE_EMPTY)
     assert (work["x_Kind"], work["EffectiveCost"], work["SubAccountId"]) == ("attributed", "3.440000000", "alice")
     assert (work["ConsumedQuantity"], work["ConsumedUnit"]) == ("900000", "Tokens")
-    assert float(work["PricingQuantity"]) == pytest.approx(0.5)
-    assert (work["PricingUnit"], work["ListUnitPrice"]) == ("Device-Hours", "6.880000000")
-    assert (idle["x_Kind"], idle["ConsumedQuantity"]) == ("idle", "")
+    assert (work["PricingQuantity"], work["PricingUnit"], work["ListUnitPrice"]) == ("0.5", "Device-Hours", "6.88")
+    assert (work["PricingCategory"], work["RegionId"], work["x_InstanceProvider"]) == ("Standard", "us-east-1", "aws")
+    assert (idle["x_Kind"], idle["ConsumedUnit"]) == ("idle", "Device-Hours")
+    assert idle["ConsumedQuantity"] == idle["PricingQuantity"]
     assert json.loads(work["Tags"]) == {"team": "search"}
+
+
+def test_no_row_is_the_clouds_own_bill(charge):
+    work, _ = rows_of(charge)
+    assert {work[name] for name in ("ProviderName", "PublisherName", "InvoiceIssuerName")} == {"peagle"}
+
+
+@pytest.mark.parametrize(
+    ("market", "category"), [("on_demand", "Standard"), ("fixed", "Standard"), ("spot", "Dynamic"), ("", "Other")]
+)
+def test_the_pricing_category_is_the_markets(charge, market, category):
+    assert rows_of(replace(charge, market=market))[0]["PricingCategory"] == category
 
 
 def test_periods_are_days_of_a_month_and_end_where_the_next_begin(charge):
@@ -64,9 +117,16 @@ def test_rows_of_one_payer_and_day_are_one_and_all_add_up_to_the_last_digit(char
 
 def test_a_batch_is_priced_by_its_requests(charge):
     (row,) = rows_of(replace(charge, usd_per_device_s=0.0, spend=Spend(attributed_usd=3.0, num_requests=7)))
-    assert (row["PricingUnit"], row["PricingQuantity"], row["ListUnitPrice"]) == ("Requests", "7", "")
+    assert (row["PricingUnit"], row["PricingQuantity"]) == ("Requests", "7")
+    assert 7 * float(row["ListUnitPrice"]) == pytest.approx(3)
 
 
 def test_an_unknown_cost_is_an_error_and_no_row(charge):
     with pytest.raises(PriceError, match="FOCUS has no unknown cost"):
         rows_of(replace(charge, spend=Spend(is_priced=False)))
+
+
+def test_another_currency_is_that_of_costs_and_prices(charge):
+    work = next(csv.DictReader(io.StringIO(focus_csv([charge], "EUR", 0.5))))
+    assert (work["BillingCurrency"], work["BilledCost"], work["ListUnitPrice"]) == ("EUR", "1.720000000", "3.44")
+    assert work["PricingQuantity"] == "0.5"

@@ -4,13 +4,13 @@ from decimal import Decimal
 
 from peagle.economics.report.spending import FORMATS
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import statement
+from peagle.economics.statement import in_currency, statement
 
 
 def a_statement(*, is_priced=True, scale=1.0):
     own = {
-        "day": 20_000, "run": "r", "instance": "i", "provider": "", "region": "", "usd_per_device_s": 0.01,
-        "model": "m", "drafter": "none", "tags": "{}",
+        "day": 20_000, "run": "r", "instance": "i", "provider": "", "region": "", "market": "",
+        "usd_per_device_s": 0.01, "model": "m", "drafter": "none", "tags": "{}",
     }  # fmt: skip
     work = Spend(attributed_usd=scale * 2 / 3, num_requests=2, num_output_tokens=1_000_000)
     overhead = Spend(loading_usd=scale / 3, idle_usd=scale / 7, lost_usd=scale / 9, is_priced=is_priced)
@@ -56,3 +56,14 @@ def test_lines_of_csv_add_up_to_the_last_digit():
 
 def test_names_of_keys_do_not_break_markdown():
     assert "alice\\|<b>" in FORMATS["md"](a_statement())
+
+
+def test_another_currency_stands_beside_the_dollars_and_adds_up_too():
+    both = in_currency(a_statement(), "EUR", 0.86)
+    rows, total = csv.DictReader(io.StringIO(FORMATS["csv"](both))), both["total"]["converted"]["total"]
+    assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
+    for form in ("table", "md"):
+        text = FORMATS[form](both)
+        assert "total, EUR" in text
+        assert f"{total:.2f} EUR" in text
+    assert "EUR" not in FORMATS["table"](a_statement())

@@ -10,8 +10,8 @@ from peagle.economics.statement import statement
 SVG = "{http://www.w3.org/2000/svg}"
 FIRST = 20_000  # 2024-10-04
 OWN = {
-    "run": "r", "instance": "i", "provider": "", "region": "", "usd_per_device_s": 0.01, "model": "m",
-    "drafter": "none", "tags": "{}",
+    "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
+    "model": "m", "drafter": "none", "tags": "{}",
 }  # fmt: skip
 
 

@@ -1,0 +1,47 @@
+"""Overhead of machines that hold no engine: a cluster's head and CPU nodes.
+
+No ledger has them. They are paid at a price that the user names, for as long as an engine lived.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from peagle.economics.spending import DAY_S, Charge, Days, Spend, day_of
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.usage import EngineSession
+
+NAME = "head and CPU nodes"
+
+
+def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    """A charge for each of these days on which an engine lived.
+
+    Args:
+        sessions: of all ledgers; where several lived at once, their time counts once.
+        usd_per_hour: of all these machines together.
+    """
+    until = float("-inf")
+    for begin, end in sorted((session.started_at, session.last_seen_at) for session in sessions):
+        yield from _charges(max(begin, until), end, days, usd_per_hour)
+        until = max(until, end)
+
+
+def _charges(begin: float, end: float, days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    while begin < end:
+        day = day_of(begin)
+        midnight = min((day + 1.0) * DAY_S, end)
+        if day in days:
+            yield Charge(
+                day=day,
+                run=NAME,
+                instance="",
+                provider="",
+                region="",
+                market="fixed",
+                usd_per_device_s=usd_per_hour / 3600,
+                model="",
+                drafter="",
+                key="",
+                tags=NO_TAGS,
+                spend=Spend(idle_usd=(midnight - begin) * usd_per_hour / 3600),
+            )
+        begin = midnight
