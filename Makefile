@@ -10,6 +10,7 @@
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the docs again, in headless Chromium
+# make docs-metrics  draw the dashboard's panels of docs/online.md again, from a real Prometheus (Debian's package prometheus)
 # make lock   resolve requirements/*.txt again
 #
 # LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 # Used only when the configured package indexes do not have the CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs-bad-inputs docs-requests docs-images lock clean
+.PHONY: demo test soak chaos faults hostile rehearsal setup check audit-deps docs-bad-inputs docs-requests docs-images docs-metrics lock clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -101,6 +102,9 @@ docs-requests: setup
 
 docs-images: setup
 	WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/browser
+
+docs-metrics: setup
+	WRITE_DOCS=1 $(BIN)/python -m pytest -q -m soak tests/integration/test_prometheus.py
 
 UV_COMPILE = $(BIN)/uv pip compile pyproject.toml --extra train --extra embedded --extra dev \
 	--override requirements/overrides.txt --universal --python-version 3.11 \

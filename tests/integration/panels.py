@@ -1,0 +1,102 @@
+"""Panels of a Grafana dashboard as SVG, drawn from the answers of a Prometheus."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from peagle.charts import (
+    BOTTOM,
+    DARK,
+    HEIGHT,
+    LEFT,
+    LIGHT,
+    MAX_SERIES,
+    RIGHT,
+    RULES,
+    TOP,
+    WIDTH,
+    grid_line,
+    shortened,
+    text,
+)
+from peagle.economics.report.plots import tick, usd_tick, vertical_axis
+
+COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, LETTERS = 3, 24, 26, 16, 56
+IN_WORDS: Mapping[str, Callable[[float], str]] = {
+    "currencyUSD": usd_tick,
+    "percentunit": lambda share: f"{tick(100 * share)}%",
+    "s": lambda seconds: f"{tick(seconds)} s",
+}
+Panel = Mapping[str, Any]
+Series = tuple[str, Sequence[tuple[float, float]]]  # label, and points (second, value)
+Query = Callable[[str], Sequence[Mapping[str, Any]]]
+
+
+def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
+    """The dashboard's rows: title and panels."""
+    panels = dashboard["panels"]
+    begins = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
+    for begin, end in zip(begins, [*begins[1:], len(panels)], strict=True):
+        yield panels[begin]["title"], panels[begin + 1 : end]
+
+
+def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
+    """The panels as one file.
+
+    Args:
+        query: an expression's series, as `/api/v1/query_range` has them.
+        begin: Unix time at which the horizontal axis begins.
+    """
+    series = [_series(panel, query, begin) for panel in panels]
+    end_s = max(at for one in series for _, points in one for at, _ in points)
+    cell = NAME_HEIGHT + HEIGHT - TOP + LINE_HEIGHT * max(map(len, series))
+    num_rows = -(-len(panels) // COLUMNS)
+    width, height = COLUMNS * (WIDTH + GAP) + GAP, num_rows * (cell + GAP) + GAP
+    parts = [
+        f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
+        f'<rect class="page" width="{width}" height="{height}"/>',
+    ]
+    for number, (panel, own) in enumerate(zip(panels, series, strict=True)):
+        row, column = divmod(number, COLUMNS)
+        x, y = GAP + column * (WIDTH + GAP), GAP + row * (cell + GAP)
+        parts.append(f'<g transform="translate({x},{y})">{_panel(panel, own, end_s)}</g>')
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
+
+
+def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
+    found = [
+        (
+            re.sub(
+                r"\{\{(\w+)\}\}", lambda name, labels=one["metric"]: labels.get(name[1], ""), target["legendFormat"]
+            ),
+            [(at - begin, float(value)) for at, value in one["values"] if math.isfinite(float(value))],
+        )
+        for target in panel["targets"]
+        for one in query(target["expr"])
+    ]
+    return [one for one in found if one[1]][:MAX_SERIES]
+
+
+def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:
+    words = IN_WORDS.get(panel["fieldConfig"]["defaults"]["unit"], tick)
+    ticks, y = vertical_axis(max([1e-9, *(value for _, points in series for _, value in points)]))
+    plot = [grid_line(y(value), words(value)) for value in ticks]
+    for share, anchor in ((0.0, "start"), (1.0, "end")):
+        plot.append(text(_x(share), HEIGHT - BOTTOM + 16, f"{share * end_s / 60:.0f} min", "tick", anchor))
+    legend = []
+    for index, (label, points) in enumerate(series):
+        path = " ".join(f"{_x(at / end_s):.0f},{y(value):.1f}" for at, value in points)
+        plot.append(f'<polyline class="line-{index}" points="{path}"/>')
+        top = NAME_HEIGHT + HEIGHT - TOP - 10 + LINE_HEIGHT * index
+        legend.append(f'<rect class="series-{index}" x="{LEFT}" y="{top}" width="10" height="10" rx="3"/>')
+        last = f"{shortened(label, LETTERS)}: {words(points[-1][1])}"
+        legend.append(text(LEFT + 16, top + 9, last, "label", "start"))
+    name = text(0, 14, shortened(panel["title"], LETTERS), "value", "start")
+    return "".join([name, f'<g transform="translate(0,{NAME_HEIGHT - TOP})">{"".join(plot)}</g>', *legend])
+
+
+def _x(share: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * share

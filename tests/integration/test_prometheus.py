@@ -1,0 +1,208 @@
+"""A real Prometheus scrapes a Ray node on which an endpoint and a bulk run have real engines.
+
+Debian's package prometheus has it. With WRITE_DOCS=1 the dashboard's panels are drawn from its answers for the docs.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
+from peagle.ports import free_port
+from tests.chaos.processes import descendants, kill
+from tests.integration.panels import drawn, rows_of
+from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RULES, names_in
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+START_S, DATA_S, SCRAPE_S = 240, 420, 5
+# Compiled and in bf16, as the steps of the catalog were measured: from them follows where the drafter breaks even.
+ENGINE = [
+    *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16"),
+    *("--max-num-seqs", 2, "--max-model-len", 512),
+]
+PRICE = ["--usd-per-hour", 0.10264]  # of a c7a.large, the packaged table's for two vCPUs
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(4 * START_S + DATA_S),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Debian's package prometheus is not on the PATH"),
+]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a command beside the others, and wait until it says something."""
+    started = []
+    lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
+    named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+    def run(*command, until, **more):
+        log = tmp_path / f"{len(started)}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                list(map(str, command)), env={**os.environ, **named, **own, **more}, stdout=sink, stderr=sink
+            )
+        started.append(process)
+        deadline = time.monotonic() + START_S
+        while until not in (said := log.read_text(errors="replace")):
+            assert process.poll() is None, said[-3000:]
+            assert time.monotonic() < deadline, said[-3000:]
+            time.sleep(0.2)
+
+    yield run
+    for process in reversed(started):
+        kill(*descendants(process.pid), process.pid)  # asked to end, Ray takes half a minute
+        process.wait()
+
+
+class PrometheusApi:
+    """The answers of a Prometheus; an error is a failure."""
+
+    def __init__(self, port):
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30)
+
+    def has_number(self, expression):
+        found = self._get("query", query=expression)["result"]
+        return any(math.isfinite(float(one["value"][1])) for one in found)
+
+    def during(self, expression, begin):
+        expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
+        asked = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
+        return self._get("query_range", **asked)["result"]
+
+    def rules(self):
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def _get(self, path, **asked):
+        answer = self._client.get(path, params=asked).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+
+def test_every_query_of_the_dashboard_and_every_series_of_an_alert_has_data(start, tmp_path):
+    ray_port, metrics_port = free_port(), free_port()
+    start_ray(start, ray_port, metrics_port)
+    prometheus = start_prometheus(start, tmp_path, metrics_port)
+    begin, address = time.time(), f"127.0.0.1:{ray_port}"
+    with asked(*start_endpoint(start, tmp_path, address)):
+        start_bulk_run(start, tmp_path, address)
+        wait_for_data(prometheus)
+        if os.environ.get("WRITE_DOCS"):
+            for title, panels in rows_of(DASHBOARD):
+                image = IMAGES / f"metrics-{title.lower().replace(' ', '-')}.svg"
+                image.write_text(drawn(panels, lambda expression: prometheus.during(expression, begin), begin))
+    assert {rule["health"] for rule in prometheus.rules()} == {"ok"}
+    assert len(prometheus.rules()) == len(RULES)
+
+
+def start_ray(start, port, metrics_port):
+    start(
+        Path(sys.executable).parent / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=6",
+        f"--metrics-export-port={metrics_port}", "--min-worker-port=0", "--max-worker-port=0",
+        "--ray-client-server-port=0", f"--dashboard-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
+        "--object-store-memory=100000000", "--disable-usage-stats", until="Ray runtime started.",
+    )  # fmt: skip
+
+
+def start_prometheus(start, folder, metrics_port):
+    """Our configuration, but for the port and for how often it looks."""
+    port, config = free_port(), yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
+    config["rule_files"] = [str(PROMETHEUS / "rules.yml")]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{metrics_port}"]
+    file = folder / "prometheus.yml"
+    file.write_text(yaml.safe_dump(config))
+    start(
+        "prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}", until="ready to receive web requests",
+    )  # fmt: skip
+    return PrometheusApi(port)
+
+
+def start_endpoint(start, folder, address):
+    """Its URL, and a key with a budget."""
+    port, keys = free_port(), folder / "keys.json"
+    peagle = [sys.executable, "-m", "jobs.cli", "serve"]
+    added = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
+    key = subprocess.run(added, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]
+    url = f"http://127.0.0.1:{port}/v1"
+    start(
+        *peagle, *ENGINE, *PRICE, "--keys", keys, "--port", port, "--state", folder / "state",
+        until=url, RAY_ADDRESS=address,
+    )  # fmt: skip
+    return url, key
+
+
+def start_bulk_run(start, folder, address):
+    """More rows than the test waits for; one in forty is a dead letter."""
+    rows = folder / "rows.jsonl"
+    prompts = itertools.islice(itertools.cycle(read_humaneval()), 4000)
+    rows.write_text(
+        "".join(
+            json.dumps({"id": str(number), "prompt": None if number % 40 == 39 else question(problem)}) + "\n"
+            for number, problem in enumerate(prompts)
+        )
+    )
+    start(
+        sys.executable, "-m", "jobs.cli", "generate", *ENGINE, *PRICE, "--input", rows, "--output", folder / "run",
+        "--rows-per-unit", 4, "--max-tokens", 24, "--engines", 1, "--budget-usd", 1, "--deadline", "2h",
+        until="rows", RAY_ADDRESS=address,
+    )  # fmt: skip
+
+
+def question(problem):
+    return PROMPT_TEMPLATE.replace("{{ prompt }}", problem["prompt"])
+
+
+@contextlib.contextmanager
+def asked(url, key):
+    """Two clients that ask for streams until the end."""
+    stop = threading.Event()
+
+    def ask(first):
+        body = {"model": "smollm2-135m", "stream": True, "max_tokens": 48, "temperature": 0}
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120) as client:
+            for problem in itertools.islice(itertools.cycle(read_humaneval()), first, None):
+                if stop.is_set():
+                    return
+                messages = [{"role": "user", "content": question(problem)}]
+                client.post("/chat/completions", json=body | {"messages": messages}).raise_for_status()
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in (0, 40)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def wait_for_data(prometheus):
+    """Until each query has an answer, and each series that an alert looks at is there.
+
+    An alert's own expression has an answer only where it fires; `rules_test.yml` has each fire.
+    """
+    alerts = {f"rule {number}" for number, rule in enumerate(RULES) if "alert" in rule}
+    wanted = {expression for where, expression in EXPRESSIONS.items() if where not in alerts}
+    wanted |= {name for where in alerts for name in names_in(EXPRESSIONS[where])}
+    deadline = time.monotonic() + DATA_S
+    while wanted := {expression for expression in wanted if not prometheus.has_number(expression)}:
+        assert time.monotonic() < deadline, wanted
+        time.sleep(2)
