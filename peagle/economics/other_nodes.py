@@ -13,7 +13,7 @@ NAME = "head and CPU nodes"
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
-    """A charge for each of these days on which an engine lived.
+    """The charges of the hours in which an engine lived, by day.
 
     Args:
         sessions: of all ledgers; where several lived at once, their time counts once.
