@@ -74,7 +74,7 @@ def _chosen(table: "PriceTable", name: str | None) -> "list[Offer]":
 
 
 def _renew(offers: "Sequence[Offer]", clone: Path) -> list[dict[str, Any]]:
-    """Print these offers as a price table of today, and name those that it could not renew."""
+    """Print these offers with the catalogue's prices; name those that it lacks."""
     from peagle.economics.price_renewal import offers_csv, renewed
 
     renewal = renewed(offers, clone)

@@ -166,7 +166,9 @@ def shown(one: Mapping[str, Any], digits: int) -> dict[str, Any]:
 
 
 def in_currency(one: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """A statement with `converted` beside each `usd`: the amounts in another currency, which add up too.
+    """A statement with its amounts in another currency beside the dollars.
+
+    They are `converted` beside each `usd`, and add up too.
 
     Args:
         code: of ISO 4217.

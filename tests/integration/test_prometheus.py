@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a Ray node on which an endpoint and a bulk run have real engines.
+"""A real Prometheus scrapes an endpoint and a bulk run with real engines.
 
 Debian's package prometheus has it. With WRITE_DOCS=1 the dashboard's panels are drawn from its answers for the docs.
 """

@@ -118,7 +118,7 @@ def _row(whose: Charge, spend: Spend, kind: str, cost: float, per_usd: float) ->
 
 
 def _number(value: float) -> str:
-    """A number in digits without an exponent; of float's 17 digits the 15 that are sure.
+    """A number in digits without an exponent, the 15 that a float is sure of.
 
     >>> _number(3600 * (6.88 / 3600)), _number(7), _number(1e-07)
     ('6.88', '7', '0.0000001')

@@ -111,7 +111,7 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
 
 
 def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Where the money went: names and sums, in dollars and beside them in another currency that was asked for."""
+    """Where the money went: names and sums, also in another currency if asked."""
     usd, digits = one["total"]["usd"], one["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
     names = {"attributed": "attributed", "overhead": f"overhead (loading {loading}, idle {idle})"}
