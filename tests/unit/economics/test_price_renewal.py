@@ -20,7 +20,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A catalogue of two versions; c7a.large costs more in the newest, and has three zones."""
+    """A catalogue of two versions; c7a.large has three zones in the newest."""
     folder = tmp_path / "catalogue"
     old, new = (folder / "catalogs" / version / "aws" / "vms.csv" for version in ("v9", "v10"))
     for file in (old, new):
