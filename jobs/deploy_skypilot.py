@@ -33,18 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Write the file, and launch it where that is asked for."""
-    from peagle.deploy.skypilot import head_of, launch, task
+    from peagle.deploy.skypilot import head_of, launch, secrets_of, task
 
     if args.apply and args.output is None:
         raise ConfigError("--apply needs --output: SkyPilot reads a file", hint="--output job.sky.yaml")
     workload = read_workload(args.config, args.name, most_of_name=_MOST_OF_NAME)
-    content = task(workload, secrets=args.secret)
+    secrets = secrets_of(workload, args.secret)
+    content = task(workload, secrets=secrets)
     output = str(args.output or f"{args.config.stem}.sky.yaml")
-    head = head_of(workload, config=str(args.config), output=output, secrets=args.secret)
+    head = head_of(workload, config=str(args.config), output=output, secrets=secrets)
     write_file(head + as_yaml([content]), args.output)
     if args.apply:
         run_client(
-            [*launch(workload, output, secrets=args.secret), "--yes"],
+            [*launch(workload, output, secrets=secrets), "--yes"],
             "",
             hint="pip install 'skypilot[aws]' in an environment of its own, or carry the file to where it is",
         )

@@ -30,8 +30,29 @@ cat > {config} <<'{end}'
 {text}{end}
 .venv/bin/peagle doctor
 """
-# SkyPilot has a Ray of its own on the machine, which is not to be joined.
+# SkyPilot has a Ray of its own on the machine, on ports of its own, which is neither to be joined nor stopped.
 _RUN = "unset RAY_ADDRESS\n.venv/bin/peagle {command} --config {config}\n"
+# It runs on each machine, and the job has succeeded where all of them end with 0. Ray's nodes end a minute after their
+# head: one that ends while the head is up has failed.
+_RUN_ON_SEVERAL = """\
+umask 077; ulimit -n 65536
+set -a; . deploy/ray.env; set +a
+export PATH="$PWD/.venv/bin:$PATH" RAY_ADDRESS="$(echo "$SKYPILOT_NODE_IPS" | head -n1):6379"
+is_up() {{ ray status --address "$RAY_ADDRESS" > /dev/null 2>&1; }}
+if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
+  until is_up; do sleep 5; done
+  ray start --address="$RAY_ADDRESS" --block
+  if is_up; then exit 1; else exit 0; fi
+fi
+ray start --head --port=6379 --dashboard-host=127.0.0.1 --block & ray=$!
+until is_up; do kill -0 "$ray" || exit 1; sleep 5; done
+until python -c 'import ray, sys; ray.init(log_to_driver=False); sys.exit(len(ray.nodes()) < int(sys.argv[1]))' \\
+    "$SKYPILOT_NUM_NODES"; do sleep 5; done
+peagle generate --config {config}; code=$?
+kill "$ray"; wait "$ray"
+exit "$code"
+"""
+_TOKEN = "RAY_AUTH_TOKEN"
 
 
 def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
@@ -41,10 +62,9 @@ def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
         secrets: names of environment variables whose values `--secret` takes from the shell that launches.
 
     Raises:
-        ConfigError: it needs several machines or paths of this machine, is an endpoint without keys, or a secret is not
-            a name.
+        ConfigError: it needs paths of this machine, is an endpoint without keys or on several machines, or a secret is
+            not a name.
     """
-    _require_one_machine(workload)
     for name in secrets:
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(
@@ -63,16 +83,18 @@ def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
     }
     if workload.command == "generate":
         require_reachable(keys, ("input", "output", "model", "drafter"), None)
-        endpoint: dict[str, Any] = {}
+        fewest, _ = workload.num_machines
+        further: dict[str, Any] = {"num_nodes": fewest} if fewest > 1 else {}
         text = workload.with_keys()
     else:
-        endpoint, text = _endpoint(workload)
+        _require_one_machine(workload)
+        further, text = _endpoint(workload)
         resources["ports"] = _PORT
     return {
         "name": workload.name,
         "workdir": ".",
         "resources": resources,
-        **endpoint,
+        **further,
         **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         "setup": _SETUP.format(
             lock="cuda" if offer.num_accelerators else "cpu",
@@ -80,8 +102,13 @@ def task(workload: Workload, *, secrets: Sequence[str] = ()) -> dict[str, Any]:
             text=text,
             end=_END,
         ),
-        "run": _RUN.format(command=workload.command, config=_CONFIG),
+        "run": _run(workload),
     }
+
+
+def secrets_of(workload: Workload, named: Sequence[str]) -> list[str]:
+    """The named secrets, and Ray's token, which several machines must share."""
+    return [*named, *([_TOKEN] if workload.num_machines[0] > 1 and _TOKEN not in named else [])]
 
 
 def launch(workload: Workload, output: str, *, secrets: Sequence[str]) -> list[str]:
@@ -103,12 +130,14 @@ def head_of(workload: Workload, *, config: str, output: str, secrets: Sequence[s
         )
     else:
         kind, after = "service", [f"sky serve status {name}", f"sky serve logs {name} 1", f"sky serve down {name}"]
+    count = workload.num_machines[0] if workload.num_machines[0] > 1 else "one"
+    make = [f"export {_TOKEN}=$(openssl rand -hex 32)"] if _TOKEN in secrets else []
     lines = [
-        f"SkyPilot's {kind} for {config}: one {offer.instance_type}{has} ({workload.market.replace('_', '-')}).",
+        f"SkyPilot's {kind} for {config}: {count} {offer.instance_type}{has} ({workload.market.replace('_', '-')}).",
         "A test checks such files against SkyPilot's schema; none was run on a cloud yet.",
         "From a checkout of peagle, whose folder is copied to the machine:",
         "",
-        *(f"  {command}" for command in [shlex.join(launch(workload, output, secrets=secrets)), *after]),
+        *(f"  {command}" for command in [*make, shlex.join(launch(workload, output, secrets=secrets)), *after]),
     ]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
@@ -141,12 +170,17 @@ def _endpoint(workload: Workload) -> tuple[dict[str, Any], str]:
     return {"service": service, "file_mounts": {_KEYS: keys["keys"]}}, workload.with_keys(**ours)
 
 
+def _run(workload: Workload) -> str:
+    if workload.num_machines[0] > 1:
+        return _RUN_ON_SEVERAL.format(config=_CONFIG)
+    return _RUN.format(command=workload.command, config=_CONFIG)
+
+
 def _require_one_machine(workload: Workload) -> None:
     fewest, _ = workload.num_machines
     if fewest > 1:
         raise ConfigError(
-            f"its engines take {fewest} machines of type {workload.offer.instance_type}, and a task of SkyPilot's is"
-            " written for one",
-            hint="name a larger instance_type, fewer engines (MIN:MAX takes what finds room), or use"
-            " `peagle deploy cluster` or `peagle deploy kuberay`",
+            f"its engines take {fewest} machines of type {workload.offer.instance_type}, and an endpoint's ledger is in"
+            " a folder that SkyPilot's machines do not share",
+            hint="name a larger instance_type or fewer engines, or use `peagle deploy kuberay`",
         )

@@ -9,7 +9,7 @@ import yaml
 
 from jobs import flags
 from jobs.deploying import read_workload
-from peagle.deploy.skypilot import head_of, launch, task
+from peagle.deploy.skypilot import head_of, launch, secrets_of, task
 from peagle.errors import ConfigError
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
@@ -51,6 +51,69 @@ def test_a_bulk_run_is_a_task_on_the_machine_of_its_price(tmp_path):
     assert flags.load_file(GenerateConfig, configuration(one, tmp_path / "home")) == flags.load_file(
         GenerateConfig, path
     )
+
+
+def test_engines_on_several_machines_are_a_task_of_several_nodes_with_one_token(workload):
+    one = workload(f"{JOB}engines: 3\n")
+    secrets = secrets_of(one, ["HF_TOKEN"])
+    content = task(one, secrets=secrets)
+    check(content)
+    assert content["num_nodes"] == 3
+    assert content["secrets"] == {"HF_TOKEN": None, "RAY_AUTH_TOKEN": None}
+    assert secrets_of(one, secrets) == secrets
+    commands = head_of(one, config="team.yaml", output="t.yaml", secrets=secrets)
+    assert "3 g7e.2xlarge" in commands
+    assert commands.index("export RAY_AUTH_TOKEN=$(openssl rand -hex 32)") < commands.index("sky jobs launch")
+    single = workload(f"{JOB}engines: 1:3\n")
+    assert secrets_of(single, []) == []
+    assert "num_nodes" not in task(single)
+
+
+STUBS = {
+    "ray": """echo "ray $1 ${{2#--address=}}" >> {log}
+case "$1" in
+  status) test -e {up};;
+  start) case "$*" in
+    *--head*) touch {up}; trap 'rm {up}; exit 0' TERM; while :; do sleep 0.1; done;;
+    *) {node};;
+  esac;;
+esac""",
+    "python": 'test "$3" = 2',
+    "peagle": 'echo "peagle $* at $RAY_ADDRESS with $RAY_AUTH_MODE" >> {log}; exit 3',
+    "sleep": "exec /bin/sleep 0.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_up", "node", "code"),
+    [
+        ("0", False, "", 3),
+        ("1", True, "rm {up}", 0),  # the head has ended, and with it this machine's Ray
+        ("1", True, "true", 1),
+    ],
+)
+def test_what_each_of_several_machines_does(workload, tmp_path, rank, is_up, node, code):
+    log, up, commands = tmp_path / "log", tmp_path / "up", tmp_path / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    for name, text in STUBS.items():
+        (commands / name).write_text("#!/bin/bash\n" + text.format(log=log, up=up, node=node.format(up=up)) + "\n")
+        (commands / name).chmod(0o755)
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy/ray.env", tmp_path / "deploy")
+    if is_up:
+        up.touch()
+    variables = {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2"}
+    script = task(workload(f"{JOB}engines: 2\n"))["run"]
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", **variables}
+    done = subprocess.run(["/bin/bash", "-c", script], check=False, cwd=tmp_path, env=environment, timeout=30)
+    assert done.returncode == code
+    assert not (rank == "0" and up.exists())  # its Ray has ended
+    said = log.read_text()
+    assert ("peagle generate" in said) == (rank == "0")
+    if rank == "0":
+        assert f"peagle generate --config {tmp_path}/peagle.yaml at 10.0.0.7:6379 with token" in said
+    else:
+        assert "ray start 10.0.0.7:6379" in said
 
 
 def test_an_endpoint_is_a_service_behind_skypilots_balancer(workload, tmp_path):
@@ -103,7 +166,6 @@ def test_its_first_lines_have_the_commands_that_launch_and_end_it(workload):
         (f"{SERVE}tls_cert: c\ntls_key: k\n", "balancer has the certificate"),
         (f"{SERVE}batches: /mnt/peagle/batches\n", "batches .*: it is a path of this machine"),
         (f"{SERVE}max_replicas: 4\n", "its engines take 4 machines of type g7e.2xlarge"),
-        (f"{JOB}engines: 2\n", "its engines take 2 machines"),
         (JOB.replace("s3://b/in", "in.jsonl"), "input in.jsonl: it is a path of this machine"),
     ],
 )
