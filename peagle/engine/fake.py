@@ -95,8 +95,7 @@ class FakeEngine:
             await asyncio.sleep(self._traits.token_s)
             first_token = time.monotonic()
             await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
-            while self._hangs:
-                await asyncio.sleep(_HANGING_S)
+            await self._hang()
         return self._end(prompt_token_ids, completions, first_token - started, time.monotonic() - started)
 
     async def stream(
@@ -112,6 +111,7 @@ class FakeEngine:
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
                 await asyncio.sleep(self._traits.token_s)
+                await self._hang()
                 self.require_life()
                 first_token = time.monotonic() if num_tokens == 1 else first_token
                 if num_tokens < longest:
@@ -175,6 +175,10 @@ class FakeEngine:
         self._hangs = self._hangs or _contains(prompt_token_ids, self._traits.hang_on)
         self._is_dead = self._is_dead or _contains(prompt_token_ids, self._traits.die_on)
         self.require_life()
+
+    async def _hang(self) -> None:
+        while self._hangs:
+            await asyncio.sleep(_HANGING_S)
 
     def require_life(self) -> None:
         """Be silent while the engine lives.

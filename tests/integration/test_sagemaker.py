@@ -1,7 +1,10 @@
 """A container of SageMaker's: ENTRYPOINT ["peagle"], the command `serve`, variables, and its two routes."""
 
+import contextlib
 import json
+import logging
 import signal
+import socket
 import time
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.ports import free_port
 
+_log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows it
 START_S = 240
 MOST_PING_S = 2.0
 MOST_STOP_S = 30.0
@@ -129,6 +133,34 @@ def check_an_engine_that_dies(process, client):
         time.sleep(0.1)
     wait_until_well(process, client)
     invoke(client, REQUEST | {"max_tokens": 1}).raise_for_status()
+
+
+@pytest.mark.soak
+def test_it_ends_in_time_whoever_hangs(container):
+    """With the most of `drain_s`: a client that takes nothing, one that says nothing, and an engine that is silent."""
+    process, client = container(
+        {"SM_VLLM_MODEL": "any", "PEAGLE_ENGINE": "fake", "SM_VLLM_MAX_MODEL_LEN": "200000", "PEAGLE_DRAIN_S": "20"}
+        | {"PEAGLE_FAKE": json.dumps({"token_s": 0.0002, "hang_on": "silence"})}
+    )
+    with client, contextlib.ExitStack() as connections:
+        wait_until_well(process, client)
+        address = (client.base_url.host, client.base_url.port)
+        connections.enter_context(socket.create_connection(address))
+        deaf = connections.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(address)
+        body = json.dumps({"prompt": "count", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
+        deaf.sendall(b"POST /invocations HTTP/1.1\r\nhost: any\r\ncontent-type: application/json\r\n")
+        deaf.sendall(f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(15)  # until all buffers between the engine and that client are full
+        silent = {"prompt": "silence", "max_tokens": 8, "stream": True}
+        connections.enter_context(client.stream("POST", "/invocations", json=silent))
+        began_at = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(2 * MOST_STOP_S) == 0
+        took_s = time.monotonic() - began_at
+    _log.info(f"gone {took_s:.1f} s after SIGTERM")
+    assert took_s < MOST_STOP_S
 
 
 @pytest.mark.soak
