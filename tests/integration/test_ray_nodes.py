@@ -1,9 +1,12 @@
 """A cluster of several nodes on this machine, used by `ray job` alone: runs stop, nodes leave and join, heads restart.
 
-Each node has a loopback address of its own. Engines are stand-ins.
+Each node has a loopback address of its own. Engines of bulk runs are stand-ins; a training and a benchmark have
+the real one.
 """
 
+import json
 import logging
+import sys
 import time
 
 import pyarrow.parquet as pq
@@ -120,3 +123,50 @@ def test_a_job_goes_with_a_head_that_keeps_nothing_and_the_same_command_goes_on(
     assert len(run.committed()) < NUM_UNITS
     assert "succeeded" in jobs.submit("--submission-id", "again", "--", *bulk.command())
     require_whole(bulk)
+
+
+def submit_timed(jobs, name, *arguments):
+    """Submit a job to its end; what it printed."""
+    began = time.monotonic()
+    said = jobs.submit("--submission-id", name, *arguments)
+    assert "succeeded" in said, said[-3000:]
+    _log.info(f"{name}: {time.monotonic() - began:.0f} s")
+    return said
+
+
+def write_config(path, settings):
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items()))
+    return str(path)
+
+
+def test_a_training_has_its_responses_states_and_workers_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_path):
+    _, jobs = cluster
+    output = tmp_path / "trained"
+    settings = {
+        "target": "smollm2-135m", "prompts": [str(write_jsonl([{"prompt": f"Count to {n}."} for n in range(16)]))],
+        "output": str(output), "engines": 2, "max_num_seqs": 4, "max_response_tokens": 16, "enforce_eager": True,
+        "max_document_tokens": 128, "epochs": 1, "num_layers": 1, "num_depths": 2, "draft_vocab_size": 512,
+        "held_out": 0, "device": "cpu", "workers": 2,
+    }  # fmt: skip
+    config = write_config(tmp_path / "train.yaml", settings)
+    said = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
+    assert f"head: {output / 'head'}" in said
+    assert (output / "head" / "model.safetensors").is_file()
+    assert json.loads((output / "run.json").read_text())["documents"] == 16
+
+
+def test_a_benchmark_runs_on_a_node_that_has_cpus(cluster, embedded_target, tmp_path):
+    _, jobs = cluster
+    output = tmp_path / "measured"
+    settings = {
+        "methods": ["none", "peagle"], "num_speculative_tokens": [3], "concurrency": [1], "repeats": 1, "rounds": 1,
+        "limit": 2, "max_tokens": 16, "max_model_len": 512, "enforce_eager": True, "usd_per_hour": 1,
+        "output": str(output),
+    }  # fmt: skip
+    config = write_config(tmp_path / "bench.yaml", settings)
+    # The head has no CPU: without this the engine would be in the driver there.
+    command = ["--entrypoint-num-cpus", "1", "--", sys.executable, "-m", "jobs.bench", "--config", config]
+    submit_timed(jobs, "bench", *command)
+    none, drafted = json.loads((output / "report.json").read_text())["cells"]
+    assert none["num_responses"] == drafted["num_responses"] == 2
+    assert drafted["acceptance_length"] > 1
