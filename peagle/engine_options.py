@@ -51,7 +51,7 @@ class EngineKeys(TargetKeys):
     )
     drafter: str = Field(
         "auto",
-        description="auto (the catalog's advice for this concurrency), none, a folder or a Hugging Face id",
+        description="auto (the catalog's advice for this concurrency), none, a folder (s3:// too) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -303,9 +303,10 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """The footprint of a model that may not be on this disk yet, by its card."""
+    """The footprint of a model that may not be on this disk, by store or card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
-    return footprint_from_config(dict(model.config), checkpoint_bytes(num_parameters, model.native_quantization))
+    num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
+    return footprint_from_config(dict(model.config), num_bytes)
 
 
 def _reference(name: str, model: ResolvedModel) -> str:

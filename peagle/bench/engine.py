@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from peagle.catalog.int8 import converted_spec
+from peagle.catalog.local import fetched_spec
 from peagle.engine.interface import Engine
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
@@ -58,14 +59,14 @@ def with_engine(
 
     Raises:
         EngineError: it did not start, did not pass its self-check, or died.
-        PeagleError: its target could not be converted to INT8.
+        PeagleError: its head could not be fetched, or its target not be converted to INT8.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
     with QuietStderr() as quiet:
         quiet.move_to(log)
         began_at, started = log.stat().st_size, time.monotonic()
         try:
-            engine = start(converted_spec(spec), hardware)
+            engine = start(converted_spec(fetched_spec(spec)), hardware)
         except EngineError as error:
             raise with_root_cause(error, read_from(log, began_at)) from error
         start_s = time.monotonic() - started

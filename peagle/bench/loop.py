@@ -26,7 +26,7 @@ from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
 from peagle.bench.setups import Setup
 from peagle.bench.spending import EngineSpending
-from peagle.catalog.targets import ResolvedModel, resolve_model
+from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
 from peagle.errors import EngineError
@@ -135,7 +135,7 @@ class Measurement(ABC):
             ConfigError: bad usage.
         """
         rows = read_dataset(config)
-        model = resolve_model(config.model, announce=listener.say)
+        model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
         plan = cls.make_plan(config, identified(hardware.detect()), model)
         assert plan.spec.max_model_len is not None, "target_spec() sets it"
         tokenizer = tokenizer_of(model.path, model.revision)

@@ -20,6 +20,7 @@ import yaml
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, SpeculationRow, load_catalog
 from peagle.catalog.embedded import embedded_of_upstream
+from peagle.catalog.fetched import is_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit, check_weights, read_head, read_shapes
 from peagle.catalog.shipped_heads import HEADS
@@ -152,6 +153,11 @@ def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[
     catalog = load_catalog()
     card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
+        if is_stored(target):
+            raise CatalogError(
+                f"{folder} is for {target}: a card's target is a folder on a disk or a hub id",
+                hint="copy the target to a disk, or name its head with --drafter in each command",
+            )
         try:
             model = resolve_model(target, announce=announce)
         except CatalogError as error:

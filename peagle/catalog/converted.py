@@ -43,8 +43,8 @@ def ensure_converted(
     """
     if is_intact(folder):
         return folder
-    _make_folder(folder.parent)
-    with _lock(folder.parent / f".{lock}.lock"):
+    make_folder(folder.parent)
+    with locked(folder.parent / f".{lock}.lock"):
         if not is_intact(folder):
             before()
             _convert(folder, fill)
@@ -101,7 +101,12 @@ def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int)
         raise PeagleError(f"converting {what} took more than {limit_s} s") from error
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder under `$PEAGLE_HOME`, and those above it.
+
+    Raises:
+        ConfigError: `$PEAGLE_HOME` cannot be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,11 +160,24 @@ def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold an exclusive lock among processes.
 
     The kernel frees it when its holder dies.
+
+    Args:
+        waiting: called where another process holds it.
     """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def tell(message: str) -> None:
+    """Say on standard error, which is an engine's log, what takes long."""
+    sys.stderr.write(f"peagle: {message}\n")
+    sys.stderr.flush()

@@ -3,15 +3,17 @@
 The one asked for, or the card's recommendation.
 
 "auto" is the card's measured recommendation for this concurrency and hardware, which may be none; "peagle"
-and "eagle3" are the card's heads of that kind; anything else is a local folder or a hub id. Every outcome
-carries its reason in words.
+and "eagle3" are the card's heads of that kind; anything else is a local folder, an `s3://` folder or a hub id. Every
+outcome carries its reason in words.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peagle.catalog.cards import HeadCard, Platform
+from peagle.catalog.fetched import fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
@@ -50,7 +52,7 @@ def resolve_drafter(
     """The drafter that `name` stands for, checked to fit the model.
 
     Args:
-        name: "auto", "none", "peagle", "eagle3", a local folder or a hub id.
+        name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder or a hub id.
         model: the target.
         concurrency: requests decoded at once.
         num_speculative_tokens: K; None takes the measured one, else the head's own, else a common default.
@@ -59,7 +61,8 @@ def resolve_drafter(
 
     Raises:
         DrafterError: no such head, or it does not fit the target.
-        CatalogError: a hub id that cannot be reached.
+        CatalogError: a hub id that cannot be reached, or an `s3://` folder that is not whole.
+        StorageError: a store that cannot be read.
     """
     if name == "none":
         return _no_drafter("no drafter was asked for")
@@ -99,28 +102,66 @@ def _build(
     note: str,
 ) -> ResolvedDrafter:
     """Read the head, check that it fits and settle K."""
-    folder = user_path(path)
-    is_local = folder.exists()
-    if not is_local and not is_hub_id(path):
-        raise DrafterError(
-            f"no such drafter: {path}",
-            hint="give auto, none, peagle, eagle3, a local folder or a hub id ORG/NAME",
-        )
-    revision = None if is_local else hub_commit(path, commits.get(path)) or commits.get(path)
-    head = check_fit(read_config(folder, DrafterError) if is_local else hub_config(path, revision), model.config)
+    found = _find_head(path, commits)
+    head = check_fit(found.config, model.config)
     if k is None:
         k = measured_k.get(head.method) or head.default_k
+    here = found.model if found.folder is None else str(whole_head(found.folder))
     return ResolvedDrafter(
-        spec=DrafterSpec(
-            method=head.method,
-            model=str(whole_head(folder.resolve())) if is_local else path,
-            num_speculative_tokens=k,
-            revision=revision,
-        ),
-        name=folder.resolve().name if is_local else path,
+        spec=DrafterSpec(method=head.method, model=here, num_speculative_tokens=k, revision=found.revision),
+        name=found.name,
         note=note + _depth_warning(model, path, head, k),
-        fingerprint=folder_fingerprint(folder) if is_local else f"{path}@{revision or 'main'}",
+        fingerprint=found.fingerprint,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundHead:
+    """A head's facts wherever it is.
+
+    Attributes:
+        model: its name for an engine on any node.
+        folder: its own, where it is on this disk.
+        revision: as its spec has it.
+    """
+
+    model: str
+    name: str
+    config: Mapping[str, Any]
+    fingerprint: str
+    folder: Path | None = None
+    revision: str | None = None
+
+
+def _find_head(path: str, commits: Mapping[str, str]) -> _FoundHead:
+    """Look for a head in a store, on this disk and on the hub.
+
+    Raises:
+        DrafterError: it is in none of them.
+    """
+    if is_stored(path):
+        stored = find_stored(path)
+        config = read_config(fetch(stored), DrafterError)
+        return _FoundHead(
+            model=str(stored.at),
+            name=stored.at.name,
+            config=config,
+            fingerprint=stored.fingerprint(),
+            revision=stored.revision,
+        )
+    folder = user_path(path)
+    if folder.exists():
+        config, folder = read_config(folder, DrafterError), folder.resolve()
+        content = folder_fingerprint(folder)
+        return _FoundHead(model=str(folder), name=folder.name, config=config, fingerprint=content, folder=folder)
+    if not is_hub_id(path):
+        raise DrafterError(
+            f"no such drafter: {path}",
+            hint="give auto, none, peagle, eagle3, a local folder, s3://BUCKET/FOLDER or a hub id ORG/NAME",
+        )
+    revision = hub_commit(path, commits.get(path)) or commits.get(path)
+    key = f"{path}@{revision or 'main'}"
+    return _FoundHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
 
 
 def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:

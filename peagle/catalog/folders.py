@@ -6,6 +6,7 @@ Weights are never loaded.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,40 @@ def folder_fingerprint(folder: Path) -> str:
 
     Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
     """
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return fingerprint_of((path.name, path.stat().st_size, _both_ends(path)) for path in files)
+
+
+def fingerprint_of(files: Iterable[tuple[str, int, bytes]]) -> str:
+    """The fingerprint of a folder that may be elsewhere.
+
+    Args:
+        files: name, size in bytes, and the bytes of both `end_ranges`; sorted by name.
+    """
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
+    for name, size, ends in files:
+        digest.update(f"{name}:{size}\n".encode())
+        digest.update(ends)
     return digest.hexdigest()[:16]
+
+
+def end_ranges(size: int) -> list[range]:
+    """Where a file's ends are, without overlap; a small file is its first one.
+
+    >>> end_ranges(0), end_ranges(70_000), end_ranges(200_000)
+    ([], [range(0, 65536), range(65536, 70000)], [range(0, 65536), range(134464, 200000)])
+    """
+    ends = (range(min(size, _SAMPLE_BYTES)), range(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES), size))
+    return [end for end in ends if end]
+
+
+def _both_ends(path: Path) -> bytes:
+    found = b""
+    with path.open("rb") as file:
+        for end in end_ranges(path.stat().st_size):
+            file.seek(end.start)
+            found += file.read(len(end))
+    return found
 
 
 def peagle_home() -> Path:

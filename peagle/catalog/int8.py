@@ -9,12 +9,11 @@ Each node converts its own from weights of 16 or 32 bits, and writes a byte for 
 
 import dataclasses
 import hashlib
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.converted import ensure_converted, run_converter
+from peagle.catalog.converted import ensure_converted, run_converter, tell
 from peagle.catalog.folders import folder_fingerprint, peagle_home
 from peagle.catalog.int8_weights import is_quantisable, weight_files
 from peagle.engine.spec import EngineSpec
@@ -108,13 +107,8 @@ def converted_spec(spec: EngineSpec) -> EngineSpec:
     """
     if spec.precision != "int8":
         return spec
-    folder = ensure_int8(spec.model, spec.revision, announce=_tell)
+    folder = ensure_int8(spec.model, spec.revision, announce=tell)
     return dataclasses.replace(spec, model=str(folder), revision=None)
-
-
-def _tell(message: str) -> None:
-    sys.stderr.write(f"peagle: {message}\n")
-    sys.stderr.flush()
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

@@ -1,20 +1,19 @@
-"""Resolve a model's name to its files: catalog name, folder or hub id.
+"""Resolve a model's name: catalog name, folder, `s3://` folder or hub id.
 
 `config.json` of a hub model comes from the Hugging Face cache, else from the hub.
 
-It reads configurations, never weights. Drafters are resolved in `drafters.py`.
+It reads configurations, never weights. Drafters are resolved in `drafters.py`; `local.py` has what a node needs.
 
 Nothing else is fetched from the hub; weights are vLLM's business. Without a network it says so within seconds, where
 the hub's own client retries for half a minute.
 """
 
-import functools
 import json
 import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,17 +21,15 @@ from urllib.parse import urlsplit
 
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
-from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
+from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_stored
+from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.int8 import require_convertible
-from peagle.catalog.shipped_heads import HEADS, find_shipped_head
 from peagle.engine.checkpoint import published_kv_cache, published_method, require_computable
 from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
-from peagle.requests.prompts import Tokenizer
-from peagle.requests.tokenizer import load_tokenizer
 
 _CONNECT_TIMEOUT_S = 5
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -134,12 +131,13 @@ class ResolvedModel:
 
     Attributes:
         name: what to call it in reports.
-        path: a local folder, or a hub id that vLLM downloads.
+        path: a local folder, a hub id that vLLM downloads, or an `s3://` folder that each node fetches (`fetched.py`).
         card: its catalog card, None outside the catalog.
         fingerprint: changes when the weights or the configuration do.
         config: its `config.json`.
         revision: of a hub id, what an engine is to load: the commit that the card's revision, or the main branch, is
-            at; where that cannot be told, the card's own, None for the latest.
+            at; where that cannot be told, the card's own, None for the latest. Of an `s3://` folder, its listing's.
+        weights_bytes: the size of its weights in a store; None elsewhere.
     """
 
     name: str
@@ -148,16 +146,17 @@ class ResolvedModel:
     fingerprint: str
     config: Mapping[str, Any]
     revision: str | None = None
+    weights_bytes: int | None = None
 
     @property
     def upstream_id(self) -> str | None:
         """Its id on the hub, by which an engine elsewhere finds it.
 
-        None for a folder of the user's.
+        None for a folder of the user's, on a disk or in a store.
         """
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
-        return None if Path(self.path).is_absolute() else self.path
+        return self.path if is_hub_id(self.path) else None
 
     @property
     def native_quantization(self) -> str | None:
@@ -173,13 +172,16 @@ def resolve_model(
     A target inside a package is converted on first use (half a minute).
 
     Args:
-        name: catalog name, local folder or hub id, looked for in this order.
+        name: an `s3://` folder; or catalog name, local folder or hub id, looked for in this order.
         commits: by hub id, what was decided before and holds, wherever its branch is now.
         announce: is told, in a sentence, when something slow begins.
 
     Raises:
         CatalogError: nothing by that name; names the nearest.
+        StorageError, CapacityError: the files beside the weights of an `s3://` folder cannot be fetched.
     """
+    if is_stored(name):
+        return _stored_model(name)
     catalog = load_catalog()
     folder = user_path(name)
     card = catalog.find(name) or (catalog.find(str(folder.resolve())) if folder.exists() else None)
@@ -196,35 +198,6 @@ def resolve_model(
     if "/" in name or name.startswith((".", "~")):
         raise CatalogError(f"no such model folder: {name}", hint="a hub id has the form ORG/NAME")
     raise catalog.unknown(name)
-
-
-def local_path(name: str) -> str:
-    """This node's path of a model or a drafter.
-
-    A folder, or a hub id that vLLM downloads here.
-
-    A driver on another machine may have named a head by the path of its own installation or home; one that ships
-    or that was added here too is found.
-
-    Raises:
-        CatalogError: nothing by that name on this node.
-    """
-    folder = user_path(name)
-    if folder.exists():
-        return str(folder.resolve())
-    if folder.parent.name == HEADS and (shipped := find_shipped_head(folder.name)):
-        return str(shipped)
-    if folder.parent.name == HEADS and (peagle_home() / HEADS / folder.name).exists():
-        return str((peagle_home() / HEADS / folder.name).resolve())
-    card = load_catalog().find(name)
-    if card is not None:
-        is_packaged = card.source.kind == "package"
-        return str(ensure_embedded(embedded_name(card.source.id))) if is_packaged else card.source.id
-    if is_hub_id(name):
-        return name
-    raise CatalogError(
-        f"{name} does not exist on this node", hint="put it on storage that every node sees, at the same path"
-    )
 
 
 def context_tokens(model: ResolvedModel) -> int:
@@ -266,13 +239,45 @@ def is_hub_id(name: str) -> bool:
     return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
 
 
+def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
+    """The model with its weights on this node, for a command whose engines run here.
+
+    Only a model in a store is fetched.
+
+    Raises:
+        StorageError, CapacityError: it cannot be fetched.
+    """
+    if not is_stored(model.path):
+        return model
+    folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)
+    return replace(model, path=str(folder), revision=None)
+
+
 def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedModel:
+    fingerprint, config = folder_fingerprint(folder), _checked_config(folder, str(folder))
+    return ResolvedModel(name=name, path=str(folder), card=card, fingerprint=fingerprint, config=config)
+
+
+def _stored_model(url: str) -> ResolvedModel:
+    stored = find_stored(url)
+    folder = fetch(stored)
+    return ResolvedModel(
+        name=stored.at.name,
+        path=str(stored.at),
+        card=None,
+        fingerprint=stored.fingerprint(),
+        config=_checked_config(folder, str(stored.at)),
+        revision=stored.revision,
+        weights_bytes=stored.weights_bytes,
+    )
+
+
+def _checked_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_config(folder, CatalogError)
     text = config.get("text_config") or config
     if missing := [key for key in _REQUIRED_KEYS if key not in text]:
-        raise CatalogError(f"{folder / 'config.json'} lacks {', '.join(missing)}: is it a language model?")
-    fingerprint = folder_fingerprint(folder)
-    return ResolvedModel(name=name, path=str(folder), card=card, fingerprint=fingerprint, config=config)
+        raise CatalogError(f"{where}/config.json lacks {', '.join(missing)}: is it a language model?")
+    return config
 
 
 def _hub_model(
@@ -283,29 +288,6 @@ def _hub_model(
     config = hub_config(model_id, revision)
     fingerprint = f"{model_id}@{revision or 'main'}"
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)
-
-
-@functools.lru_cache(maxsize=4)
-def localize(model: str, revision: str | None = None) -> str:
-    """This node's path of a model: a folder, or a hub id in vLLM's own cache.
-
-    `revision` is of a hub id, what its spec pins; with it the node need not ask where the main branch is.
-    """
-    return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
-
-
-@functools.lru_cache(maxsize=2)
-def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
-    """The target's tokenizer, loaded once a process.
-
-    Bytes where the fake engine has no model.
-    """
-    if model is None:
-        from peagle.engine.fake import ByteTokenizer
-
-        return ByteTokenizer()
-    tokenizer: Tokenizer = load_tokenizer(localize(model, revision), revision)
-    return tokenizer
 
 
 def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) -> Precision:

@@ -149,7 +149,7 @@ def _template(
 ) -> dict[str, Any]:
     everywhere = {**volumes, FOLDER: {"persistentVolumeClaim": {"claimName": options.claim}}}
     names = {path: path.strip("/").replace("/", "-") for path in everywhere}
-    variables = {"HF_HOME": f"{FOLDER}/huggingface", **env}
+    variables = {"HF_HOME": f"{FOLDER}/huggingface", "PEAGLE_HOME": f"{FOLDER}/home", **env}
     account = {"serviceAccountName": options.service_account} if options.service_account else {}
     return {
         "metadata": {"labels": {"app.kubernetes.io/name": "peagle"}},

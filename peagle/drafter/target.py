@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.folders import read_config
-from peagle.catalog.targets import ResolvedModel, resolve_model
+from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.drafter.architecture import read_architecture
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
@@ -85,7 +85,7 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
     """The target that `name` stands for.
 
     Args:
-        name: catalog name or folder.
+        name: catalog name, folder or `s3://` folder.
         aux_layers: layers to read; None for the default ones.
         announce: told what takes long, such as converting a model.
 
@@ -93,7 +93,7 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
         ConfigError: no local folder, none that there can be heads for, no such layers, no tokenizer, or none with a
             chat template and the target's end of a text.
     """
-    model = resolve_model(name, announce=announce)
+    model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)
     if not folder.is_dir():
         raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")

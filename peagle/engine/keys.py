@@ -33,7 +33,7 @@ class TargetKeys(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: str = Field("smollm2-135m", description="catalog name, folder, or Hugging Face id of the target")
+    model: str = Field("smollm2-135m", description="catalog name, folder (s3:// too), or Hugging Face id of the target")
     precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
     kv_cache_precision: CachePrecision = Field(
         "auto",

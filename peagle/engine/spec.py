@@ -30,7 +30,7 @@ class DrafterSpec:
     Attributes:
         method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one after another; "ngram" and "suffix"
             have no head and look drafts up in what the request holds already.
-        model: the head's folder or hub id; empty without a head.
+        model: the head's folder, on a disk or in a store, or hub id; empty without a head.
         num_speculative_tokens: K, the tokens drafted ahead of every verification.
         synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
             be accepted. It times hardware; the text means nothing.
@@ -86,9 +86,9 @@ class EngineSpec:
     """One vLLM engine.
 
     Attributes:
-        model: the target, a folder or a hub id.
+        model: the target, a folder, on a disk or in a store, or a hub id.
         revision: of a hub id, the commit of weights and tokenizer; a branch or tag, or None for the latest, where the
-            commit could not be told.
+            commit could not be told. Of a folder in a store, its listing's (`fetched.py`).
         drafter: None decodes without speculation.
         precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
         kv_cache_precision: "auto" as `precision` has it, else "bf16" or "fp8".

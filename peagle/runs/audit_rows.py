@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 
 from peagle import hardware
 from peagle.bench.engine import Start, with_engine
-from peagle.catalog.targets import resolve_model, tokenizer_of
+from peagle.catalog.local import tokenizer_of
+from peagle.catalog.targets import resolve_model
 from peagle.corpus.scan import read
 from peagle.engine.interface import CompletionOutput, Engine, RequestRefused
 from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare, tie_margin

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from peagle.catalog.targets import tokenizer_of
+from peagle.catalog.local import tokenizer_of
 from peagle.corpus.scan import read
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec
@@ -29,7 +29,8 @@ class PrepareJob:
 
     The tokenizer's model is None for the fake engine's bytes.
 
-    `revision` is of a model that is a hub id, None for the latest; `driver` the number of the lease of who runs it.
+    `revision` is the model's as its spec pins it, None for the latest of a hub id; `driver` the number of the lease of
+    who runs it.
     """
 
     run_dir: str

@@ -49,10 +49,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name of a folder's listing; a folder within it has no `etag`."""
+    """One name of a folder's listing; a folder within it has no `etag` and no bytes."""
 
     name: str
     etag: str | None
+    num_bytes: int = 0
 
 
 def marked(writer: str) -> dict[str, str]:
@@ -172,7 +173,7 @@ class ObjectStore:
             answer = self.ask(f"{folder}: cannot be listed", folder, ask)
             for item in answer.get("Contents", ()):
                 if name := item["Key"].removeprefix(begin):  # some tools make an empty object for the folder itself
-                    yield Listed(name, item["ETag"])
+                    yield Listed(name, item["ETag"], item["Size"])
             for item in answer.get("CommonPrefixes", ()):
                 yield Listed(item["Prefix"].removeprefix(begin).rstrip("/"), None)
             if not answer.get("NextContinuationToken"):

@@ -5,15 +5,13 @@ Or following another node's.
 A run's driver may sit on another machine, so nothing that depends on the node is decided there.
 """
 
-import dataclasses
 import fcntl
 import os
 import sys
 from pathlib import Path
 
 from peagle import hardware
-from peagle.catalog.int8 import converted_spec
-from peagle.catalog.targets import local_path, localize
+from peagle.catalog.local import local_spec
 from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.engine.vllm import VllmEngine, follow_engine, start_engine
@@ -44,16 +42,6 @@ def claim_slot(slot_group: str) -> int:
         else:
             return slot  # the descriptor stays open as long as the process lives
     raise CapacityError(f"more than {_MAX_SLOTS} engines of one run on one node")
-
-
-def local_spec(spec: EngineSpec) -> EngineSpec:
-    """The spec with the folders that this node has for its models.
-
-    A target in INT8 is converted now where this node has not done it yet.
-    """
-    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    here = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
-    return converted_spec(here)
 
 
 def redirect_output(log: Path) -> None:

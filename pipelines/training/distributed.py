@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.catalog.cards import load_catalog
-from peagle.catalog.targets import localize
+from peagle.catalog.local import localize
 from peagle.drafter.checkpoint import saved_at
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample

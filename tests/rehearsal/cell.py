@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from peagle.catalog.int8_weights import quantization_config
-from peagle.catalog.targets import ResolvedModel, localize
+from peagle.catalog.local import localize
+from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
 from peagle.engine.memory import gpu_need, read_footprint
 from peagle.engine.spec import EngineSpec, spec_precision

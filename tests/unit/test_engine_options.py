@@ -55,6 +55,17 @@ def test_a_checkpoint_that_is_computed_wrong_here_is_refused():
         compose_engine(EngineKeys(), HERE, published, NO_HEAD)
 
 
+def test_a_model_in_a_store_that_fits_no_card_is_refused_before_it_is_fetched():
+    config = {
+        "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    stored = replace(MODEL, path="s3://bucket/m", config=config, weights_bytes=100 * 10**9)
+    engine = compose_engine(EngineKeys(precision="bf16"), GPU, stored, NO_HEAD)
+    with pytest.raises(CapacityError, match=r"weights 93\.1"):
+        check_capacity(engine.spec, GPU, known=footprint_of(stored))
+
+
 def test_the_accelerators_of_an_engine_are_its_ranks():
     keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6

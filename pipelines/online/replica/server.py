@@ -19,6 +19,7 @@ from typing import Any
 from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
+from peagle.catalog.local import local_spec
 from peagle.economics.sessions import EngineFacts
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
@@ -30,7 +31,7 @@ from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
-from pipelines.cluster.node import claim_slot, local_spec, redirect_output, set_threads
+from pipelines.cluster.node import claim_slot, redirect_output, set_threads
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
 from pipelines.online.replica.fake import FakeServeEngine, FakeSettings

@@ -12,7 +12,8 @@ from peagle.catalog import add_head as module
 from peagle.catalog.add_head import add_head, front_matter
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import resolve_drafter
-from peagle.catalog.targets import local_path, resolve_model
+from peagle.catalog.local import local_path
+from peagle.catalog.targets import resolve_model
 from peagle.errors import CatalogError, ConfigError, DrafterError
 
 HIDDEN, VOCABULARY = 8, 64

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from moving_hub import FIRST, SECOND, MovingHub
 
-from peagle.catalog import shipped_heads, targets
+from peagle.catalog import local, targets
 from peagle.catalog.cards import lasting_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
-from peagle.catalog.targets import context_tokens, is_hub_id, local_path, resolve_model
+from peagle.catalog.local import local_path
+from peagle.catalog.targets import context_tokens, is_hub_id, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -37,7 +38,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "converted")
-    monkeypatch.setattr(targets, "ensure_embedded", lambda name, announce=None: folder)
+    for module in (targets, local):
+        monkeypatch.setattr(module, "ensure_embedded", lambda name, announce=None: folder)
     model = resolve_model("smollm2-135m")
     assert (model.name, model.path) == ("smollm2-135m", str(folder))
     assert model.upstream_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -146,19 +148,6 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | Non
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CatalogError, match=message):
         resolve_model(str(tmp_path))
-
-
-def test_a_shipped_head_is_found_in_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = tmp_path / "here" / "heads"
-    (heads / "m-peagle").mkdir(parents=True)
-    monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", heads)
-    assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
-
-
-def test_what_this_node_does_not_have_is_named() -> None:
-    with pytest.raises(CatalogError, match="does not exist on this node") as caught:
-        local_path("/elsewhere/model")
-    assert "every node" in caught.value.hint
 
 
 def test_a_model_without_a_context_needs_one_stated(tmp_path: Path) -> None:

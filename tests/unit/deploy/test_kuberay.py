@@ -101,7 +101,8 @@ def test_every_pod_has_shared_memory_the_shared_volume_and_few_rights():
         volumes = {volume.pop("name"): volume for volume in json.loads(json.dumps(spec["volumes"]))}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert volumes[mounts["/mnt/peagle"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
-        assert {"name": "HF_HOME", "value": "/mnt/peagle/huggingface"} in container["env"]
+        homes = {"HF_HOME": "/mnt/peagle/huggingface", "PEAGLE_HOME": "/mnt/peagle/home"}
+        assert homes.items() <= {one["name"]: one["value"] for one in container["env"]}.items()
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from peagle import hardware
-from peagle.catalog import targets
+from peagle.catalog import local
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import make_plan, unit_to_json
 from peagle.runs.prepare import PrepareJob, prepare_units
@@ -59,9 +59,9 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
 
 def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
     asked = []
-    monkeypatch.setattr(targets, "localize", lambda model, revision: model)
-    monkeypatch.setattr(targets, "load_tokenizer", lambda *of: asked.append(of))
-    targets.tokenizer_of("org/model-of-this-test", "v2")
-    targets.tokenizer_of("org/model-of-this-test")
+    monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
+    monkeypatch.setattr(local, "load_tokenizer", lambda *of: asked.append(of))
+    local.tokenizer_of("org/model-of-this-test", "v2")
+    local.tokenizer_of("org/model-of-this-test")
     assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
-    targets.tokenizer_of.cache_clear()
+    local.tokenizer_of.cache_clear()

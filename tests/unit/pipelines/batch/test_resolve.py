@@ -1,6 +1,11 @@
+import numpy as np
 import pytest
+from config_only import write_head
+from safetensors.numpy import save_file
+from storing import upload
 
 from peagle import hardware
+from peagle.catalog.local import localize, tokenizer_of
 from peagle.errors import ConfigError, InputError
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.resolve import resolve
@@ -98,3 +103,27 @@ def test_a_batch_says_itself_what_its_prompts_are(key):
     assert resolved(is_batch=True).prompts.body_column == "body"
     with pytest.raises(ConfigError, match=f"{key} means nothing for an OpenAI batch"):
         resolved(is_batch=True, **{key: "body"})
+
+
+def test_a_run_with_models_in_a_store_is_the_run_with_their_copies(s3, speaking_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    head = write_head(tmp_path / "head", transformer_layer_config={"hidden_size": 32, "vocab_size": 96})
+    save_file({"midlayer.weight": np.zeros(4, np.float32)}, head / "model.safetensors")
+    upload(speaking_target, "models/tiny")
+    upload(head, "heads/head")
+
+    def run(model, drafter):
+        config = GenerateConfig(
+            input="i", output="o", model=str(model), drafter=str(drafter), usd_per_hour=1, max_tokens=8, max_num_seqs=2
+        )
+        return resolve(config, HERE, ["prompt"], announce=print)
+
+    try:
+        here, there = run(speaking_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+    finally:
+        tokenizer_of.cache_clear()
+        localize.cache_clear()
+    assert there.fingerprint("corpus") == here.fingerprint("corpus")
+    assert list(there.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
+    assert here.spec.commits == {}
+    assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch those

@@ -1,32 +1,10 @@
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from moving_hub import FIRST, SECOND
 
 from peagle.engine.spec import EngineSpec
-from pipelines.cluster.node import local_spec, start_vllm
-
-CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
-
-
-def test_a_node_takes_the_commit_of_the_spec_wherever_the_main_branch_is(moving_hub):
-    for commit in (FIRST, SECOND):
-        moving_hub.push("org/model-of-this-test", commit, CONFIG)
-    spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
-    assert local_spec(spec) == spec
-    assert moving_hub.asked == [("org/model-of-this-test", FIRST)]
-
-
-def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    spec = EngineSpec(model=str(target), precision="int8")
-    first, second = local_spec(spec), local_spec(spec)
-    assert first == second
-    assert Path(first.model).parent == tmp_path / "targets"
-    assert capfd.readouterr().err.count("converting") == 1
-    assert local_spec(EngineSpec(model=str(target), precision="bf16")).model == str(target)
+from pipelines.cluster.node import start_vllm
 
 
 @pytest.mark.parametrize(

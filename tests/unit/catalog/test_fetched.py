@@ -1,0 +1,210 @@
+import json
+import shutil
+import threading
+from types import SimpleNamespace
+
+import pytest
+from storing import upload
+
+from peagle.catalog import fetched
+from peagle.catalog.converted import locked
+from peagle.catalog.fetched import ensure_fetched, fetch, find_stored
+from peagle.catalog.folders import folder_fingerprint, peagle_home
+from peagle.errors import CapacityError, CatalogError, ConfigError, StorageError
+from peagle.storage import place, s3_client, s3_folder, write_atomic
+
+URL = "s3://bucket/models/mine"
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}})
+
+
+@pytest.fixture
+def model(tmp_path, s3):
+    """A folder of two shards in a store, and beside it what is no part of it."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    files = {"config.json": b"{}", "model.safetensors.index.json": INDEX.encode(), "empty.txt": b""}
+    shards = {"model-1.safetensors": bytes(range(256)) * 1000, "model-2.safetensors": b"x" * 70_000}
+    for name, content in (files | shards).items():
+        (folder / name).write_bytes(content)
+    upload(folder, "models/mine")
+    for other in (".gitattributes", "original/weights.pth"):
+        write_atomic(place(URL) / other, b"not fetched")
+    return folder
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_a_folder_is_fetched_as_it_is_and_asked_for_once(s3, model):
+    told = []
+    found = find_stored(URL)
+    assert found.fingerprint() == folder_fingerprint(model)
+    assert found.weights_bytes == 256_000 + 70_000
+    folder = fetch(found, weights=True, announce=told.append)
+    assert folder == peagle_home() / "fetched" / f"mine-{found.revision}"
+    assert files_of(folder) == files_of(model)
+    assert told[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
+    assert told[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
+    num_requests = len(s3.requests)
+    assert ensure_fetched(URL, found.revision, weights=True, announce=told.append) == folder
+    assert len(s3.requests) == num_requests
+
+
+def test_a_file_that_is_gone_or_cut_is_fetched_again(s3, model):
+    found = find_stored(URL)
+    folder = fetch(found, weights=True)
+    (folder / "model-1.safetensors").unlink()
+    (folder / "config.json").write_bytes(b"")
+    assert ensure_fetched(URL, found.revision, weights=True, announce=print) == folder
+    assert files_of(folder) == files_of(model)
+
+
+def test_who_needs_no_weights_fetches_none_and_waits_for_none(s3, model):
+    found = find_stored(URL)
+    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    path.parent.mkdir(parents=True)
+    with locked(path):
+        folder = ensure_fetched(URL, found.revision, weights=False, announce=print)
+    assert sorted(files_of(folder)) == ["config.json", "empty.txt", "model.safetensors.index.json"]
+
+
+def test_several_processes_of_a_node_fetch_once(s3, model):
+    found = find_stored(URL)
+    told = []
+    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    path.parent.mkdir(parents=True)
+    waits = threading.Event()
+
+    def announce(message):
+        told.append(message)
+        waits.set()
+
+    with locked(path):
+        other = threading.Thread(target=fetch, args=[found], kwargs={"weights": True, "announce": announce})
+        other.start()
+        assert waits.wait(10)
+        assert told == [f"{URL}: another process of this node fetches it, and is waited for"]
+        fetched._fetch(
+            found.at, list(found.files), other_folder := peagle_home() / "fetched" / f"mine-{found.revision}"
+        )
+        s3.requests.clear()
+    other.join(10)
+    assert told[1:] == []
+    assert s3.requests == []
+    assert files_of(other_folder) == files_of(model)
+
+
+@pytest.mark.parametrize("left", [120_500, 100_000, 100, 0])
+def test_a_fetch_that_was_killed_goes_on_from_its_last_whole_piece(s3, model, monkeypatch, left):
+    monkeypatch.setattr(s3_folder, "_PIECE_BYTES", 50_000)
+    found = find_stored(URL)
+    folder = fetch(found)
+    file = next(file for file in found.files if file.name == "model-1.safetensors")
+    damaged = model.joinpath(file.name).read_bytes()[: left - left % 50_000] + bytes(left % 50_000)
+    s3_folder.copy_path(file, folder).write_bytes(damaged)
+    s3.requests.clear()
+    told = []
+    fetch(found, weights=True, announce=told.append)
+    assert files_of(folder) == files_of(model)
+    begun_at = max(0, left - 1) // 50_000
+    assert s3.count("GET", "model-1.safetensors") == 6 - begun_at
+    assert "0.00 GB of it there already" in told[0]
+    assert not list(folder.glob("*.part"))
+
+
+def test_a_store_that_stumbles_is_asked_again(s3, model):
+    found = find_stored(URL)
+    for how in (500, "cut", "half"):
+        s3.fail(how, method="GET", path=".safetensors")
+    assert files_of(fetch(found, weights=True)) == files_of(model)
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_a_file_that_changes_while_it_is_fetched_gives_no_mixture(s3, model, change):
+    found = find_stored(URL)
+    at = place(URL) / "model-1.safetensors"
+    if change == "replaced":
+        write_atomic(at, b"y" * 256_000)
+    else:
+        at.unlink()
+    for ask in (found.fingerprint, lambda: fetch(found, weights=True)):
+        with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
+            ask()
+    with pytest.raises(CatalogError, match=r"were replaced|not there"):
+        ensure_fetched(URL, found.revision, weights=True, announce=print)
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_fetched(s3, model, monkeypatch):
+    found = find_stored(URL)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
+    with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, and 0\.00 GB are free") as caught:
+        fetch(found, weights=True)
+    assert "PEAGLE_HOME" in caught.value.hint
+
+
+def test_a_disk_that_is_full_is_named(s3, model, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    found = find_stored(URL)
+    monkeypatch.setattr(s3_folder, "fetch_file", full)
+    with pytest.raises(CapacityError, match="No space left"):
+        fetch(found, weights=True)
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ({"config.json"}, "there is no config.json in it"),
+        ({"model-2.safetensors"}, "names 1 files that are not there: model-2.safetensors"),
+        ({"model-1.safetensors", "model-2.safetensors"}, "there are no weights in it"),
+        (None, "there is no file; it has only the folders original"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused_by_what_is_missing(s3, model, gone, message):
+    for path in place(URL).iterdir():
+        if gone is None or path.name in gone:
+            path.unlink()
+    with pytest.raises(CatalogError, match=message):
+        find_stored(URL)
+
+
+def test_an_index_that_was_forgotten_beside_other_weights_does_not_count(s3, model):
+    old = json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}).encode()
+    write_atomic(place(URL) / "pytorch_model.bin.index.json", old)
+    assert find_stored(URL).files
+    write_atomic(place(URL) / "model.safetensors.index.json", b"[]")
+    with pytest.raises(CatalogError, match="it is not an index of weights"):
+        find_stored(URL)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "message"),
+    [
+        ("s3://bucket", ConfigError, "names no folder of a bucket"),
+        ("s3://bucket/nothing/here", CatalogError, "there is no file"),
+        ("s3://no-such-bucket/a", StorageError, "NoSuchBucket"),
+    ],
+)
+def test_what_is_not_there_is_told_in_a_line(s3, url, kind, message):
+    with pytest.raises(kind, match=message):
+        find_stored(url)
+
+
+def test_missing_credentials_are_told_in_a_line(s3, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s3_client.forget_store()
+    with pytest.raises(StorageError, match="there are no credentials") as caught:
+        find_stored(URL)
+    assert "on every node" in caught.value.hint
+
+
+def test_expired_credentials_are_told_in_a_line(s3, model):
+    s3.fail(403, method="GET", times=9)
+    with pytest.raises(StorageError, match="AccessDenied") as caught:
+        find_stored(URL)
+    assert "AWS_SESSION_TOKEN" in caught.value.hint
