@@ -25,7 +25,10 @@ _STATED_UNDER = ("quantization_config", "compression_config")
 
 
 def published_method(config: Mapping[str, Any]) -> str | None:
-    """The method that a checkpoint is quantised by, in vLLM's spelling, such as `mxfp4`; None in 16 bits."""
+    """The method that a checkpoint is quantised by, in vLLM's spelling.
+
+    Such as `mxfp4`; None in 16 bits.
+    """
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 
@@ -42,7 +45,9 @@ def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
 
 
 def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Refuse a checkpoint that vLLM does not read, and one in 8 bits where it computes it wrong or dies of it.
+    """Refuse a checkpoint that vLLM cannot read, or not compute here.
+
+    In 8 bits it computes some wrong, or dies of them.
 
     W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU is computed by AMX alone
     (`CPUFp8BlockScaledMMKernel`; other layouts meet a quantisation that CPUs lack).
