@@ -28,7 +28,7 @@ from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RU
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-START_S, DATA_S, SCRAPE_S = 240, 420, 5
+START_S, DATA_S, SCRAPE_S = 600, 420, 5
 # Compiled and in bf16, as the steps of the catalog were measured: from them follows where the drafter breaks even.
 ENGINE = [
     *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16"),
@@ -114,7 +114,8 @@ def start_ray(start, port, metrics_port):
     start(
         Path(sys.executable).parent / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=6",
         f"--metrics-export-port={metrics_port}", "--min-worker-port=0", "--max-worker-port=0",
-        "--ray-client-server-port=0", f"--dashboard-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
+        f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}",
+        f"--dashboard-agent-listen-port={free_port()}",
         "--object-store-memory=100000000", "--disable-usage-stats", until="Ray runtime started.",
     )  # fmt: skip
 
