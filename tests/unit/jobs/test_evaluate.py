@@ -83,7 +83,7 @@ def test_an_unknown_drafter_gets_a_hint(models: list[str], capsys: pytest.Captur
     assert run(["evaluate", *models[:2], "--drafter", "no/such/head", "--limit", "1"]) == 2
     error = capsys.readouterr().err
     assert "no such drafter: no/such/head" in error
-    assert "a local folder or a hub id" in error
+    assert "s3://BUCKET/FOLDER or a hub id" in error
 
 
 @pytest.mark.parametrize(("failed", "exit_code"), [({}, 0), ({"head K=3": "no memory"}, 1)])
