@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         result = in_currency(result, *currency)
         result["notes"].append(f"{currency[0]} at {currency[1]:g} for a dollar, on all days.")
     if args.format == "focus":
-        print(focus_csv(charged, *currency) if currency else focus_csv(charged))
+        print(focus_csv(charged, *(currency or ())))
     elif args.format == "json":
         print(to_json(result, indent=2))
     elif args.format == "html":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from peagle.economics.spending import DAY_S, Charge, Days, Spend, day_of
 from peagle.economics.tags import NO_TAGS
+from peagle.economics.timeline import merged
 from peagle.economics.usage import EngineSession
 
 NAME = "head and CPU nodes"
@@ -19,10 +20,8 @@ def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: fl
         sessions: of all ledgers; where several lived at once, their time counts once.
         usd_per_hour: of all these machines together.
     """
-    until = float("-inf")
-    for begin, end in sorted((session.started_at, session.last_seen_at) for session in sessions):
-        yield from _charges(max(begin, until), end, days, usd_per_hour)
-        until = max(until, end)
+    for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
+        yield from _charges(begin, end, days, usd_per_hour)
 
 
 def _charges(begin: float, end: float, days: Days, usd_per_hour: float) -> Iterator[Charge]:
