@@ -113,9 +113,8 @@ def test_a_verdict_is_remembered_and_a_process_that_is_gone_is_begun_again(tried
     child = next(one for one in psutil.Process().children() if "peagle.engine.trial_process" in one.cmdline())
     child.kill()
     child.wait()
-    began = time.monotonic()
     assert tried(json=thing(9)) is None
-    assert time.monotonic() - began < 0.5
+    assert "peagle.engine.trial_process" not in str([one.cmdline() for one in psutil.Process().children()])
     with pytest.raises(TrialsBusy):
         tried(json=thing(10))
     assert tried(json=thing(10)) is None

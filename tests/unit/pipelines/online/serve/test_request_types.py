@@ -54,7 +54,7 @@ def test_nothing_is_compiled_where_all_streams_pass(kind, where):
     given = tag if where == "response_format" else {"structural_tag": json.dumps(tag)}
     began = time.process_time()
     TypeAdapter(kind).validate_python({**TEXT, "messages": MESSAGES, where: given})
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 4
 
 
 def test_vllm_itself_compiles_a_structural_tag_there():
@@ -120,11 +120,11 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
 )  # fmt: skip
 def test_of_a_list_its_first_fault_is_told(body, changes):
     """Of messages that are none pydantic collected fifteen errors each, which took minutes."""
-    started = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValidationError) as found:
         TypeAdapter(body).validate_python({"model": "m", **changes})
     assert len(found.value.errors()) < 100
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - began < 10
 
 
 def test_a_message_has_parts_that_can_be_read():

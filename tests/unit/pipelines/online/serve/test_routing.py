@@ -178,10 +178,10 @@ def test_a_prompt_of_another_key_draws_nothing_to_its_engine():
 )
 def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
     async def check(router):
-        started = time.perf_counter()
+        began = time.process_time()
         router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
         assert await first_group(router, request(prompt=prompt)) == {"b"}
-        assert time.perf_counter() - started < 0.3
+        assert time.process_time() - began < 0.3
 
     routed(check)
 
