@@ -6,6 +6,7 @@ HumanEval as chats, greedy, each answer up to its own end or `--max-tokens`, one
 systems in turns, `--repeats` times:
 
     peagle                `peagle generate` as it comes: with the drafter that the catalog names
+    peagle-int8           the same with `--precision int8`, where the hardware has it
     vllm                  AsyncLLM, no drafter
     ray-data-llm          `ray.data.llm`, no drafter
     run-batch             `vllm run-batch`, no drafter
@@ -37,9 +38,14 @@ from peagle.engine.environment import environment
 from pipelines.cluster.node import beside_ray
 
 HERE = Path(__file__).parent
-_VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch", "peagle": "peagle"}
+_INT8 = "peagle-int8"
+_PEAGLE = ("peagle", _INT8)
+_VLLM = {"vllm": "async-llm", "ray-data-llm": "ray-data-llm", "run-batch": "run-batch"} | dict.fromkeys(
+    _PEAGLE, "peagle"
+)
 _ONE_AT_ONCE = ("transformers-lookup",)
 _LLAMA_CPP = "llama.cpp"
+_SYSTEMS = (*_VLLM, "transformers", *_ONE_AT_ONCE, _LLAMA_CPP)
 _KV_CACHE = "kv_cache_memory_bytes"
 
 Figures = dict[str, Any]
@@ -49,9 +55,7 @@ def main() -> None:
     """Run what has not run yet, write every measurement, print the table."""
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
-    systems = ["peagle", "vllm", "ray-data-llm", "run-batch", "transformers", *_ONE_AT_ONCE]
-    if options.llama_server:
-        systems.append(_LLAMA_CPP)
+    systems = options.systems
     measured: dict[str, dict[str, list[Figures]]] = {str(c): {} for c in options.concurrency}
     for repeat in range(options.repeats):
         for concurrency in options.concurrency:
@@ -72,8 +76,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rows-at-once", type=int, default=8, help="prompts for each of the requests at once")
     parser.add_argument("--llama-server", type=_program, help="llama.cpp's server")
+    parser.add_argument("--systems", nargs="+", choices=_SYSTEMS, help="default: all that can run here")
     parser.set_defaults(enforce_eager=False, drafter="auto", max_tokens=128)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.systems = options.systems or [
+        system
+        for system in _SYSTEMS
+        if (system != _INT8 or hardware.detect().supports_int8) and (system != _LLAMA_CPP or options.llama_server)
+    ]
+    if "vllm" not in options.systems:
+        parser.error("--systems: the others are shown over vllm, so it is one of them")
+    if _LLAMA_CPP in options.systems and not options.llama_server:
+        parser.error("--systems llama.cpp needs --llama-server")
+    return options
 
 
 def _versions(options: argparse.Namespace) -> dict[str, str]:
@@ -113,7 +128,7 @@ def _measure(options: argparse.Namespace, system: str, concurrency: int, repeat:
     figures: Figures = json.loads((folder / "done.json").read_text(encoding="utf-8"))
     rate = round(same_engine.whole_rate(steps), 2)
     figures |= {"output_tokens_per_s": rate, "output_tokens": sum(tokens for _, tokens in steps)}
-    return figures | (drafting(folder / "run") if system == "peagle" else {})
+    return figures | (drafting(folder / "run") if system in _PEAGLE else {})
 
 
 def require_same(folder: Path, job: dict[str, Any]) -> None:
@@ -146,7 +161,7 @@ def _job(options: argparse.Namespace, system: str, concurrency: int, folder: Pat
     plain = argparse.Namespace(**vars(options) | {"drafter": "none"})
     here = hardware.detect()
     engine = same_engine.resolve(plain, concurrency)
-    flags = same_engine.peagle_flags(options, concurrency)
+    flags = same_engine.peagle_flags(options, concurrency) + ["--precision", "int8"] * (system == _INT8)
     return {
         "system": system,
         "folder": str(folder),

@@ -1,184 +1,69 @@
-"""The change that INT8 makes in a target: likelihood, HumanEval, acceptance.
+"""The change that a precision makes in a target: likelihood, HumanEval, acceptance.
 
-    python -m benchmarks.precision.quality --model smollm2-135m --drafter eagle3 --drafter peagle --output result.json
+    python -m benchmarks.precision.quality --drafter eagle3 --drafter peagle --folder /tmp/quality --output result.json
 
-Computed with transformers on any machine, also on one whose engine has no INT8 (`emulated.py`); vLLM's kernels are not
-run. INT8 is the one difference between the two sides.
+Measured in vLLM's engine, so on hardware that computes in both precisions; for INT8 that is a CPU with VNNI, or a GPU
+from Turing to Hopper.
 
 - Texts: responses that the target gave in bf16 (`benchmarks/drafter/responses/greedy-2.parquet`), after their prompts,
-  and HumanEval's reference solutions, which the target did not write, after theirs. The conversion has seen neither: it
-  has no calibration.
-- HumanEval: pass@1 of greedy answers, by execution (`execution.py`).
-- Heads: the acceptance length on the answers of each side, walked from its states (`peagle.drafter.estimate`).
+  and HumanEval's reference solutions, which the target did not write, after theirs. The conversion to INT8 has seen
+  neither: it has no calibration.
+- HumanEval: pass@1 of greedy answers without a drafter, by execution (`execution.py`).
+- Heads: their acceptance on HumanEval, as the engine counts it.
 
-Problems and responses are taken in an order drawn with a seed, so the first ones are a fair sample. What is computed is
-in the file at once, and the same command goes on. `summary.py` adds it up.
+Responses are taken in an order drawn with a seed, so the first ones are a fair sample. Each engine's figures are in the
+file as soon as it is done, and the same command goes on. `summary.py` adds them up.
 """
 
 import argparse
+import asyncio
 import random
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.precision.emulated import load
 from benchmarks.precision.execution import passes
 from benchmarks.precision.summary import summarize
 from jobs.output import say
 from peagle import hardware
-from peagle.catalog.drafters import resolve_drafter
-from peagle.catalog.int8 import ensure_int8
-from peagle.catalog.targets import resolve_model
-from peagle.drafter.data import Sample
-from peagle.drafter.estimate import estimate_acceptance
-from peagle.drafter.features import ComputedFeatures, HiddenStateReader
-from peagle.drafter.head_folder import load_head
-from peagle.drafter.store import FeatureSpec
+from peagle.bench.engine import with_engine
+from peagle.catalog.local import local_spec
+from peagle.engine.interface import Engine
+from peagle.engine.vllm import start_engine
+from peagle.engine_options import EngineKeys, ResolvedEngine, resolve_engine
 from peagle.files import write_json
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.plain_json import from_json
 from peagle.provenance import git_revision, versions
+from peagle.requests.tokenizer import load_tokenizer
+from peagle.speculation import SpeculationStats
 
 _RESPONSES = Path(__file__).parents[1] / "drafter" / "responses" / "greedy-2.parquet"
 _SEED = 0
+_MAX_MODEL_LEN = 2048
+_NUM_AT_ONCE = 8
+
+Text = tuple[list[int], list[int]]
+"""The token ids of a prompt and of what follows it."""
 
 
-def negative_log_likelihood(model: Any, prompt: Sequence[int], response: Sequence[int]) -> float:
-    """The nats of a response after its prompt, in all."""
-    ids = torch.tensor([[*prompt, *response]])
-    with torch.inference_mode():
-        states = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-        logprobs = model.lm_head(states).log_softmax(dim=-1)
-    return -logprobs.gather(1, torch.tensor(response)[:, None]).sum().item()
+async def nats(engine: Engine, texts: Mapping[str, Text]) -> dict[str, float]:
+    """The negative log-likelihood of each text after its prompt, in all."""
+
+    async def one(prompt: list[int], response: list[int]) -> float:
+        return -sum(token.logprob for token in await engine.checkable.judge([*prompt, *response], len(prompt)))
+
+    return dict(zip(texts, await asyncio.gather(*(one(*text) for text in texts.values())), strict=True))
 
 
-def greedy_answers(model: Any, tokenizer: Any, chats: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """The greedy answers to chats, as token ids, with the token that ends one."""
-    prompts, end = tokenizer(list(chats), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-    width = max(map(len, prompts))
-    padded = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
-    is_prompt = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    with torch.inference_mode():
-        ids = model.generate(
-            padded, attention_mask=is_prompt, max_new_tokens=max_tokens, do_sample=False, pad_token_id=end
-        )
-    rows = ids[:, width:].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-
-def accepted(model: Any, head: Any, prompt: list[int], answer: list[int], k: int) -> list[int]:
-    """How many drafts of a head along an answer had 0, 1, ... K tokens accepted."""
-    layers = tuple(head.config.eagle_aux_hidden_state_layer_ids)
-    spec = FeatureSpec(target="", aux_layers=layers, hidden_size=model.config.hidden_size, samples="")
-    sample = Sample(id="", token_ids=(*prompt, *answer), num_prompt_tokens=len(prompt))
-    features = ComputedFeatures([sample], lambda: HiddenStateReader(model, layers), spec)
-    stats = estimate_acceptance(head, features, [0], num_speculative_tokens=k)
-    at_least = [stats.num_drafts, *stats.accepted_per_position, 0]
-    return [more - fewer for more, fewer in pairwise(at_least)]
-
-
-class Measurement:
-    """What is measured of a target, in a file that grows.
-
-    Args:
-        options: of the command.
-        output: the file; what stands in it is kept.
-    """
-
-    def __init__(self, options: argparse.Namespace, output: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._options, self._output = options, output
-        self._model = resolve_model(options.model, announce=say)
-        folder = Path(self._model.path)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._targets = {
-            "float32": load(folder, None),
-            "int8": load(folder, ensure_int8(self._model.path, announce=say)),
-        }
-        self._heads = {name: load_head(self._head_folder(name), folder).eval() for name in options.drafter}
-        self.result: dict[str, Any] = {
-            "model": self._model.name,
-            "weights": self._model.fingerprint,
-            "settings": {"drafters": options.drafter, "k": options.k, "max_tokens": options.max_tokens, "seed": _SEED},
-            "responses": {},
-            "problems": {},
-        }
-        if output.exists():
-            found = from_json(output.read_text())
-            fixed = ("model", "weights", "settings")
-            if [found[key] for key in fixed] != [self.result[key] for key in fixed]:
-                raise SystemExit(f"{output} is of another model or other settings: name another file")
-            self.result |= {key: found[key] for key in ("responses", "problems")}
-
-    def responses(self, rows: Sequence[dict[str, Any]]) -> None:
-        """The likelihood of the target's own responses."""
-        for row in rows:
-            if row["id"] not in self.result["responses"]:
-                prompt, response = self._ids(self._chat(row["prompt"])), self._ended(row["response"])
-                self.result["responses"][row["id"]] = {"num_tokens": len(response)} | {
-                    side: {"nats": negative_log_likelihood(target, prompt, response)}
-                    for side, target in self._targets.items()
-                }
-                self._save()
-
-    def problems(self, problems: Sequence[dict[str, Any]]) -> None:
-        """HumanEval's problems on both sides, some at a time."""
-        missing = [problem for problem in problems if problem["task_id"] not in self.result["problems"]]
-        for start in range(0, len(missing), self._options.batch):
-            some = missing[start : start + self._options.batch]
-            sides = {side: list(self._answered(target, some)) for side, target in self._targets.items()}
-            for place, problem in enumerate(some):
-                self.result["problems"][problem["task_id"]] = {
-                    "num_tokens": len(self._ended(_solution(problem))),
-                    **{side: answered[place] for side, answered in sides.items()},
-                }
-            self._save()
-
-    def _answered(self, target: Any, problems: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        k, max_tokens = self._options.k, self._options.max_tokens
-        chats = [self._chat(PROMPT_TEMPLATE.replace("{{ prompt }}", problem["prompt"])) for problem in problems]
-        answers = greedy_answers(target, self._tokenizer, chats, max_tokens)
-        for problem, chat, answer in zip(problems, chats, answers, strict=True):
-            prompt, text = self._ids(chat), self._tokenizer.decode(answer, skip_special_tokens=True)
-            yield {
-                "answer": text,
-                "passed": passes(problem, text),
-                "nats": negative_log_likelihood(target, prompt, self._ended(_solution(problem))),
-                "accepted": {name: accepted(target, head, prompt, answer, k) for name, head in self._heads.items()},
-            }
-
-    def _save(self) -> None:
-        state = {
-            "hardware": hardware.detect().describe(),
-            "versions": versions() | {"git": git_revision()},
-            "summary": summarize(self.result),
-        }
-        write_json(self._output, self.result | state)
-        counts = (len(self.result[kind]) for kind in ("responses", "problems"))
-        say("{} responses, {} problems".format(*counts))
-
-    def _head_folder(self, name: str) -> Path:
-        head = resolve_drafter(name, self._model, 1, num_speculative_tokens=self._options.k).spec
-        assert head is not None
-        return Path(head.model)
-
-    def _chat(self, content: str) -> str:
-        chat = [{"role": "user", "content": content}]
-        return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _ended(self, text: str) -> list[int]:
-        return [*self._ids(text), self._tokenizer.eos_token_id]
-
-
-def _solution(problem: dict[str, Any]) -> str:
-    return f"```python\n{problem['prompt']}{problem['canonical_solution']}```"
+async def greedy_answers(
+    engine: Engine, prompts: Mapping[str, list[int]], max_tokens: int
+) -> tuple[dict[str, str], SpeculationStats]:
+    """The greedy answers to prompts, and the drafts of all of them."""
+    sampling = {"temperature": 0.0, "max_tokens": max_tokens}
+    done = await asyncio.gather(*(engine.generate(name, ids, sampling) for name, ids in prompts.items()))
+    stats = sum((one.speculation for one in done if one.speculation is not None), SpeculationStats.empty())
+    return {name: one.text for name, one in zip(prompts, done, strict=True)}, stats
 
 
 def drawn(rows: Sequence[dict[str, Any]], num: int) -> list[dict[str, Any]]:
@@ -186,24 +71,126 @@ def drawn(rows: Sequence[dict[str, Any]], num: int) -> list[dict[str, Any]]:
     return random.Random(_SEED).sample(rows, len(rows))[:num]
 
 
-def main() -> None:
-    """Measure, and write the figures."""
+class Measurement:
+    """What is measured of a target, in a file that grows.
+
+    Args:
+        options: of the command.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        engine = self._resolve(options.precisions[0], "none")
+        self._tokenizer = load_tokenizer(engine.model.path)
+        self._problems = read_humaneval()[: options.problems]
+        rows = drawn(_whole_responses(), options.responses)
+        self._texts: dict[str, dict[str, Text]] = {
+            "responses": {row["id"]: (self._chat(row["prompt"]), self._ended(row["response"])) for row in rows},
+            "solutions": {one["task_id"]: (self._asked(one), self._ended(_solution(one))) for one in self._problems},
+        }
+        self.result: dict[str, Any] = {
+            "model": engine.model.name,
+            "weights": engine.model.fingerprint,
+            "settings": {
+                name: getattr(options, name) for name in ("precisions", "k", "max_tokens", "problems", "responses")
+            },
+            "num_tokens": {
+                kind: {name: len(response) for name, (_, response) in texts.items()}
+                for kind, texts in self._texts.items()
+            },
+            "engines": {precision: {} for precision in options.precisions},
+        }
+        if options.output.exists():
+            found = from_json(options.output.read_text())
+            fixed = ("model", "weights", "settings")
+            if [found[key] for key in fixed] != [self.result[key] for key in fixed]:
+                raise SystemExit(f"{options.output} is of another model or other settings: name another file")
+            self.result["engines"] = found["engines"]
+
+    def measure(self) -> None:
+        """Every engine that the file has not."""
+        for precision, done in self.result["engines"].items():
+            for drafter in ["none", *self._options.drafter]:
+                if drafter not in done:
+                    say(f"{precision}, drafter: {drafter}")
+                    done[drafter] = self._measured(precision, drafter)
+                    self._save()
+
+    def _measured(self, precision: str, drafter: str) -> dict[str, Any]:
+        async def use(engine: Engine, start_s: float) -> dict[str, Any]:
+            prompts = {one["task_id"]: self._asked(one) for one in self._problems}
+            answers, stats = await greedy_answers(engine, prompts, self._options.max_tokens)
+            if drafter != "none":
+                return {"answers": answers, "drafts": stats.to_dict()}
+            return {"answers": answers} | {kind: await nats(engine, texts) for kind, texts in self._texts.items()}
+
+        log = self._options.folder / f"{precision}-{drafter.replace('/', '-')}.log"
+        spec = local_spec(self._resolve(precision, drafter).spec)
+        found = with_engine(spec, hardware.detect(), start_engine, log, use)
+        if drafter == "none":
+            found["passed"] = {one["task_id"]: passes(one, found["answers"][one["task_id"]]) for one in self._problems}
+        return found
+
+    def _resolve(self, precision: str, drafter: str) -> ResolvedEngine:
+        keys = EngineKeys(
+            model=self._options.model,
+            precision=precision,
+            drafter=drafter,
+            num_speculative_tokens=None if drafter == "none" else self._options.k,
+            max_num_seqs=_NUM_AT_ONCE,
+            max_model_len=_MAX_MODEL_LEN,
+            enforce_eager=True,
+        )
+        return resolve_engine(keys, hardware.detect(), num_engines_on_node=1, announce=say)
+
+    def _save(self) -> None:
+        state = {
+            "hardware": hardware.detect().describe(),
+            "versions": versions() | {"git": git_revision()},
+            "summary": summarize(self.result),
+        }
+        write_json(self._options.output, self.result | state)
+
+    def _asked(self, problem: Mapping[str, Any]) -> list[int]:
+        return self._chat(PROMPT_TEMPLATE.replace("{{ prompt }}", problem["prompt"]))
+
+    def _chat(self, content: str) -> list[int]:
+        chat = [{"role": "user", "content": content}]
+        return self._ids(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _ended(self, text: str) -> list[int]:
+        return [*self._ids(text), self._tokenizer.eos_token_id]
+
+
+def _solution(problem: Mapping[str, Any]) -> str:
+    return f"```python\n{problem['prompt']}{problem['canonical_solution']}```"
+
+
+def _whole_responses() -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
+    rows = pq.read_table(_RESPONSES, columns=["id", "prompt", "response", "finish_reason"]).to_pylist()
+    return [row for row in rows if row["finish_reason"] == "stop"]
+
+
+def main() -> None:
+    """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="catalog name or folder of the target")
-    parser.add_argument("--drafter", action="append", default=[], help="head to walk: peagle, eagle3 or a folder")
+    parser.add_argument("--precisions", type=lambda text: text.split(","), default=["bf16", "int8"])
+    parser.add_argument("--drafter", action="append", default=[], help="head to measure: peagle, eagle3 or a folder")
     parser.add_argument("-k", type=int, default=7, help="tokens of a draft")
     parser.add_argument("--problems", type=int, default=164, help="problems of HumanEval")
     parser.add_argument("--responses", type=int, default=200, help="responses of the target's own")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--batch", type=int, default=20, help="problems that are answered at once")
+    parser.add_argument("--folder", type=Path, required=True, help="logs of the engines")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
-    measurement = Measurement(options, options.output)
-    rows = pq.read_table(_RESPONSES, columns=["id", "prompt", "response", "finish_reason"]).to_pylist()
-    measurement.responses(drawn([row for row in rows if row["finish_reason"] == "stop"], options.responses))
-    measurement.problems(drawn(read_humaneval(), options.problems))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    Measurement(options).measure()
 
 
 if __name__ == "__main__":

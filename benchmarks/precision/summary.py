@@ -1,55 +1,54 @@
 """What the figures of the quality benchmark add up to; pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
 from peagle.speculation import SpeculationStats
 
-SIDES = ("float32", "int8")
-
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The sums of a result as `quality.py` writes it."""
-    problems = list(result["problems"].values())
-    return {
-        "nats_per_token": {kind: _likelihood(result[kind].values()) for kind in ("responses", "problems")},
-        "passed": {side: sum(one[side]["passed"] for one in problems) for side in SIDES},
-        "passed_with_float32_alone": sum(one["float32"]["passed"] > one["int8"]["passed"] for one in problems),
-        "passed_with_int8_alone": sum(one["float32"]["passed"] < one["int8"]["passed"] for one in problems),
-        "equal_answers": sum(one["float32"]["answer"] == one["int8"]["answer"] for one in problems),
-        "acceptance_length": {
-            drafter: {side: _length(one[side]["accepted"][drafter] for one in problems) for side in SIDES}
-            for drafter in (problems[0]["int8"]["accepted"] if problems else ())
+    """The sums of a result as `quality.py` writes it.
+
+    Differences are those of its second precision from its first, over what both have.
+    """
+    engines = result["engines"]
+    alone = {precision: of["none"] for precision, of in engines.items() if "none" in of}
+    summary: dict[str, Any] = {
+        "nats_per_token": {kind: _likelihood(alone, kind, counts) for kind, counts in result["num_tokens"].items()},
+        "passed": {precision: sum(found["passed"].values()) for precision, found in alone.items()},
+        "acceptance": {
+            precision: {drafter: _acceptance(found["drafts"]) for drafter, found in of.items() if drafter != "none"}
+            for precision, of in engines.items()
         },
     }
+    if len(alone) == 2:
+        (first, before), (second, after) = alone.items()
+        pairs = [(passed, after["passed"][name]) for name, passed in before["passed"].items()]
+        summary |= {
+            f"passed_with_{first}_alone": pairs.count((True, False)),
+            f"passed_with_{second}_alone": pairs.count((False, True)),
+            "equal_answers": sum(answer == after["answers"][name] for name, answer in before["answers"].items()),
+        }
+    return summary
 
 
-def _likelihood(texts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The nats of a token on both sides, and how many more INT8 costs.
+def _likelihood(alone: Mapping[str, Mapping[str, Any]], kind: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
+    """The nats of a token at each precision, and how many more the second one costs.
 
     `more` is the mean over texts, with its standard error.
     """
-    known = list(texts)
-    if len(known) < 2:
-        return {}
-    tokens = sum(text["num_tokens"] for text in known)
-    more = [(text["int8"]["nats"] - text["float32"]["nats"]) / text["num_tokens"] for text in known]
-    return {side: sum(text[side]["nats"] for text in known) / tokens for side in SIDES} | {
-        "num_texts": len(known),
-        "num_tokens": tokens,
-        "more": fmean(more),
-        "standard_error": stdev(more) / sqrt(len(more)),
-    }
+    tokens = sum(num_tokens.values())
+    found: dict[str, Any] = {"num_texts": len(num_tokens), "num_tokens": tokens}
+    found |= {precision: sum(of[kind].values()) / tokens for precision, of in alone.items()}
+    if len(alone) == 2 and len(num_tokens) > 1:
+        before, after = (of[kind] for of in alone.values())
+        more = [(after[name] - before[name]) / number for name, number in num_tokens.items()]
+        found |= {"more": fmean(more), "standard_error": stdev(more) / sqrt(len(more))}
+    return found
 
 
-def _length(histograms: Iterable[Sequence[int]]) -> dict[str, Any]:
-    stats = SpeculationStats.empty()
-    for histogram in histograms:
-        stats += SpeculationStats.from_histogram(histogram, sum(histogram) * (len(histogram) - 1))
-    return {
-        "length": stats.acceptance_length,
-        "num_drafts": stats.num_drafts,
-        "accepted_per_position": stats.accepted_per_position,
-    }
+def _acceptance(drafts: Mapping[str, Any]) -> dict[str, Any]:
+    stats = SpeculationStats.from_dict(drafts)
+    return {"length": stats.acceptance_length, "rates": [round(rate, 4) for rate in stats.acceptance_rates]}

@@ -28,6 +28,28 @@ def test_a_llama_server_is_a_path_and_may_be_left_out(monkeypatch: pytest.Monkey
     assert _options().llama_server is None
 
 
+@pytest.mark.parametrize(
+    ("systems", "says"), [(["peagle"], "the others are shown over vllm"), (["vllm", "llama.cpp"], "--llama-server")]
+)
+def test_systems_that_cannot_be_compared_are_refused(
+    systems: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*NEEDED, "--systems", *systems])
+    with pytest.raises(SystemExit):
+        _options()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_int8_is_compared_where_the_hardware_has_it(has_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.hardware.Hardware.supports_int8", has_it)
+    monkeypatch.setattr(sys, "argv", NEEDED)
+    systems = _options().systems
+    assert ("peagle-int8" in systems) == has_it
+    assert systems[0] == "vllm"
+    assert "llama.cpp" not in systems
+
+
 def test_what_was_measured_otherwise_is_not_taken_for_this(tmp_path: Path) -> None:
     engine = {"max_num_seqs": 8, "kv_cache_memory_bytes": 6131065815}
     job = {"system": "vllm", "engine": engine, "sampling": {"max_tokens": 128}}
