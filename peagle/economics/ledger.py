@@ -24,6 +24,7 @@ from peagle.economics.sessions import session_at, session_since, sessions_from_t
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.errors import PeagleError
 from peagle.files import append_line, make_folder
+from peagle.parquet_table import read_table
 from peagle.storage import Place, open_to_read, write_atomic, write_once
 
 T = TypeVar("T")
@@ -79,11 +80,10 @@ def sessions_of(path: Place) -> list[EngineSession]:
         PeagleError: it is no such record.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     data = path.read_bytes()
     try:
-        return sessions_from_table(pq.read_table(io.BytesIO(data)))
+        return sessions_from_table(read_table(io.BytesIO(data)))
     except (OSError, pa.ArrowException, PeagleError) as error:
         raise PeagleError(f"{path} is damaged: {error}") from error
 

@@ -12,12 +12,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from peagle.economics.sessions import sessions_from_table
 from peagle.economics.usage import EngineSession
 from peagle.errors import PeagleError
 from peagle.files import TEMPORARY_SUFFIX
+from peagle.parquet_table import read_table
 from peagle.runs.audit_unit import Finding, UnitAudit, audit_unit, expected_schema, input_findings
 from peagle.runs.directory import UNIT_FILE, RunDirectory
 from peagle.runs.files import PLAN_FILE
@@ -197,7 +196,7 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
             continue  # told among the other files
         try:
             with open_to_read(run.ledger / name) as file:
-                read = sessions_from_table(pq.read_table(file))
+                read = sessions_from_table(read_table(file))
         except (PeagleError, OSError, ValueError) as error:  # an Arrow error is a ValueError
             audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
             continue

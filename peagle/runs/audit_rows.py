@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from peagle import hardware
 from peagle.bench.engine import Start, with_engine
 from peagle.catalog.local import tokenizer_of
@@ -27,6 +25,7 @@ from peagle.engine.lossless import NUM_LIKELIEST, Comparison, Response, compare,
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError, InputError
+from peagle.parquet_table import read_table
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
@@ -142,7 +141,7 @@ def audit_rows(
     outcomes: list[RowAudit | _Sampled] = []
     for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
-            table = pq.read_table(file, columns=list(_READ)).take(rows)
+            table = read_table(file, columns=list(_READ)).take(rows)
         outcomes += _requests(units[number], table.to_pylist(), builder, base, target.is_fake)
     sampled = [one for one in outcomes if isinstance(one, _Sampled)]
     verdicts = _regenerate(sampled, target, announce, start) if sampled else {}

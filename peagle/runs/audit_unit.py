@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
@@ -21,6 +20,7 @@ from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import find, scan
 from peagle.economics.usage import UnitUsage
 from peagle.errors import InputError, PeagleError
+from peagle.parquet_table import read_table
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.rows import OUTPUT_SCHEMA, output_names
@@ -87,7 +87,7 @@ def audit_unit(
     try:
         usage, name = run.usage(unit.unit), run.letters_name(unit.unit)
         with open_to_read(path) as file:
-            table = pq.read_table(file)
+            table = read_table(file)
     except (PeagleError, OSError, pa.ArrowException) as error:
         message = error.message if isinstance(error, PeagleError) else str(error)
         return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))

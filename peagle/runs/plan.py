@@ -21,6 +21,7 @@ from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile
 from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find, scan
+from peagle.parquet_table import read_table
 
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384
@@ -240,7 +241,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
 
 def plan_from_bytes(data: bytes) -> Plan:
     """The inverse of `plan_to_bytes`."""
-    table = pq.read_table(io.BytesIO(data))
+    table = read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
         units=tuple(_unit_from_row(row) for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist()),
@@ -258,7 +259,7 @@ def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
 
 def retries_from_bytes(data: bytes) -> list[Retry]:
     """The inverse of `retries_to_bytes`."""
-    rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    rows = read_table(io.BytesIO(data)).to_pylist()
     return [Retry(unit=row["unit"], supersedes=row["supersedes"], rows=tuple(row["rows"])) for row in rows]
 
 

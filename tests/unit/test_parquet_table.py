@@ -1,0 +1,41 @@
+import io
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from peagle.parquet_table import read_table
+
+TABLE = pa.table(
+    {"n": range(5000), "text": [f"{n}" * 20 for n in range(5000)], "list": [[n] for n in range(5000)]}
+).replace_schema_metadata({"ours": "kept"})
+
+
+def written() -> io.BytesIO:
+    sink = io.BytesIO()
+    pq.write_table(TABLE, sink, row_group_size=100)
+    return io.BytesIO(sink.getvalue())
+
+
+def test_a_table_is_as_it_was_written():
+    found = read_table(written())
+    assert found.equals(TABLE, check_metadata=True)
+    assert read_table(written(), ["list", "n"]).equals(TABLE.select(["n", "list"]))
+
+
+def test_a_file_that_is_none_is_an_error_of_arrow():
+    with pytest.raises(pa.ArrowException):
+        read_table(io.BytesIO(b"no parquet"))
+
+
+def test_nobody_holds_the_file_once_it_is_read():
+    """Not even for a moment: Arrow's own function leaves the file and its bytes to threads (12 of 60 processes ended
+    with 134 on a busy machine)."""
+    source = written()
+    before = sys.getrefcount(source)
+    for _ in range(50):
+        source.seek(0)
+        read_table(source)
+        assert sys.getrefcount(source) == before
+        assert not source.closed
