@@ -9,6 +9,7 @@ weights and knows nothing of vLLM's own memory profiling, which decides in the e
 import json
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _CPU_KV_CACHE_SLACK_GIB = 0.1
 # Activations of a step and what CUDA and vLLM keep beside them: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card of
 # 79 GiB, in the log in kubernetes-sigs/gateway-api-inference-extension pull 550. The tenth that vLLM leaves has some.
 _GPU_STEP_GIB = 2.0
+_BLOCK_TOKENS = 16  # vLLM caches whole blocks on a GPU, and keeps one of them empty
 _KIBI = 1024
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
 # to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
@@ -309,6 +311,8 @@ def _weight_files_bytes(folder: Path) -> int:
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
     dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
+    if hardware.platform == "cuda":
+        num_tokens = (ceil(num_tokens / _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS
     drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
     drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
