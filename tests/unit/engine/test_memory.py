@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 import peagle
-from peagle.engine.memory import check_capacity, default_kv_cache_gib, footprint_from_config, read_footprint
+from peagle.engine.memory import (
+    check_capacity,
+    default_kv_cache_gib,
+    footprint_from_config,
+    gpu_need,
+    read_footprint,
+)
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
@@ -231,6 +237,16 @@ def test_global_layers_with_heads_of_their_own_count_with_them() -> None:
     footprint = footprint_from_config(config, 0)
     assert footprint is not None
     assert footprint.kv_cache_bytes(1, dtype_bytes=1) == 30 * 2 * 128
+
+
+def test_on_a_gpu_a_request_takes_whole_blocks_and_the_empty_one(tmp_path: Path) -> None:
+    """Without it vLLM refused contexts that we had advised, for want of one block."""
+    spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
+    found = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
+    assert found * GIB == pytest.approx((63 + 1) * 16 * 23_040)
+    check_capacity(replace(spec, kv_cache_gib=found), gpu())
+    with pytest.raises(CapacityError):
+        check_capacity(replace(spec, kv_cache_gib=found - 16 * 23_040 / GIB), gpu())
 
 
 def test_a_gpu_that_is_too_small_is_told_what_fits(tmp_path: Path) -> None:
