@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from benchmarks.precision.summary import summarize
 from jobs.output import say
 from peagle import hardware
 from peagle.bench.engine import with_engine
-from peagle.catalog.local import local_spec
 from peagle.engine.interface import Engine
 from peagle.engine.vllm import start_engine
 from peagle.engine_options import EngineKeys, ResolvedEngine, resolve_engine
@@ -125,7 +125,8 @@ class Measurement:
             return {"answers": answers} | {kind: await nats(engine, texts) for kind, texts in self._texts.items()}
 
         log = self._options.folder / f"{precision}-{drafter.replace('/', '-')}.log"
-        spec = local_spec(self._resolve(precision, drafter).spec)
+        engine = self._resolve(precision, drafter)
+        spec = replace(engine.spec, model=engine.model.path)
         found = with_engine(spec, hardware.detect(), start_engine, log, use)
         if drafter == "none":
             found["passed"] = {one["task_id"]: passes(one, found["answers"][one["task_id"]]) for one in self._problems}
