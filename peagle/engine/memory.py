@@ -311,15 +311,13 @@ def _weight_files_bytes(folder: Path) -> int:
 def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> float:
     dtype_bytes = _KV_CACHE_DTYPE_BYTES[spec_precision(spec, hardware).kv_cache]
     num_tokens = spec.max_model_len or footprint.context_tokens
-    if hardware.platform == "cuda":
-        num_tokens = (ceil(num_tokens / _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS
+    in_flight, ranks = 0, 1
+    if hardware.platform == "cuda":  # with asynchronous scheduling two steps are in flight
+        num_tokens, ranks = (ceil(num_tokens / _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS, spec.tensor_parallel_size
+        in_flight = 2 * (spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware))
     drafter = spec.drafter.kv_cache_precision if spec.drafter else "auto"
     drafter_dtype_bytes = dtype_bytes if drafter == "auto" else _KV_CACHE_DTYPE_BYTES[drafter]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
-    in_flight, ranks = 0, 1
-    if hardware.platform == "cuda":  # with asynchronous scheduling two steps are in flight
-        ranks = spec.tensor_parallel_size
-        in_flight = 2 * (spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware))
     skips = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
     target_bytes = footprint.kv_cache_bytes(
         num_tokens,
