@@ -74,7 +74,7 @@ STUBS = {
 case "$1" in
   status) test -e {up};;
   start) case "$*" in
-    *--head*) touch {up}; trap 'rm {up}; exit 0' TERM; while :; do sleep 0.1; done;;
+    *--head*) trap 'rm {up}; exit 0' TERM; touch {up}; while :; do sleep 0.1; done;;
     *) {node};;
   esac;;
 esac""",
