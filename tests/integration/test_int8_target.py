@@ -26,7 +26,7 @@ port = free_port()
 outputs, schemes = [], []
 for folder, quantization in zip(sys.argv[1:], (None, "compressed-tensors"), strict=True):
     config = EngineArgs(
-        model=folder, dtype="float32", enforce_eager=True, max_model_len=512, quantization=quantization,
+        model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=512, quantization=quantization,
         skip_tokenizer_init=True,
     ).create_engine_config()
     with set_current_vllm_config(config), torch.no_grad():
@@ -38,7 +38,7 @@ for folder, quantization in zip(sys.argv[1:], (None, "compressed-tensors"), stri
         parts = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
         schemes.append([type(getattr(part, "scheme", None)).__name__ for part in (*parts, model.lm_head)])
         states = torch.randn(8, config.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(0))
-        outputs.append(layer.mlp(states))
+        outputs.append(layer.mlp(states.bfloat16()).float())  # AMX takes 16 bits alone
 largest = torch.full((32, 64), 127, dtype=torch.int8)
 handler = ops.create_onednn_scaled_mm(largest.t(), torch.full((32, 1), 1 / 127), torch.float32, True, False, 32)
 levels, scale, _ = ops.onednn_scaled_int8_quant(torch.ones(1, 64))
