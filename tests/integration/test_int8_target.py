@@ -39,8 +39,8 @@ for folder, quantization in zip(sys.argv[1:], (None, "compressed-tensors"), stri
         schemes.append([type(getattr(part, "scheme", None)).__name__ for part in (*parts, model.lm_head)])
         states = torch.randn(8, config.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(0))
         outputs.append(layer.mlp(states.bfloat16()).float())  # AMX takes 16 bits alone
-largest = torch.full((32, 64), 127, dtype=torch.int8)
-handler = ops.create_onednn_scaled_mm(largest.t(), torch.full((32, 1), 1 / 127), torch.float32, True, False, 32)
+largest, scales = torch.full((32, 64), 127, dtype=torch.int8), torch.full((32, 1), 1 / 127)  # read by a handler later
+handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 32)
 levels, scale, _ = ops.onednn_scaled_int8_quant(torch.ones(1, 64))
 product = torch.empty(1, 32)
 ops.onednn_scaled_mm(handler, levels, product, scale, None, None, None)
