@@ -110,12 +110,12 @@ def test_a_sampled_request_runs_beside_it_where_both_fit() -> None:
     engine, alone = Engine(), Engine()
     check(engine)
     check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
-    assert [asked[1:] for asked in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 2, 1.0)]
+    assert [asked[1:] for asked in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
     assert [asked[1:] for asked in alone.asked] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
-@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 22), (64, NUM_TOKENS)])
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 21), (64, NUM_TOKENS)])
 def test_a_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
     engine = Engine(max_model_len=max_model_len)
     found = check(engine)
