@@ -193,7 +193,11 @@ def _explain(error: Any, variables: Collection[str]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return f"{where}: no such key"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}, not {error['input']!r}" if where else message
+    if not where:
+        return message
+    # A validator of ours that takes many values names the wrong one itself.
+    is_named = error["type"] == "value_error" and isinstance(error["input"], list | dict)
+    return f"{where}: {message}" if is_named else f"{where}: {message}, not {error['input']!r}"
 
 
 def _plain(annotation: Any) -> Any:

@@ -33,6 +33,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     result = {}
     for name, ledger in ledger_folders(args.sources).items():
         done = compact(ledger, time.time())
-        print(f"{name}: {done.num_before:,} files, now {done.num_after:,}")
+        print(f"{name}: files before {done.num_before:,}, now {done.num_after:,}")
         result[name] = {"num_files_before": done.num_before, "num_files": done.num_after}
     return 0, {"ledgers": result}

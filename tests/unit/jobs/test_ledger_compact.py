@@ -9,7 +9,7 @@ def test_it_names_each_ledger_with_its_files_and_refuses_what_is_none(tmp_path, 
         name = f"batch_{number}"
         write_batch(tmp_path / "serve" / "ledger", a_request(name, session_id=name))
     assert cli.run(["ledger", "compact", "serve"]) == 0
-    assert capsys.readouterr().out == "serve: 20 files, now 2\n"
+    assert capsys.readouterr().out == "serve: files before 20, now 2\n"
     assert len(list((tmp_path / "serve" / "ledger").iterdir())) == 2
     assert cli.run(["ledger", "compact", "nothing"]) == 2
     assert "no run and no endpoint's state at nothing" in capsys.readouterr().err
