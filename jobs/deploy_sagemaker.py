@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags
 from jobs.output import say
-from peagle.deploy.sagemaker import SageMakerKeys, make_requests
+from peagle.deploy.sagemaker import SageMakerKeys, known_offer, make_requests
 from peagle.economics.report.figures import in_words_s, in_words_usd
 from peagle.errors import ConfigError
 
@@ -64,6 +64,8 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     )
     requests = make_requests(card, keys, found)
     say(f"drafter: {found.drafter}")
+    if known_offer(keys) is None:
+        say(f"{keys.instance_type} is not in the price table, so whether {card.name} fits there was not checked")
     say(f"{in_words_usd(requests.usd_per_hour)} an hour while it is there ({requests.price})")
     if args.dry_run:
         say(json.dumps(requests.to_dict(), indent=2))

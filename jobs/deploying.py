@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from jobs.configurations import read_configuration
+from peagle.deploy.room import require_room
 from peagle.deploy.workload import Workload, label_of, machines_for, offer_of
+from peagle.economics.offers import Offer
 from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
@@ -39,12 +41,14 @@ def read_workload(path: Path, name: str | None, *, most_of_name: int) -> Workloa
 
     Raises:
         ConfigError: something in it is wrong, or no machine is named.
+        CapacityError: the machine clearly cannot hold a model.
     """
     from pipelines.batch.config import GenerateConfig
 
     config = read_configuration(path)
     is_bulk = isinstance(config, GenerateConfig)
     offer = offer_of(config)
+    _require_room(config, offer)
     fewest, most = _bulk_parts(config) if isinstance(config, GenerateConfig) else _endpoint_parts(config)
     grace_s = config.grace_s if isinstance(config, GenerateConfig) else max(one.drain_s for one in config.served)
     return Workload(
@@ -109,6 +113,17 @@ def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
             f"{' '.join(command)} ended with code {done.returncode}: {done.stderr.strip()}",
             hint="whatever it says above that it made is there; the same command applies the rest",
         )
+
+
+def _require_room(config: "GenerateConfig | ServeConfig", offer: Offer) -> None:
+    from pipelines.batch.config import GenerateConfig
+
+    if isinstance(config, GenerateConfig):
+        num_nodes, stages = config.nodes_per_engine, config.pipeline_parallel_size
+        require_room(offer, config, pipeline_parallel_size=stages, num_nodes=num_nodes)
+        return
+    for one in config.served:
+        require_room(offer, one, pipeline_parallel_size=one.pipeline_parallel_size)
 
 
 Parts = list[tuple[int, int]]

@@ -192,7 +192,7 @@ def _explain(error: Any, variables: Collection[str]) -> str:
         return f"--{where.replace('_', '-')} is needed"
     if error["type"] == "unexpected_keyword_argument":
         return f"{where}: no such key"
-    message = error["msg"].removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return message
     # A validator of ours that takes many values names the wrong one itself.

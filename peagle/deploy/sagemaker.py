@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from peagle.catalog.cards import HeadCard, ModelCard
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.deploy.room import require_room
+from peagle.economics.offers import Offer
 from peagle.economics.prices import PriceTable
+from peagle.engine.keys import TargetKeys
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env
 from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
@@ -26,6 +29,7 @@ DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
 """Where SageMaker puts further data, a folder for each channel."""
 HEAD_CHANNEL = "eagle"  # as JumpStart calls it
 _OF_SAGEMAKER = "SageMaker"
+_TENSOR_PARALLEL_SIZE = "SM_VLLM_TENSOR_PARALLEL_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +208,9 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
     Raises:
         ConfigError: data is only here, or a name or a variable is longer than SageMaker takes it.
         PriceError: nobody says what the instances cost.
+        CapacityError: they clearly cannot hold the model.
     """
+    _require_room(card, keys)
     name = keys.name or _NOT_OF_A_NAME.sub("-", card.name)[:_MOST_NAME].strip("-")
     usd_per_hour, price = _price(keys)
     container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, found, usd_per_hour)}
@@ -233,6 +239,18 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
         usd_per_hour=keys.instances * usd_per_hour,
         price=price,
     )
+
+
+def known_offer(keys: SageMakerKeys) -> Offer | None:
+    """The instances as EC2 has them; None for types that are not in the price table."""
+    name = keys.instance_type.removeprefix("ml.")
+    return next((offer for offer in PriceTable.load().offers if offer.instance_type == name), None)
+
+
+def _require_room(card: ModelCard, keys: SageMakerKeys) -> None:
+    offer, size = known_offer(keys), keys.variables.get(_TENSOR_PARALLEL_SIZE, "1")
+    if offer is not None and size.isdecimal():
+        require_room(offer, TargetKeys.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))}))
 
 
 def _price(keys: SageMakerKeys) -> tuple[float, str]:

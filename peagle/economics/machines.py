@@ -87,13 +87,30 @@ def _offer(keys: PriceKeys) -> Offer | None:
     return next((one for one in PriceTable.load(keys.prices).offers if one.instance_type == keys.instance_type), None)
 
 
+def hardware_of(offer: Offer) -> Hardware | None:
+    """The accelerators of a machine.
+
+    None where it has none, or nobody has written down what its card is.
+    """
+    card = _card(offer.accelerator) if offer.accelerator else None
+    return None if card is None else _of_cards(card, offer.num_accelerators, offer.num_vcpus)
+
+
+def _card(accelerator: str) -> Card | None:
+    return next((card for card in CARDS.values() if is_accelerator(accelerator, card.name)), None)
+
+
 def _machine(accelerator: str, num_accelerators: int, num_cpus: int) -> Hardware:
-    card = next((card for card in CARDS.values() if is_accelerator(accelerator, card.name)), None)
+    card = _card(accelerator)
     if card is None:
         raise ConfigError(
             f"nothing is known here of the accelerator {accelerator}: neither its memory nor what it computes in",
             hint=f"known are {', '.join(CARDS)}; on the machine itself peagle asks the driver",
         )
+    return _of_cards(card, num_accelerators, num_cpus)
+
+
+def _of_cards(card: Card, num_accelerators: int, num_cpus: int) -> Hardware:
     memory_gib = card.memory_mib / 1024
     return Hardware(
         platform="cuda",

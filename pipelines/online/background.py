@@ -140,6 +140,7 @@ def find(name: str | None) -> Endpoint:
         found = next((one for one in there if one.name == name), None)
         if found is None:
             hint = did_you_mean(name, [one.name for one in there]) if there else "peagle up MODEL starts one"
+            hint += f"; one of SageMaker's is ended by `peagle deploy sagemaker --down {name}`"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return found
     alive = [one for one in there if one.process()]

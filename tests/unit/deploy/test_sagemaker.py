@@ -7,7 +7,7 @@ import pytest
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.deploy.sagemaker import Preset, Requests, SageMakerKeys, make_requests, preset
 from peagle.engine.sagemaker import VARIABLE, from_sagemaker_env, serve_keys
-from peagle.errors import ConfigError, PriceError
+from peagle.errors import CapacityError, ConfigError, PriceError
 
 PUBLISHED = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
 MODEL = "qwen3-coder-30b-a3b-instruct"
@@ -163,3 +163,11 @@ def test_what_is_only_here_is_refused_with_the_command_that_uploads_it(tmp_path:
 def test_a_variable_that_is_too_long_is_named() -> None:
     with pytest.raises(ConfigError, match="the variable X has 1025 letters"):
         requested(variables={"X": "x" * 1025})
+
+
+def test_instances_that_cannot_hold_the_model_are_refused() -> None:
+    with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as refused:
+        requested(instance_type="ml.g6.xlarge", usd_per_hour=1)
+    assert "larger instance type" in refused.value.hint
+    four = {"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}
+    assert requested(instance_type="ml.g6.12xlarge", usd_per_hour=1, variables=four).usd_per_hour == 1

@@ -1,0 +1,75 @@
+"""A machine that cannot hold a model is refused before it is bought."""
+
+import pytest
+
+from jobs.deploying import read_workload
+from peagle.deploy.room import require_room
+from peagle.economics.offers import Offer
+from peagle.economics.prices import PriceTable
+from peagle.engine.keys import TargetKeys
+from peagle.errors import CapacityError, PrecisionError
+
+MODEL = "qwen3-coder-30b-a3b-instruct"
+
+
+def offer(instance_type: str) -> Offer:
+    return next(one for one in PriceTable.load().offers if one.instance_type == instance_type)
+
+
+def keys(**more: object) -> TargetKeys:
+    return TargetKeys.model_validate({"model": MODEL, **more})
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "more", "says"),
+    [
+        ("g6.xlarge", {}, r"g6\.xlarge: .*weights 28\.4.*1 x L4 at 90%"),
+        ("g5.xlarge", {}, r"weights 56\.8.*1 x A10G"),  # Ampere has no FP8
+        ("g6.xlarge", {"model": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}, "1 x L4"),
+        ("p5.4xlarge", {"model": "gpt-oss-120b", "gpu_memory_utilization": 0.5}, "1 x H100 80GB HBM3 at 50%"),
+        ("c7a.large", {}, r"are 56\.8 GiB, and c7a\.large has 4 GiB of memory and no accelerator"),
+    ],
+)
+def test_one_that_is_too_small_is_refused_with_what_would_do(
+    instance_type: str, more: dict[str, object], says: str
+) -> None:
+    with pytest.raises(CapacityError, match=says) as refused:
+        require_room(offer(instance_type), keys(**more))
+    assert "name a larger instance type" in refused.value.hint
+
+
+def test_a_precision_that_the_accelerator_has_not_is_refused() -> None:
+    with pytest.raises(PrecisionError, match="fp8"):
+        require_room(offer("p4d.24xlarge"), keys(precision="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "more"),
+    [
+        ("g7e.2xlarge", {}),
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two of them is said elsewhere
+        ("g6.xlarge", {"model": "org/nobody-knows"}),
+        ("c7a.large", {"model": "smollm2-135m"}),
+    ],
+)
+def test_one_that_holds_it_or_of_which_nothing_is_known_passes(instance_type: str, more: dict[str, object]) -> None:
+    require_room(offer(instance_type), keys(**more))
+
+
+def test_an_accelerator_that_nobody_has_written_down_passes() -> None:
+    strange = Offer(instance_type="x", accelerator="T9", num_accelerators=1, num_vcpus=4, usd_per_hour_on_demand=1.0)
+    require_room(strange, keys())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"input: s3://b/in\noutput: s3://b/out\nmodel: {MODEL}\ninstance_type: g6.xlarge\n",
+        f"keys: k.json\ninstance_type: g6.xlarge\nmodels:\n- model: smollm2-135m\n- model: {MODEL}\n",
+    ],
+)
+def test_each_model_of_a_configuration_is_looked_at(text: str, tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(CapacityError, match="1 x L4"):
+        read_workload(path, None, most_of_name=40)
