@@ -1,6 +1,7 @@
 """Room for a model on a machine, before anything is fetched or bought.
 
-By the catalog and the price table. It knows weights, a step and CUDA graphs. What a request's KV cache takes is known where the model's `config.json` is.
+By the catalog and the price table. It knows weights, a step and CUDA graphs. What a request's KV cache takes is known
+where the model's `config.json` is.
 """
 
 from dataclasses import replace
@@ -66,9 +67,9 @@ def require_room(offer: Offer, keys: TargetKeys, *, pipeline_parallel_size: int 
         enforce_eager=keys.enforce_eager,
     )
     # Machines are counted by others: here is one engine, with as many of its accelerators as it has on one machine.
-    engine_s = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
+    machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
     try:
-        check_capacity(spec, engine_s, known=weights)
+        check_capacity(spec, machine, known=weights)
     except CapacityError as error:
         raise CapacityError(
             f"{offer.instance_type}: {error.message}",
