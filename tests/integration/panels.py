@@ -82,7 +82,8 @@ def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
 
 def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:
     words = IN_WORDS.get(panel["fieldConfig"]["defaults"]["unit"], tick)
-    ticks, y = vertical_axis(max([1e-9, *(value for _, points in series for _, value in points)]))
+    most = max((value for _, points in series for _, value in points), default=0.0)
+    ticks, y = vertical_axis(most if most > 0 else 1.0)
     plot = [grid_line(y(value), words(value)) for value in ticks]
     for share, anchor in ((0.0, "start"), (1.0, "end")):
         plot.append(text(_x(share), HEIGHT - BOTTOM + 16, f"{share * end_s / 60:.0f} min", "tick", anchor))

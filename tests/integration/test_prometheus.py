@@ -182,7 +182,12 @@ def asked(url, key):
                 if stop.is_set():
                     return
                 messages = [{"role": "user", "content": question(problem)}]
-                client.post("/chat/completions", json=body | {"messages": messages}).raise_for_status()
+                answer = client.post("/chat/completions", json=body | {"messages": messages})
+                # Until a first answer says what tokens cost, a key with a budget has one request under way.
+                if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                    time.sleep(float(answer.headers["retry-after"]))
+                else:
+                    answer.raise_for_status()
 
     threads = [threading.Thread(target=ask, args=(first,)) for first in (0, 40)]
     for thread in threads:
