@@ -1,6 +1,7 @@
 """`peagle audit`: check a run against its plan, and its text against the target."""
 
 import argparse
+import sys
 from typing import Any
 
 HELP = """\
@@ -61,3 +62,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if not as_data_only:
         print(done.describe())
     return (0 if done.is_clean else 1), done.to_dict()
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["audit", *sys.argv[1:]])

@@ -1,6 +1,7 @@
 """`peagle bench`: methods of speculation, K and concurrency in the real engine."""
 
 import argparse
+import sys
 from typing import Any
 
 from jobs import flags
@@ -57,3 +58,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
         return 1, report
     return (3 if report["num_passes_left"] else 0), report
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["bench", *sys.argv[1:]])

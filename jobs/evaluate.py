@@ -1,6 +1,7 @@
 """`peagle evaluate`: what a drafter is worth in the real engine."""
 
 import argparse
+import sys
 from typing import Any
 
 from jobs import flags
@@ -46,3 +47,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if report["failed"]:
         say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
     return (1 if report["failed"] else 0), report
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["evaluate", *sys.argv[1:]])

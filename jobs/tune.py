@@ -4,6 +4,7 @@ The answer holds for one target, its prompts and this hardware.
 """
 
 import argparse
+import sys
 from typing import Any
 
 from jobs import flags
@@ -55,3 +56,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     profile, path = tune(config, listener())
     say(f"\n{text_table(profile)}\n\nprofile: {path}")
     return 0, profile.model_dump(mode="json")
+
+
+if __name__ == "__main__":
+    from jobs.cli import main
+
+    main(["tune", *sys.argv[1:]])

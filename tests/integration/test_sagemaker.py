@@ -135,11 +135,25 @@ def check_an_engine_that_dies(process, client):
     invoke(client, REQUEST | {"max_tokens": 1}).raise_for_status()
 
 
+def send(connection, address, body):
+    """Ask for an answer, and read nothing of it."""
+    data = json.dumps(body).encode()
+    connection.connect(address)
+    connection.sendall(b"POST /invocations HTTP/1.1\r\nhost: any\r\ncontent-type: application/json\r\n")
+    connection.sendall(f"content-length: {len(data)}\r\n\r\n".encode() + data)
+
+
 @pytest.mark.soak
 def test_it_ends_in_time_whoever_hangs(container):
     """With the most of `drain_s`: a client that takes nothing, one that says nothing, and an engine that is silent."""
     process, client = container(
-        {"SM_VLLM_MODEL": "any", "PEAGLE_ENGINE": "fake", "SM_VLLM_MAX_MODEL_LEN": "200000", "PEAGLE_DRAIN_S": "20"}
+        {
+            "SM_VLLM_MODEL": "any",
+            "PEAGLE_ENGINE": "fake",
+            "SM_VLLM_MAX_MODEL_LEN": "8192",
+            "SM_VLLM_MAX_NUM_SEQS": "32",
+            "PEAGLE_DRAIN_S": "20",
+        }
         | {"PEAGLE_FAKE": json.dumps({"token_s": 0.0002, "hang_on": "silence"})}
     )
     with client, contextlib.ExitStack() as connections:
@@ -148,13 +162,11 @@ def test_it_ends_in_time_whoever_hangs(container):
         connections.enter_context(socket.create_connection(address))
         deaf = connections.enter_context(socket.socket())
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect(address)
-        body = json.dumps({"prompt": "count", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
-        deaf.sendall(b"POST /invocations HTTP/1.1\r\nhost: any\r\ncontent-type: application/json\r\n")
-        deaf.sendall(f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        send(deaf, address, {"prompt": "count", "max_tokens": 8000, "n": 16, "ignore_eos": True, "stream": True})
         time.sleep(15)  # until all buffers between the engine and that client are full
-        silent = {"prompt": "silence", "max_tokens": 8, "stream": True}
-        connections.enter_context(client.stream("POST", "/invocations", json=silent))
+        unanswered = connections.enter_context(socket.socket())
+        send(unanswered, address, {"prompt": "silence", "max_tokens": 8, "stream": True})
+        time.sleep(2)  # until the engine has it: it says nothing, the status of an answer neither
         began_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * MOST_STOP_S) == 0
@@ -187,6 +199,7 @@ def test_the_embedded_model_with_its_drafter_as_jumpstart_would_set_it(
         assert "Paris" in invoke(client, {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).text
         end = stopped(process, client)
     assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
-    whole, _, cut = RequestReader(tmp_path / "state" / "ledger").new()
+    whole, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
     assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
-    assert cut.outcome in ("ok", "cut", "failed")
+    # Serve kills an engine whose requests have not ended in `drain_s`, so what it did for them is lost.
+    assert [one.outcome for one in last] in ([], ["ok"], ["cut"])

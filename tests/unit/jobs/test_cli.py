@@ -36,6 +36,15 @@ def test_every_command_has_help_and_json(command, capsys):
     assert "exit codes" in text
 
 
+@pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
+def test_the_module_of_a_command_that_a_cluster_runs_is_the_command(command):
+    """As in `ray job submit -- python -m jobs.bench`: a module that only defines it would end with 0 and no work."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"jobs.{command}", "--nosuch"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "--nosuch" in done.stderr or "required" in done.stderr) == (2, True)
+
+
 def test_an_unknown_command_or_flag_is_bad_usage(capsys):
     for argv in (["generat"], ["generate", "--temprature", "1"], []):
         with pytest.raises(SystemExit) as stopped:
