@@ -20,7 +20,7 @@ from peagle.deploy.room import require_room
 from peagle.economics.offers import Offer
 from peagle.economics.prices import PriceTable
 from peagle.engine.keys import TargetKeys
-from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env
+from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
 from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
 from peagle.pairs import parse_pairs
@@ -29,7 +29,6 @@ DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
 """Where SageMaker puts further data, a folder for each channel."""
 HEAD_CHANNEL = "eagle"  # as JumpStart calls it
 _OF_SAGEMAKER = "SageMaker"
-_TENSOR_PARALLEL_SIZE = "SM_VLLM_TENSOR_PARALLEL_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +240,17 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
     )
 
 
+def _on_ec2(keys: SageMakerKeys) -> str:
+    return keys.instance_type.removeprefix("ml.")
+
+
 def known_offer(keys: SageMakerKeys) -> Offer | None:
     """The instances as EC2 has them; None for types that are not in the price table."""
-    name = keys.instance_type.removeprefix("ml.")
-    return next((offer for offer in PriceTable.load().offers if offer.instance_type == name), None)
+    return PriceTable.load().offer(_on_ec2(keys))
 
 
 def _require_room(card: ModelCard, keys: SageMakerKeys) -> None:
-    offer, size = known_offer(keys), keys.variables.get(_TENSOR_PARALLEL_SIZE, "1")
+    offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
     if offer is not None and size.isdecimal():
         require_room(offer, TargetKeys.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))}))
 
@@ -258,7 +260,7 @@ def _price(keys: SageMakerKeys) -> tuple[float, str]:
     if keys.usd_per_hour is not None:
         return keys.usd_per_hour, "as stated"
     try:
-        found = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
+        found = PriceTable.load().price(_on_ec2(keys), provider="aws", region=keys.region)
     except PriceError as error:
         raise PriceError(
             f"what {keys.instance_type} costs is not known: {error.message}",

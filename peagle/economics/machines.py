@@ -84,7 +84,7 @@ def names_accelerators(keys: PriceKeys) -> bool:
 
 
 def _offer(keys: PriceKeys) -> Offer | None:
-    return next((one for one in PriceTable.load(keys.prices).offers if one.instance_type == keys.instance_type), None)
+    return PriceTable.load(keys.prices).offer(keys.instance_type)
 
 
 def hardware_of(offer: Offer) -> Hardware | None:

@@ -178,6 +178,13 @@ class PriceTable:
             doubt=f"no region was named, spot is ${lowest:g} to ${highest:g} per hour, and this is the cheapest",
         )
 
+    def offer(self, instance_type: str | None) -> Offer | None:
+        """An instance type in any one place: its devices are the same in all.
+
+        None where it is not in the table.
+        """
+        return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
+
     def sells(self, instance_type: str, accelerator: str | None) -> bool:
         """Whether it has an instance type with that accelerator.
 

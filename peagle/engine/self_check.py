@@ -204,10 +204,10 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
         judgements = await engine.judge([*prompt, *answer], len(prompt)) if answer else []
     except RequestRefused as error:
         return skipped(f"the engine refused it: {error}")
-    return replace(_verdict(judgements, max_tie), seconds=round(time.monotonic() - started, 3))
+    return _verdict(judgements, max_tie, time.monotonic() - started)
 
 
-def _verdict(judgements: Sequence[Judgement], max_tie: float) -> SelfCheck:
+def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
     # NaN is no margin of a tie.
     wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
     seen = "it answered with no token" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
@@ -218,6 +218,7 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float) -> SelfCheck:
         num_ties=sum(0 < judgement.margin <= max_tie for judgement in judgements),
         largest_margin=largest if largest is not None and abs(largest) < float("inf") else None,
         max_tie=max_tie,
+        seconds=round(seconds, 3),
         seen=seen,
     )
 

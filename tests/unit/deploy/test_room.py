@@ -13,7 +13,9 @@ MODEL = "qwen3-coder-30b-a3b-instruct"
 
 
 def offer(instance_type: str) -> Offer:
-    return next(one for one in PriceTable.load().offers if one.instance_type == instance_type)
+    found = PriceTable.load().offer(instance_type)
+    assert found is not None
+    return found
 
 
 def keys(**more: object) -> TargetKeys:
