@@ -8,6 +8,9 @@ A block's keys lie apart and have to be put side by side; of a long document tha
 neither they nor masks nor scores are kept for the gradient: backward computes each block again. Memory then grows with
 the number of rows, not with its square.
 
+A GPU starts a kernel in the time in which it could compute several blocks. There the blocks of a step are padded and
+attend side by side in a few large kernels, as long as their scores are few enough to keep (`_PADDED_SCORES`).
+
 Registered with transformers under a name of its own, so that the head's layers stay the library's.
 
 Shapes: Q rows of a block that ask, K rows that answer.
@@ -18,14 +21,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from peagle.drafter.batch import Rows, attention_mask
+from peagle.drafter.padded_attention import PaddedBlocks, PaddedPlan, attend
 
 DOCUMENT_ATTENTION = "peagle_documents"
 BLOCK_ROWS = 128  # at least: the rows of a block answer each other, mostly in vain
 _TOKENS_PER_BLOCK_ROW = 16  # and more in a long document, whose tokens are put side by side anew for each block
+_PADDED_SCORES = 2**27  # of a step, for each attention head: 128 MiB of mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,50 @@ class AttentionPlan:
 
     blocks: tuple[Block, ...]
 
-    def to(self, device: torch.device | str) -> "AttentionPlan":
-        """The plan with its blocks on another device."""
+    def to(self, device: torch.device | str) -> "DocumentPlan":
+        """The plan on another device, in the form that suits it."""
+        if torch.device(device).type != "cpu" and self.num_padded_scores <= _PADDED_SCORES:
+            return self.padded(device)
         return AttentionPlan(tuple(block.to(device) for block in self.blocks))
+
+    @property
+    def num_padded_scores(self) -> int:
+        """Scores of an attention head when the blocks are padded."""
+        return sum(
+            len(group) * max(map(_num_asking, group)) * max(map(_num_answering, group)) for group in self._groups()
+        )
+
+    def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
+        """The same blocks, to be computed side by side."""
+        return PaddedPlan(tuple(PaddedBlocks.of(group).to(device) for group in self._groups()))
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention block by block, [1, heads, rows, head_dim]."""
+        output: torch.Tensor = _BlockAttention.apply(query, key, value, self, scaling)  # type: ignore[no-untyped-call]
+        return output
+
+    def _groups(self) -> list[list[Block]]:
+        """Blocks that are padded together: causal ones, and the others."""
+        causal = [block for block in self.blocks if block.asking is None]
+        others = [block for block in self.blocks if block.asking is not None]
+        return [group for group in (causal, others) if group]
+
+
+DocumentPlan = AttentionPlan | PaddedPlan
+
+
+def _num_asking(block: Block) -> int:
+    return _length(block.query)
+
+
+def _num_answering(block: Block) -> int:
+    return sum(map(_length, block.keys))
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop) - int(rows.start)
 
 
 def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
@@ -148,7 +193,7 @@ def document_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: AttentionPlan,
+    attention_mask: DocumentPlan,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -170,8 +215,7 @@ def document_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    output: torch.Tensor = _BlockAttention.apply(query, key, value, attention_mask, scaling)  # type: ignore[no-untyped-call]
-    return output.transpose(1, 2).contiguous(), None
+    return attention_mask.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -227,11 +271,7 @@ def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _attend(block: Block, parts: Sequence[torch.Tensor], scaling: float | None) -> torch.Tensor:
-    query, key, value = parts
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    mask = block.mask()
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    return attend(parts, block.mask(), scaling)
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, document_attention)

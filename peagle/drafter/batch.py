@@ -103,12 +103,12 @@ def sample_rows(
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
-    """[Q, K] bool, True where the row may attend.
+    """[..., Q, K] bool, True where the row may attend.
 
     Known tokens up to its anchor, and its own chain before it.
     """
-    query_a, key_a = query.anchor_S[:, None], key.anchor_S[None, :]
-    query_d, key_d = query.depth_S[:, None], key.depth_S[None, :]
+    query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
+    query_d, key_d = query.depth_S[..., :, None], key.depth_S[..., None, :]
     known = (key_d == 0) & (key_a <= query_a)
     own_chain = (key_a == query_a) & (key_d <= query_d)
     return known | own_chain

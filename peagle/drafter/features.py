@@ -82,8 +82,9 @@ def states_of(
     *,
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
+    to: torch.device | str = "cpu",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Aux [T, A * H] and last [T, H] of each sample, in bf16 on the CPU.
+    """Aux [T, A * H] and last [T, H] of each sample, in bf16.
 
     How samples are batched may change the last bit of a state, as it does in every engine.
 
@@ -92,6 +93,7 @@ def states_of(
         reader: the target on `device`.
         device: of the target.
         batch_tokens: padded tokens the target sees at once; a longer document is seen alone.
+        to: where they are wanted.
     """
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for batch in _batches_by_length(samples, batch_tokens):
@@ -100,7 +102,7 @@ def states_of(
         aux, last = reader.read(torch.tensor(padded, device=device))
         for row, i in enumerate(batch):
             length = len(samples[i].token_ids)
-            states[i] = (_compact(aux[row, :length]), _compact(last[row, :length]))
+            states[i] = (_compact(aux[row, :length], to), _compact(last[row, :length], to))
     return [states[i] for i in range(len(samples))]
 
 
@@ -111,8 +113,8 @@ def _keeper(seen: list[torch.Tensor]) -> Callable[..., None]:
     return keep
 
 
-def _compact(states: torch.Tensor) -> torch.Tensor:
-    return states.to("cpu", torch.bfloat16, copy=True)
+def _compact(states: torch.Tensor, to: torch.device | str) -> torch.Tensor:
+    return states.to(to, torch.bfloat16, copy=True)
 
 
 def _batches_by_length(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[int]]:
@@ -310,10 +312,12 @@ class ComputedFeatures:
         return len(self._samples[index].token_ids)
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """The documents with these indices, computed together."""
+        """The documents with these indices, computed together; their states stay on the target's device."""
         samples = [self._samples[index] for index in indices]
         with torch.autocast(self._device.type, enabled=False):  # it is for the head, and would change the target
-            states = states_of(samples, self._reader, device=self._device, batch_tokens=self._batch_tokens)
+            states = states_of(
+                samples, self._reader, device=self._device, batch_tokens=self._batch_tokens, to=self._device
+            )
         return [
             Document(
                 token_ids_T=torch.tensor(sample.token_ids),

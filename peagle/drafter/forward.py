@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.attention import AttentionPlan, parallel_plan, sequential_plan
+from peagle.drafter.attention import DocumentPlan, parallel_plan, sequential_plan
 from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.loss import (
     CHUNK_ROWS,
@@ -68,7 +68,7 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
 
 
 def _one_depth(
-    head: Any, place: torch.Tensor, state: torch.Tensor, token_ids: torch.Tensor, cache: "_Cache", plan: AttentionPlan
+    head: Any, place: torch.Tensor, state: torch.Tensor, token_ids: torch.Tensor, cache: "_Cache", plan: DocumentPlan
 ) -> torch.Tensor:
     row_states = torch.cat([head.embed_tokens(token_ids).to(state.dtype), state], dim=-1)[None]
     places = place[None]
@@ -193,7 +193,7 @@ class ParallelRows:
     states: torch.Tensor
     places: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
-    plan: AttentionPlan
+    plan: DocumentPlan
 
     def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
         """The rows behind a layer, [1, S, H]."""

@@ -30,6 +30,7 @@ from peagle.drafter.batch import TrainingBatch
 LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")  # by the library's names
 DEFAULT_LOSS = "kl_div"
 CHUNK_ROWS = 256
+_GPU_LOGITS = 2**25  # at once, where a GPU's kernels are short and its memory large: 128 MiB each time they are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,9 @@ def _chunks(
     """Chunks of rows with the target's logits, each row's index, the head's logits."""
     dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
-    for start in range(0, len(hidden_RH), CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
+    num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_LOGITS // len(weight))
+    for start in range(0, len(hidden_RH), num_rows):
+        rows = slice(start, start + num_rows)
         positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
         target_logits = (targets.state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
         if targets.softcap is not None:

@@ -1,15 +1,24 @@
 """Attention in blocks, held against one full mask over the same rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.attention import BLOCK_ROWS, document_attention, parallel_plan, sequential_plan
+from peagle.drafter.attention import (
+    BLOCK_ROWS,
+    AttentionPlan,
+    DocumentPlan,
+    document_attention,
+    parallel_plan,
+    sequential_plan,
+)
 from peagle.drafter.batch import Rows, attention_mask, sample_rows
+from peagle.drafter.padded_attention import PaddedPlan
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
+Form = Callable[[AttentionPlan], DocumentPlan]
 
 
 @pytest.fixture(scope="module")
@@ -40,41 +49,48 @@ def _tensors(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query, *(torch.randn(1, KV_HEADS, rows, HEAD_DIM, dtype=torch.float64) for _ in range(2))
 
 
-def test_all_depths_at_once_equal_one_full_mask(documents: list[Rows]) -> None:
+@pytest.fixture(params=["blocks", "padded"])
+def form(request: pytest.FixtureRequest) -> Form:
+    """A plan as a CPU computes it, and as a GPU does."""
+    return AttentionPlan.padded if request.param == "padded" else lambda plan: plan
+
+
+def test_all_depths_at_once_equal_one_full_mask(documents: list[Rows], form: Form) -> None:
     total = sum(map(len, documents))
     query, key, value = _tensors(total + PADDING)
-    output, _ = document_attention(None, query, key, value, parallel_plan(documents))
+    output, _ = document_attention(None, query, key, value, form(parallel_plan(documents)))
     torch.testing.assert_close(output[:, :total], _reference(documents, query, key, value))
     assert output.shape[1] == total + PADDING
     assert not output[:, total:].any()
 
 
-def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents: list[Rows]) -> None:
+def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents: list[Rows], form: Form) -> None:
     total = sum(map(len, documents))
     tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
-    output, _ = document_attention(None, *tensors, parallel_plan(documents))
+    output, _ = document_attention(None, *tensors, form(parallel_plan(documents)))
     torch.testing.assert_close(
         _gradients(output, tensors), _gradients(_reference(documents, *tensors).contiguous(), tensors)
     )
 
 
-def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(documents: list[Rows]) -> None:
+def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(documents: list[Rows], form: Form) -> None:
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
-    plan = parallel_plan(documents)
+    plan = form(parallel_plan(documents))
+    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
     ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
     for own, other in zip(ours, exact, strict=True):
         assert own.dtype == torch.bfloat16
-        assert float((own.float() - other).norm() / other.norm()) < 2**-8
+        assert float((own.float() - other).norm() / other.norm()) < bound
 
 
-def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents: list[Rows]) -> None:
+def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents: list[Rows], form: Form) -> None:
     tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     depth_S = torch.cat([rows.depth_S for rows in documents])
     rows = torch.nonzero(depth_S == 2).flatten()
     cached = torch.cat([torch.nonzero(depth_S == depth).flatten() for depth in range(3)])
     query, key, value = tensors
-    plan = sequential_plan(documents, 2)
+    plan = form(sequential_plan(documents, 2))
     output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
     expected = _reference(documents, query, key, value)[:, rows]
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
@@ -89,14 +105,14 @@ def test_nothing_as_large_as_a_block_with_its_keys_is_kept_for_the_gradient() ->
     assert sum(kept) == query.numel() + key.numel() + value.numel()
 
 
-def test_depth_after_depth_equals_one_full_mask(documents: list[Rows]) -> None:
+def test_depth_after_depth_equals_one_full_mask(documents: list[Rows], form: Form) -> None:
     query, key, value = _tensors(sum(map(len, documents)))
     expected = _reference(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
     by_depth = [torch.nonzero(depth_S == depth).flatten() for depth in range(4)]
     for depth, rows in enumerate(by_depth):
         cached = torch.cat(by_depth[: depth + 1])
-        plan = sequential_plan(documents, depth)
+        plan = form(sequential_plan(documents, depth))
         output, _ = document_attention(None, query[:, :, rows], key[:, :, cached], value[:, :, cached], plan)
         torch.testing.assert_close(output, expected[:, rows])
 
@@ -107,3 +123,10 @@ def test_blocks_do_not_ask_the_chains_of_others(documents: list[Rows]) -> None:
     largest = max(len(block.asking) for block in plan.blocks if block.asking is not None)
     assert largest < BLOCK_ROWS + 4
     assert answers <= sum(len(rows) * (rows.num_known / BLOCK_ROWS + 2) + BLOCK_ROWS for rows in documents)
+
+
+@pytest.mark.parametrize(("num_tokens", "form"), [(400, PaddedPlan), (40_000, AttentionPlan)])
+def test_away_from_the_cpu_blocks_are_padded_unless_a_document_is_long(num_tokens: int, form: type) -> None:
+    rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
+    assert type(parallel_plan([rows]).to("meta")) is form
+    assert type(parallel_plan([rows]).to("cpu")) is AttentionPlan
