@@ -312,7 +312,10 @@ class ComputedFeatures:
         return len(self._samples[index].token_ids)
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """The documents with these indices, computed together; their states stay on the target's device."""
+        """The documents with these indices, computed together.
+
+        Their states stay on the target's device.
+        """
         samples = [self._samples[index] for index in indices]
         with torch.autocast(self._device.type, enabled=False):  # it is for the head, and would change the target
             states = states_of(

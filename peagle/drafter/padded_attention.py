@@ -24,9 +24,9 @@ _LAST = int(torch.iinfo(torch.long).max)  # an anchor behind all others
 
 
 def attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    """Attention of query, key and value, each [N, heads, rows, head_dim].
+    """Attention of query, key and value.
 
-    KV heads may be fewer.
+    Each is [N, heads, rows, head_dim]; KV heads may be fewer.
 
     Args:
         parts: the three.
@@ -89,7 +89,11 @@ class PaddedBlocks:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indices of the rows that ask, [S], and what they get, [1, heads, S, head_dim]."""
+        """The indices of the rows that ask, and what they get.
+
+        Returns:
+            [S], and [1, heads, S, head_dim].
+        """
         wide = torch.promote_types(key.dtype, torch.float32)  # the first keys' gradient is a sum over all blocks
         parts = [_gathered(query, self.query_NQ)]
         parts += [_gathered(tensor.to(wide), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
