@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peagle.drafter.batch import Rows, attention_mask
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from peagle.drafter.attention import Block
 
 _MULTIPLE = 8  # of rows, as GPU kernels want masks
+# Without cuDNN's, whose gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LAST = int(torch.iinfo(torch.long).max)  # an anchor behind all others
 
 
@@ -36,7 +39,8 @@ def attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: fl
     query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    with sdpa_kernel(_KERNELS):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
 
 
 @dataclass(frozen=True, slots=True)
