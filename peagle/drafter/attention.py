@@ -85,7 +85,7 @@ class AttentionPlan:
 
     def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
         """The same blocks, to be computed side by side."""
-        return PaddedPlan(tuple(PaddedBlocks.of(group).to(device) for group in self._groups()))
+        return PaddedPlan(tuple(PaddedBlocks.of(group, device) for group in self._groups()))
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None

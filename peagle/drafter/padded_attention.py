@@ -51,19 +51,18 @@ class PaddedBlocks:
         query_NQ: index of the row that asks; 0 for padding.
         key_NK: index of the row that answers; 0 for padding.
         place_S: where in N * Q the rows are that are no padding.
-        asking: [N, Q] anchors and depths; padding may attend to all known tokens. None for causal attention.
-        answering: [N, K]; nobody attends to padding.
+        mask_NQK: bool, the same for all layers. Nobody attends to padding, which may attend to all known tokens. None
+            for causal attention.
     """
 
     query_NQ: torch.Tensor
     key_NK: torch.Tensor
     place_S: torch.Tensor
-    asking: Rows | None
-    answering: Rows | None
+    mask_NQK: torch.Tensor | None
 
     @classmethod
-    def of(cls, blocks: "Sequence[Block]") -> "PaddedBlocks":
-        """The blocks, which are all causal or all not."""
+    def of(cls, blocks: "Sequence[Block]", device: torch.device | str) -> "PaddedBlocks":
+        """The blocks, which are all causal or all not, on a device."""
         query = [torch.arange(block.query.start, block.query.stop) for block in blocks]
         key = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
         query_NQ = _padded(query)
@@ -71,24 +70,13 @@ class PaddedBlocks:
         place_S = torch.nonzero((torch.arange(query_NQ.shape[1]) < lengths_N[:, None]).flatten()).flatten()
         asking = [block.asking for block in blocks if block.asking is not None]
         answering = [block.answering for block in blocks if block.answering is not None]
-        if not asking:
-            return cls(query_NQ, _padded(key), place_S, None, None)
-        return cls(
-            query_NQ,
-            _padded(key),
-            place_S,
-            Rows(_padded([rows.anchor_S for rows in asking], _LAST), _padded([rows.depth_S for rows in asking])),
-            Rows(
-                _padded([rows.anchor_S for rows in answering], -1),
-                _padded([rows.depth_S for rows in answering], 1),
-            ),
-        )
-
-    def to(self, device: torch.device | str) -> "PaddedBlocks":
-        """The blocks on another device."""
-        query, key, place = (tensor.to(device) for tensor in (self.query_NQ, self.key_NK, self.place_S))
-        asking, answering = (None if rows is None else rows.to(device) for rows in (self.asking, self.answering))
-        return PaddedBlocks(query, key, place, asking, answering)
+        mask_NQK = None
+        if asking:
+            mask_NQK = attention_mask(
+                _side_by_side(asking, anchor=_LAST, depth=0).to(device),
+                _side_by_side(answering, anchor=-1, depth=1).to(device),
+            )
+        return cls(query_NQ.to(device), _padded(key).to(device), place_S.to(device), mask_NQK)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -101,10 +89,7 @@ class PaddedBlocks:
         wide = torch.promote_types(key.dtype, torch.float32)  # the first keys' gradient is a sum over all blocks
         parts = [_gathered(query, self.query_NQ)]
         parts += [_gathered(tensor.to(wide), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
-        mask = None
-        if self.asking is not None and self.answering is not None:
-            mask = attention_mask(self.asking, self.answering)[:, None]
-        output = attend(parts, mask, scaling)
+        output = attend(parts, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
         flat = output.transpose(0, 1).flatten(1, 2)[None]
         return self.query_NQ.flatten()[self.place_S], flat[:, :, self.place_S]
 
@@ -130,6 +115,11 @@ def _padded(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
     """[N, longest] with `filler` behind the ends."""
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filler)
     return F.pad(padded, (0, -padded.shape[1] % _MULTIPLE), value=filler)
+
+
+def _side_by_side(rows: Sequence[Rows], *, anchor: int, depth: int) -> Rows:
+    """[N, longest] anchors and depths, with those given for padding."""
+    return Rows(_padded([own.anchor_S for own in rows], anchor), _padded([own.depth_S for own in rows], depth))
 
 
 def _gathered(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
