@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from peagle.drafter.store import Document
 
@@ -88,18 +89,14 @@ def sample_rows(
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
     rank = torch.empty_like(candidates)
     rank[torch.randperm(len(candidates), generator=generator)] = torch.arange(len(candidates))
-    anchors, depths = [], []
-    for depth in range(1, num_depths):
-        kept = candidates[(rank < round(len(candidates) * ratio**depth)) & (candidates + depth < num_tokens)]
-        kept = kept[loss_mask_T.cpu()[kept + depth]]
-        anchors.append(kept)
-        depths.append(torch.full_like(kept, depth))
-    known = Rows(torch.arange(num_tokens), torch.zeros(num_tokens, dtype=torch.long))
-    if not anchors:
-        return known
-    anchor, depth_of = torch.cat(anchors), torch.cat(depths)
-    by_anchor = anchor.argsort(stable=True)
-    return Rows(torch.cat([known.anchor_S, anchor[by_anchor]]), torch.cat([known.depth_S, depth_of[by_anchor]]))
+    depth_D = torch.arange(1, num_depths)
+    drawn_D = torch.tensor([round(len(candidates) * ratio**depth) for depth in range(1, num_depths)], dtype=torch.long)
+    has_loss = F.pad(loss_mask_T.cpu(), (0, num_depths))[candidates[:, None] + depth_D]
+    chosen, deeper = torch.nonzero((rank[:, None] < drawn_D) & has_loss, as_tuple=True)
+    return Rows(
+        torch.cat([torch.arange(num_tokens), candidates[chosen]]),
+        torch.cat([torch.zeros(num_tokens, dtype=torch.long), depth_D[deeper]]),
+    )
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:

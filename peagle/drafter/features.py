@@ -10,7 +10,7 @@ in any order. This file cuts and fills shards; how they lie on the disk is store
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 
 Features on the fly read like a store, and their numbers are those of a store, rounded to bf16 like them; each pass over
-the documents runs the target again. Of states it holds none; of a step's documents, only those asked for.
+the documents runs the target again. Of states it holds those of the documents that were read ahead.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from peagle.errors import CapacityError, ConfigError, InputError
 from peagle.files import sha256
 
 BATCH_TOKENS = 4096
+GPU_BATCH_TOKENS = 16_384  # a GPU would wait for Python with fewer
 
 
 class HiddenStateReader:
@@ -300,9 +301,9 @@ class ComputedFeatures:
         device: torch.device | str = "cpu",
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        self.spec = spec
-        self._samples, self._load_reader = samples, load_reader
-        self._device, self._batch_tokens = torch.device(device), batch_tokens
+        self.spec, self.tokens_ahead = spec, batch_tokens
+        self._samples, self._load_reader, self._device = samples, load_reader, torch.device(device)
+        self._ahead: dict[int, Document] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -311,25 +312,34 @@ class ComputedFeatures:
         """Length of a document."""
         return len(self._samples[index].token_ids)
 
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Compute the documents together and keep each until it is asked for, or until the next call."""
+        self._ahead = self._computed(indices)
+
     def documents(self, indices: Sequence[int]) -> list[Document]:
         """The documents with these indices, computed together.
 
         Their states stay on the target's device.
         """
+        found = {index: self._ahead.pop(index) for index in indices if index in self._ahead}
+        found |= self._computed([index for index in indices if index not in found])
+        return [found[index] for index in indices]
+
+    def _computed(self, indices: Sequence[int]) -> dict[int, Document]:
         samples = [self._samples[index] for index in indices]
         with torch.autocast(self._device.type, enabled=False):  # it is for the head, and would change the target
             states = states_of(
-                samples, self._reader, device=self._device, batch_tokens=self._batch_tokens, to=self._device
+                samples, self._reader, device=self._device, batch_tokens=self.tokens_ahead, to=self._device
             )
-        return [
-            Document(
+        return {
+            index: Document(
                 token_ids_T=torch.tensor(sample.token_ids),
                 loss_mask_T=torch.tensor(sample.loss_mask),
                 aux_TAH=aux,
                 last_TH=last,
             )
-            for sample, (aux, last) in zip(samples, states, strict=True)
-        ]
+            for index, sample, (aux, last) in zip(indices, samples, states, strict=True)
+        }
 
     @cached_property
     def _reader(self) -> HiddenStateReader:

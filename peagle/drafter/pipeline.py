@@ -11,7 +11,7 @@ metrics.svg), `head/` (config.json, model.safetensors, README.md), `run.json` (c
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.checkpoint import has_checkpoint, load_checkpoint
 from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import (
+    BATCH_TOKENS,
+    GPU_BATCH_TOKENS,
     ComputedFeatures,
     FeatureJob,
     extract,
@@ -58,7 +59,8 @@ _RECIPE = (
     "clip_norm", "precision", "seed",
 )  # fmt: skip
 
-_TOKENS_PER_DIMENSION = 8  # of the documents that further layers are fitted to
+_TOKENS_PER_DIMENSION = 8  # of documents that further layers are fitted to
+_ESTIMATED_TOKENS = 2**16  # of documents that the acceptance is estimated on
 
 # Has a store filled, and tells how far it is: shards done, and in all.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
@@ -131,18 +133,19 @@ class Prepared:
         """
         head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
         if self.spec.further_layers == "unrolled" and not is_told and not has_checkpoint(self.folder):
-            unroll(head, self._sample().to(self.device))
+            chosen = self.sample(self.corpus.trained, _TOKENS_PER_DIMENSION * self.target.hidden_size)
+            unroll(head, sampled_batch(self.store, chosen, self.recipe, step=0).to(self.device))
         return head
 
-    def _sample(self) -> TrainingBatch:
-        """Rows of documents from all over the corpus, enough to fit states."""
-        num_tokens, chosen = 0, []
-        for index in random.Random(self.config.seed).sample(self.corpus.trained, len(self.corpus.trained)):
-            num_tokens += self.store.num_tokens(index)
-            chosen.append(index)
-            if num_tokens >= _TOKENS_PER_DIMENSION * self.target.hidden_size:
+    def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
+        """Some of the documents, drawn by the seed until they hold so many tokens, or all."""
+        chosen: list[int] = []
+        for index in random.Random(self.config.seed).sample(documents, len(documents)):
+            if num_tokens <= 0:
                 break
-        return sampled_batch(self.store, chosen, self.recipe, step=0)
+            num_tokens -= self.store.num_tokens(index)
+            chosen.append(index)
+        return chosen
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
@@ -230,7 +233,7 @@ def train_prepared(
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
     """Plot the training, estimate acceptance, and save the head with its card.
 
-    The estimate is over the documents held out.
+    The estimate is over documents held out, not more of them than tell it.
 
     Returns:
         What run.json says.
@@ -243,7 +246,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         estimate = estimate_acceptance(
             head.eval(),
             prepared.store,
-            sorted(prepared.corpus.held_out),
+            prepared.sample(sorted(prepared.corpus.held_out), _ESTIMATED_TOKENS),
             num_speculative_tokens=config.num_speculative_tokens,
         )
     with writing(config.output, SafetensorError, hint="free some space; the same command saves the head"):
@@ -316,8 +319,13 @@ def _features(
         + (", not stored but computed in each pass" if config.on_the_fly else "")
     )
     if config.on_the_fly:
+        large = device.type != "cpu" and config.micro_batch_tokens is None  # which saves memory
         return ComputedFeatures(
-            samples, lambda: load_reader(target.folder, spec.aux_layers, device), spec, device=device
+            samples,
+            lambda: load_reader(target.folder, spec.aux_layers, device),
+            spec,
+            device=device,
+            batch_tokens=GPU_BATCH_TOKENS if large else BATCH_TOKENS,
         )
     folder = config.features or config.output / "features"
     extract(

@@ -65,15 +65,24 @@ class Document:
 
 
 class Features(Protocol):
-    """Documents with their states, stored or computed."""
+    """Documents with their states, stored or computed.
+
+    Attributes:
+        spec: of the target and the documents.
+        tokens_ahead: of documents that are best read together; 0 where that gains nothing.
+    """
 
     spec: FeatureSpec
+    tokens_ahead: int
 
     def __len__(self) -> int:
         """How many documents."""
 
     def num_tokens(self, index: int) -> int:
         """Length of a document."""
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Be ready for documents that are asked for soon, once each."""
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
         """The documents with these indices."""
@@ -177,6 +186,8 @@ class FeatureStore:
         InputError: no store, an unfinished one, or a damaged shard.
     """
 
+    tokens_ahead = 0
+
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         if not (folder / INDEX).is_file():
             raise InputError(f"{folder}: no features there", hint="extract them first")
@@ -217,6 +228,9 @@ class FeatureStore:
             aux_TAH=shard["aux"][tokens],
             last_TH=shard["last"][tokens],
         )
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Nothing to do."""
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
         """The documents with these indices."""

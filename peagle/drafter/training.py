@@ -214,7 +214,8 @@ class _Trainer:
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
         self.optimizer.set_learning_rate(learning_rate)
-        chosen = [self.documents[place] for place in self.order.documents(self.step)]
+        self._read_ahead()
+        chosen = self._chosen(self.step)
         self.optimizer.zero_grad()
         outcome, num_tokens = self._gradients(chosen)
         self._check_finite(outcome.loss, chosen)
@@ -223,10 +224,29 @@ class _Trainer:
         self.optimizer.step()
         return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
 
+    def _chosen(self, step: int) -> list[int]:
+        return [self.documents[place] for place in self.order.documents(step)]
+
+    def _read_ahead(self) -> None:
+        """Have the target read the documents of as many steps at once as suits it.
+
+        Which steps go together depends on their numbers alone, so that a resumed training reads as one that never
+        stopped.
+        """
+        num_steps = self.store.tokens_ahead * self.workers.size // self.config.batch_tokens
+        if num_steps < 2 or not (self.step % num_steps == 0 or self._attempt_tokens == 0):
+            return
+        first = self.step - self.step % num_steps
+        steps = range(first, min(first + num_steps, self.config.num_steps))
+        self.store.read_ahead([index for step in steps for index in self._mine(self._chosen(step))])
+
+    def _mine(self, chosen: list[int]) -> list[int]:
+        """This worker's share of a step's documents."""
+        return chosen[self.workers.rank :: self.workers.size]
+
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
         """Gradients and figures of a step, summed over micro-batches and workers."""
-        mine = chosen[self.workers.rank :: self.workers.size]
-        batches = list(micro_batches(self.store, mine, self.config, step=self.step))
+        batches = list(micro_batches(self.store, self._mine(chosen), self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
             total_weight += fixed_weight(batch, self.config.weighting).sum().to(self.device)
