@@ -209,3 +209,47 @@ def test_the_target_is_loaded_once_when_states_are_first_asked_for(
     computed.documents([1])
     computed.documents([2, 0])
     assert loaded == [1]
+
+
+def test_documents_are_read_ahead_together_and_kept_until_they_are_asked_for(
+    model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = HiddenStateReader(model, spec.aux_layers)
+    computed = ComputedFeatures(samples, lambda: reader, spec)
+    alone = computed.documents([0, 1, 2])
+    shapes: list[int] = []
+
+    def read(token_ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.append(len(token_ids_BT))
+        return HiddenStateReader.read(reader, token_ids_BT)
+
+    monkeypatch.setattr(reader, "read", read)
+    computed.read_ahead([0, 1, 2])
+    ahead = [*computed.documents([2]), *computed.documents([1, 0])]
+    assert shapes == [3]
+    for index, document in zip((2, 1, 0), ahead, strict=True):
+        assert torch.equal(document.token_ids_T, alone[index].token_ids_T)
+        assert torch.equal(document.aux_TAH, alone[index].aux_TAH)
+    computed.documents([1])
+    assert shapes == [3, 1]  # it was kept once
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 3])
+def test_a_resumed_training_reads_ahead_as_the_uninterrupted_one(
+    target: Path,
+    half: LlamaForCausalLM,
+    samples: list[Sample],
+    spec: FeatureSpec,
+    vocabulary: DraftVocabulary,
+    tmp_path: Path,
+    steps_before: int,
+) -> None:
+    def computed() -> ComputedFeatures:
+        reader = HiddenStateReader(half, spec.aux_layers)
+        return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)
+
+    whole = _losses(target, vocabulary, computed(), tmp_path / "whole")
+    head = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
+    for _ in range(steps_before):
+        train(head, computed(), range(len(samples)), CONFIG, tmp_path / "cut", fingerprint={}, time_budget_s=0)
+    assert _losses(target, vocabulary, computed(), tmp_path / "cut") == whole
