@@ -33,7 +33,8 @@ _GROWTH = 1.125
 # own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
 _MOST_TOKENS = 4096
 # Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
-# vllm-project/vllm pull 22897. So these bounds hold the start to some 10 s more, and the graphs to 4 % of the memory.
+# vllm-project/vllm pull 22897, at 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
+# bounds hold the start to some 40 s more, and the graphs to 4 % of the memory.
 _SIZE_GIB = 28 / 1024
 _MOST_SIZES = 96
 _MEMORY_SHARE = 0.04

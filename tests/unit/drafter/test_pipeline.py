@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import check_fit, check_weights, read_head, read_shapes
+from peagle.drafter import pipeline
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
+from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.head_folder import load_head
 from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
+from peagle.drafter.store import Features
 from peagle.economics.spending import Days, Spend, charges
 from peagle.errors import ConfigError, DivergedError, InputError
 from peagle.runs.ledgers import find_ledgers
+from peagle.speculation import SpeculationStats
 
 
 @pytest.fixture
@@ -184,6 +188,27 @@ def test_the_same_ids_of_two_runs_are_held_out_together(speaking_target: Path, r
     twice = config.model_copy(update={"prompts": [str(responses), str(responses)]})
     result = train_head(twice, Listener())
     assert (result["documents"], result["held_out_documents"]) == (19, 5)
+
+
+@pytest.mark.parametrize(("tokens", "documents"), [(1, 1), (2**16, 5)])
+def test_the_acceptance_is_estimated_on_as_many_documents_as_tell_it(
+    speaking_target: Path,
+    responses: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    documents: int,
+) -> None:
+    estimated: list[Sequence[int]] = []
+
+    def estimate(head: Any, store: Features, documents: Sequence[int], **options: Any) -> SpeculationStats:
+        estimated.append(documents)
+        return estimate_acceptance(head, store, documents, **options)
+
+    monkeypatch.setattr(pipeline, "_ESTIMATED_TOKENS", tokens)
+    monkeypatch.setattr(pipeline, "estimate_acceptance", estimate)
+    train_head(_config(speaking_target, responses, tmp_path / "out", held_out=0.4, time_budget_s=1e-9), Listener())
+    assert [len(set(one)) for one in estimated] == [documents]
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(
