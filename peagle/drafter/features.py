@@ -313,16 +313,15 @@ class ComputedFeatures:
         return len(self._samples[index].token_ids)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Compute the documents together and keep each until it is asked for, or until the next call."""
-        self._ahead = self._computed(indices)
+        """Compute the documents together and keep them until the next call."""
+        self._ahead = self._computed(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
         """The documents with these indices, computed together.
 
         Their states stay on the target's device.
         """
-        found = {index: self._ahead.pop(index) for index in indices if index in self._ahead}
-        found |= self._computed([index for index in indices if index not in found])
+        found = self._ahead | self._computed([index for index in indices if index not in self._ahead])
         return [found[index] for index in indices]
 
     def _computed(self, indices: Sequence[int]) -> dict[int, Document]:

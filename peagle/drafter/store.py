@@ -82,7 +82,7 @@ class Features(Protocol):
         """Length of a document."""
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Be ready for documents that are asked for soon, once each."""
+        """Be ready for documents that are asked for soon."""
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
         """The documents with these indices."""

@@ -211,7 +211,7 @@ def test_the_target_is_loaded_once_when_states_are_first_asked_for(
     assert loaded == [1]
 
 
-def test_documents_are_read_ahead_together_and_kept_until_they_are_asked_for(
+def test_documents_are_read_ahead_together_and_kept_until_others_are(
     model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = HiddenStateReader(model, spec.aux_layers)
@@ -230,8 +230,9 @@ def test_documents_are_read_ahead_together_and_kept_until_they_are_asked_for(
     for index, document in zip((2, 1, 0), ahead, strict=True):
         assert torch.equal(document.token_ids_T, alone[index].token_ids_T)
         assert torch.equal(document.aux_TAH, alone[index].aux_TAH)
-    computed.documents([1])
-    assert shapes == [3, 1]  # it was kept once
+    computed.read_ahead([1, 1])
+    computed.documents([1, 0])
+    assert shapes == [3, 1, 1]
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
