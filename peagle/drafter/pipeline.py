@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -320,13 +320,9 @@ def _features(
     )
     if config.on_the_fly:
         large = device.type != "cpu" and config.micro_batch_tokens is None  # which saves memory
-        return ComputedFeatures(
-            samples,
-            lambda: load_reader(target.folder, spec.aux_layers, device),
-            spec,
-            device=device,
-            batch_tokens=GPU_BATCH_TOKENS if large else BATCH_TOKENS,
-        )
+        batch_tokens = GPU_BATCH_TOKENS if large else BATCH_TOKENS
+        reader = partial(load_reader, target.folder, spec.aux_layers, device)
+        return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)
     folder = config.features or config.output / "features"
     extract(
         FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)), listener.shard
