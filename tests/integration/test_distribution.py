@@ -19,8 +19,8 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# A lookup finds `(self` and what followed; the target may go on in other ways.
-REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__"
+# A lookup finds `self, size` and what followed, by three tokens as by two; the target may go on in other ways.
+REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
 LEVEL = 1e-4  # of each of the thirty comparisons: one run in three hundred fails by chance
