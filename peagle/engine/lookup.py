@@ -10,8 +10,9 @@ It knows token ids; it knows neither vLLM nor how drafts are verified.
 from collections.abc import Mapping, Sequence
 
 # The shortest n-gram whose continuation is right more often than the head's own drafts, by method. EAGLE-3 reads its
-# drafts one after another and copies better by itself, so it gives way to longer ones only.
-MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 3}
+# drafts one after another and copies better by itself, so it gives way to longer ones only (entry 43 of
+# benchmarks/drafter/LOG.md).
+MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5}
 _LONGEST = 8
 """Tokens beyond which a longer match says no more."""
 _CANDIDATES = 16

@@ -19,7 +19,7 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# A lookup finds `self, size` and what followed, by three tokens as by two; the target may go on in other ways.
+# A lookup finds `self, size` and what followed, by five tokens as by two; the target may go on in other ways.
 REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3

@@ -60,7 +60,7 @@ def test_an_engine_is_told_the_n_grams_that_are_looked_up_and_the_next_that_none
         environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
         for drafter in (head, replace(head, method="eagle3"), replace(head, lookup=False), None)
     ]
-    assert told == ["2", "3", "", ""]
+    assert told == ["2", "5", "", ""]
 
 
 def test_media_are_fetched_without_redirects_and_compiled_grammars_stay_small_unless_the_user_says_otherwise() -> None:
