@@ -14,7 +14,7 @@ Run the main job on the embedded model. It answers HumanEval prompts one at a ti
 first of them again without it, and says what each cost. It needs no accelerator, no account and no network.
 """
 MODEL = "smollm2-135m"
-NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 3
+NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
