@@ -21,7 +21,7 @@ from peagle.pairs import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
-# `--draft-lookup auto`, by platform: off until a benchmark shows that it pays there.
+# `--draft-lookup auto`, by platform: off until a benchmark shows that it pays there on text of any kind.
 _LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
