@@ -100,7 +100,7 @@ def test_what_a_request_tells_its_template_gets_there():
             "invalid_prompt",
             "prompt has the token id 256, but the model only",
         ),
-        ("/v1/completions", {"prompt": "x", "stop_token_ids": [256]}, "invalid", "stop_token_ids has the token id 256"),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [256]}, "invalid", "stop_token_ids has the token id"),
         ("/v1/completions", {"prompt": "x" * 300}, "prompt_too_long", "the prompt has 300 tokens"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 is more than the context"),
         ("/v1/completions", {"prompt": "x", "seed": 1, "temperature": 1}, "invalid", "seed: vLLM on CPU"),
