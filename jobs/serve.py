@@ -193,7 +193,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
     _require_no_other()
     for one in served:
         print(one.describe(), flush=True)
-    serve.start(http_options=_http_options(config))
+    serve.start(http_options=_http_options(config), logging_config={"enable_access_log": False})
     _require_address(config)
     application = bind(config, here, served)
     try:
