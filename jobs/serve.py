@@ -286,17 +286,18 @@ def _start(application: Any, state: Path) -> None:
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
-    """Until the endpoint is to stop; profiles and drafters are watched meanwhile."""
+    """Wait until the endpoint is to stop, and warn of drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
 
     watches = {}
     for one in served:
-        name, tuned, drafter = one.keys.served_name, one.engine.watch(here), one.engine.drafter_watch(here)
-        for note in tuned.at_start() if tuned else ():
+        name = one.keys.served_name
+        for note in one.engine.profile_notes(here):
             print(f"{name}: {note}", flush=True)
-        watches[name] = [watch for watch in (tuned, drafter) if watch is not None]
-    if any(watches.values()):
+        if (watch := one.engine.drafter_watch(here)) is not None:
+            watches[name] = watch
+    if watches:
         view = CostView(config.state / "ledger", resolve_price(config, here))
         watch_engines(watches, view, stopped, print)
     stopped.wait()
