@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
+    from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
     from pipelines.online.background import tell_up
     from pipelines.online.idle import ended_when_idle
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         here = identified(hardware.detect())
         is_remote = cluster.is_remote()
         if not is_remote:
-            cluster.require_startable()
+            require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from peagle.quiet import QuietStderr
 from pipelines.cluster import ray
+from pipelines.cluster.startable import require_startable
 
 
 class Connection:
@@ -34,7 +35,7 @@ class Connection:
         if self.is_remote:
             self.start()
         else:
-            ray.require_startable()
+            require_startable()
 
     def start(self) -> None:
         """Join or start the cluster, unless that is done.

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +19,10 @@ from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.ports import require_free
-from peagle.private import require_short_sockets
 from pipelines.cluster import token
 from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import Placement, lacking, num_engine_nodes, room
+from pipelines.cluster.startable import require_startable
 from pipelines.cluster.terminal import keep_off_standard_output, own_groups
 
 _POLL_S = 5.0
@@ -32,7 +31,6 @@ _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "docs/security.md says how it gets there"
 )
-_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
 # For nodes that others start, as in deploy/ray.env: engines do not give way to all else (Ray's own default is 15).
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 _abandoned = False
@@ -111,17 +109,6 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
     if not has_metrics_port:
         # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-
-
-def require_startable() -> None:
-    """Require that Ray can start here, as far as this user's folders decide it.
-
-    Raises:
-        ConfigError: its token cannot be kept, or its sockets have no place.
-    """
-    token.prepare_to_start()
-    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
 
 
 def _give_back(handler: Any) -> None:

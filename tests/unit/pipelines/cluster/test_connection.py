@@ -20,7 +20,7 @@ def events(monkeypatch):
         done.append("down")
 
     monkeypatch.setattr(ray, "ray_cluster", ray_cluster)
-    monkeypatch.setattr(ray, "require_startable", lambda: done.append("could start"))
+    monkeypatch.setattr("pipelines.cluster.connection.require_startable", lambda: done.append("could start"))
     monkeypatch.setattr(ray, "release_nodes", lambda: done.append("nodes released"))
     return done
 
