@@ -1,7 +1,7 @@
 """Checks that Ray can start on this machine, made before it does.
 
-They look at folders, limits of processes and Python's own variables. What these prevent fails late otherwise, and Ray then blames something else ("the local raylet died", "timed out during
-startup"). Nothing is started here.
+They look at folders, limits of processes and Python's own variables. What these prevent fails late otherwise, and Ray
+then blames something else ("the local raylet died", "timed out during startup"). Nothing is started here.
 """
 
 import os
@@ -75,11 +75,11 @@ def require_threads() -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
     for path in _PIDS:
-        if path.is_file() and (limit := path.read_text().strip()).isdecimal():
+        if path.is_file() and (most := path.read_text().strip()).isdecimal():
             current = int(path.with_name("pids.current").read_text())
-            if int(limit) - current < _MIN_THREADS:
+            if int(most) - current < _MIN_THREADS:
                 raise ConfigError(
-                    f"this container may have {limit} processes and threads and has {current}; Ray and an engine need "
+                    f"this container may have {most} processes and threads and has {current}; Ray and an engine need "
                     f"{_MIN_THREADS:,} more",
                     hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
                 )

@@ -14,7 +14,7 @@ def events(monkeypatch):
     done = []
 
     @contextlib.contextmanager
-    def ray_cluster():
+    def ray_cluster(**_):
         done.append("up")
         yield
         done.append("down")
@@ -47,7 +47,7 @@ def test_a_cluster_on_this_machine_is_started_only_when_it_is_needed(monkeypatch
 
 
 def test_standard_error_is_in_the_log_until_the_connection_ends(monkeypatch, events, tmp_path, capfd):
-    def fail():
+    def fail(**_):
         os.write(2, b"of Ray\n")
         raise CapacityError("Ray did not start here")
 
