@@ -38,7 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
     def compare() -> None:
         files = [folder / "report.json" for folder in folders if (folder / "report.json").exists()]
-        write_comparison(args.output / "comparison.md", [json.loads(file.read_bytes()) for file in files], published_k)
+        write_comparison(
+            args.output / "comparison.md",
+            [json.loads(file.read_bytes()) for file in files],
+            published_k,
+            tiny=args.tiny,
+        )
 
     return run_block(args, benches(shapes_folder(tiny=args.tiny), tiny=args.tiny), compare)
 

@@ -189,7 +189,9 @@ def published_k(method: str, concurrency: int) -> int:
     return max(own, key=lambda speeds: speeds.output_tokens_per_s[index]).num_speculative_tokens
 
 
-def write_comparison(path: Path, reports: Sequence[Mapping[str, Any]], k_of: Callable[[str, int], int]) -> None:
+def write_comparison(
+    path: Path, reports: Sequence[Mapping[str, Any]], k_of: Callable[[str, int], int], *, tiny: bool
+) -> None:
     """Write a table of speed-ups next to the published ones.
 
     Args:
@@ -207,9 +209,10 @@ def write_comparison(path: Path, reports: Sequence[Mapping[str, Any]], k_of: Cal
         f"{METHOD_NAMES[method]} K=" + "/".join(str(k_of(method, c)) for c in CONCURRENCY)
         for method in ("peagle", "eagle3")
     )
+    dry_run = "DRY RUN on a CPU: the figures mean nothing. " if tiny else ""
     note = (
-        f"{ks}. Here: DUMMY weights, SYNTHETIC acceptance (gpt-oss-20b's on HumanEval). Published: {table.dataset}, "
-        f"one {table.accelerator}, real weights ({table.source})."
+        f"{dry_run}{ks}. Here: DUMMY weights, SYNTHETIC acceptance (gpt-oss-20b's on HumanEval). Published: "
+        f"{table.dataset}, one {table.accelerator}, real weights ({table.source})."
     )
     write_atomic(path, ("\n".join([*markdown(rows), "", note]) + "\n").encode())
     say("\n".join(aligned(rows)))

@@ -7,14 +7,15 @@ start in about 60 s here, so all seven fit one block.
 """
 
 import argparse
+from pathlib import Path
 
 from block import CONCURRENCY, Keys, parser_of, pass_keys, run_block, run_script
 
 MODEL = "smollm2-135m"
 
 
-def benches(*, tiny: bool) -> list[tuple[str, Keys]]:
-    """Return the benchmarks, both in one folder: K=7 first."""
+def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
+    """Return the benchmarks, both in one folder: K=7 first. They need no shapes."""
     keys = {"model": MODEL, "max_model_len": 1024, "concurrency": CONCURRENCY, **pass_keys(tiny=tiny)}
     if tiny:
         keys |= {"concurrency": [1, 4], "limit": 4, "enforce_eager": True, "precision": "bf16"}
@@ -24,7 +25,7 @@ def benches(*, tiny: bool) -> list[tuple[str, Keys]]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure."""
-    return run_block(args, benches(tiny=args.tiny))
+    return run_block(args, benches(Path(), tiny=args.tiny))
 
 
 if __name__ == "__main__":

@@ -81,28 +81,29 @@ def write_shapes(output: Path, *, tiny: bool) -> None:
         (output / method).mkdir(exist_ok=True)
         _write_json(output / method / "config.json", head)
         _write_weights(output / method / "model.safetensors", head)
-    write_prompts(output / "prompts.jsonl", target["vocab_size"])
+    write_prompts(output / "prompts.jsonl", target)
 
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
-    """Write a tokenizer with one word for each id of the target's vocabulary: w0 w1 w2 ..."""
-    words = {f"w{token_id}": token_id for token_id in range(target["vocab_size"])}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    """Write a tokenizer with one word for each id of the target's vocabulary: <unk> w1 w2 ..."""
+    names = {0: "<unk>", target["eos_token_id"]: "<eos>"}  # neither begins another word
+    words = {names.get(token_id, f"w{token_id}"): token_id for token_id in range(target["vocab_size"])}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
     nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     split = {"type": "WhitespaceSplit"}
     tokenizer = {"version": "1.0", **nothing, "added_tokens": [], "pre_tokenizer": split, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    eos = f"w{target['eos_token_id']}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "unk_token": "w0"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
     _write_json(folder / "tokenizer_config.json", config)
 
 
-def write_prompts(path: Path, vocab_size: int) -> None:
+def write_prompts(path: Path, target: dict[str, Any]) -> None:
     """Write prompts of random words, always the same ones."""
     chance = random.Random(0)
+    most = min(target["vocab_size"], target["eos_token_id"]) if target["eos_token_id"] > 1 else target["vocab_size"]
     with path.open("w") as file:
         for _ in range(_NUM_PROMPTS):
-            ids = (chance.randrange(2, vocab_size) for _ in range(chance.randint(*_PROMPT_WORDS)))
+            ids = (chance.randrange(2, most) for _ in range(chance.randint(*_PROMPT_WORDS)))
             file.write(json.dumps({"prompt": " ".join(f"w{token_id}" for token_id in ids)}) + "\n")
 
 

@@ -58,9 +58,9 @@ def find(process, name):
 
 
 def generating(tmp_path):
-    rows = "".join(json.dumps({"prompt": f"row {index}"}) + "\n" for index in range(64))
+    rows = "".join(json.dumps({"prompt": f"row {index}"}) + "\n" for index in range(4000))
     (tmp_path / "in.jsonl").write_text(rows)
-    words = ["generate", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--rows-per-unit", "2"]
+    words = ["generate", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--rows-per-unit", "8"]
     words += ["--max-num-seqs", "2", "--max-tokens", "200"]
     return [*words, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
 
