@@ -62,7 +62,7 @@ class Vitals:
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
         self._parts, self._if_lost = parts, if_lost
         self._away_since: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock, self._signal_lock = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._error: RayDied | None = None
         self._is_raised = False
@@ -75,6 +75,7 @@ class Vitals:
         An error from within becomes `RayDied` if a part is dead.
         """
         is_main = threading.current_thread() is threading.main_thread()
+        self._is_raised = not is_main  # only the main thread can be told; others are ended with the process
         before = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
         self._thread.start()
         try:
@@ -86,7 +87,8 @@ class Vitals:
                 raise found from error
             raise
         finally:
-            self._is_raised = True  # from here on nothing is raised into the main thread
+            with self._signal_lock:
+                self._is_raised = True  # from here on no signal is sent to the main thread
             if not self.look():
                 self._ended.set()
             if is_main:
@@ -129,8 +131,8 @@ class Vitals:
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
             if error := self.look():
-                if not self._is_raised:
-                    with contextlib.suppress(ProcessLookupError):
+                with self._signal_lock, contextlib.suppress(ProcessLookupError):
+                    if not self._is_raised:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 if not self._ended.wait(_UNWIND_S):
                     _end_hard(error)

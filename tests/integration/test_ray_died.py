@@ -76,7 +76,9 @@ def serving(tmp_path, port):
 @pytest.mark.parametrize("what", ["generate", "serve"])
 def test_a_command_says_which_part_of_ray_died(tmp_path, free_port, what, name, said):
     words, ready = (
-        (generating(tmp_path), "1 engine") if what == "generate" else (serving(tmp_path, free_port), "http://127")
+        (generating(tmp_path), "output tokens/s")
+        if what == "generate"
+        else (serving(tmp_path, free_port), "http://127")
     )
     with command(tmp_path, words, ready) as (process, printed):
         if what == "generate":
