@@ -43,6 +43,10 @@ each key may also stand in the YAML of --config, or in the environment as PEAGLE
 exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
 """
 APP_NAME = "peagle"
+_IF_LOST = (
+    "Requests in progress are lost; keys, usage, files and batches are saved, and batches continue. It is safe to "
+    "start the same command again"
+)
 _FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
 _AT_ONCE = "stopped at once: requests under way are lost"
@@ -120,6 +124,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
+    from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
     from pipelines.online.background import tell_up
     from pipelines.online.idle import ended_when_idle
@@ -132,7 +137,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         here = identified(hardware.detect())
         is_remote = cluster.is_remote()
         if not is_remote:
-            cluster.require_startable()
+            require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
@@ -150,7 +155,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray that is started here
-        with cluster.ray_cluster(metrics_port=config.metrics_port):
+        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:
                 here = inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
@@ -289,7 +294,9 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     """Wait until the endpoint is to stop, and warn of drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
+    from pipelines.online.serve.parts import watch_parts
 
+    watch_parts(stopped, partial(print, flush=True))
     watches = {}
     for one in served:
         name = one.keys.served_name

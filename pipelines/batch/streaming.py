@@ -126,6 +126,7 @@ def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Uni
     try:
         yield from receipts
     except PeagleError:
+        cluster.require_alive()
         _observe(supervisor)
         if supervisor.ending is None or supervisor.ending.error is not StoppedEarly:
             raise
