@@ -26,8 +26,7 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, InputError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.parquet_table import read_table
-from peagle.runs.directory import UNIT_FILE, RunDirectory
-from peagle.runs.files import PLAN_FILE
+from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
 from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, choose, require_target

@@ -27,8 +27,7 @@ from peagle.parquet_table import read_table
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import is_stand_in
+from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.plan import WorkUnit
 from peagle.storage import open_to_read
 

@@ -20,8 +20,7 @@ from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
 from peagle.files import writing
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import is_stand_in
+from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.row_figures import failures, row_figures
 from peagle.runs.scaling import most_at_once
 from peagle.storage import write_atomic, write_json

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
-from peagle.runs.files import PLAN_FILE
+from peagle.runs.directory import PLAN_FILE
 
 NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
@@ -176,7 +176,7 @@ CASES = [
     bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
         "fake means nothing without engine: fake"),
     # the run directory
-    bad("an output folder that holds something else", "--output in", "holds other files",
+    bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
     bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),

@@ -172,7 +172,9 @@ def test_a_plan_that_lost_is_left_over_in_a_finished_run(finished):
 def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
     shutil.copy(plan_file(other), plan_file(finished))
-    assert any("for another corpus than the one in run.json" in finding.message for finding in audited(finished).findings)
+    assert any(
+        "for another corpus than the one in run.json" in finding.message for finding in audited(finished).findings
+    )
     plan_file(finished).write_bytes(b"PAR1 cut off")
     assert kinds(finished) == ["damaged"]
 
