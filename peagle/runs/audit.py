@@ -300,7 +300,7 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
 
 
 def _retried_ids(plan: Plan) -> RetriedIds:
-    rows = plan.taken_up()
+    rows = plan.retried_rows()
     whole = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
     return {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole}
 

@@ -100,7 +100,7 @@ def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus,
 def test_a_unit_that_is_done_again_leaves_out_the_rows_for_which_a_retry_answers(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
-    assert plan.taken_up() == {0: {1, 2}, 3: {2}}
+    assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
     assert [(unit.unit, unit.rows) for unit in plan.left({1, 2, 4})] == [(0, (0, 3)), (3, (1,))]
     assert [unit.unit for unit in plan.left({0, 2, 3})] == [1, 4]
     ids = [unit.row_id(index) for unit in plan.left(()) for index in range(unit.num_rows)]
