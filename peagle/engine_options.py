@@ -51,7 +51,8 @@ class EngineKeys(TargetKeys):
     )
     drafter: str = Field(
         "auto",
-        description="auto (the catalog's advice for this concurrency), none, a folder (s3:// too) or a Hugging Face id",
+        description="auto (the catalog's advice for this concurrency), none, a head of the catalog, a folder "
+        "(s3:// too) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
         None,
