@@ -158,7 +158,10 @@ def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
 
 @contextlib.contextmanager
 def _in_nanoseconds(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
-    """INT96 columns in nanoseconds, in which Arrow lets moments outside of 1677 to 2262 wrap around."""
+    """INT96 columns in nanoseconds.
+
+    Arrow lets moments outside of 1677 to 2262 wrap around there.
+    """
     with pq.ParquetFile(open_raw(path) if "://" in path else path) as parquet:
         yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **rows)
 
@@ -172,7 +175,10 @@ def _is_same(coarse: pa.Array, fine: pa.Array) -> bool:
 
 
 def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Iterator[pa.RecordBatch]:
-    """The rows of some row groups; INT96 columns are in nanoseconds only in batches that need them."""
+    """The rows of some row groups.
+
+    INT96 columns are in nanoseconds only in the batches that need them, else in microseconds.
+    """
     batches, names = parquet.iter_batches(_BATCH_ROWS, row_groups=groups), _int96_columns(parquet)
     if not names:
         yield from batches

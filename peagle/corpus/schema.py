@@ -125,7 +125,7 @@ def _smallest_and_largest(array: pa.Array) -> tuple[int | None, int | None]:
 
 
 def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
-    """The arrays of a nested array's leaves; an array that is not nested by itself."""
+    """The arrays of a nested array's leaves; else the array itself."""
     if pa.types.is_struct(array.type):
         parts = array.flatten()
     elif pa.types.is_map(array.type):
@@ -156,7 +156,7 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
 
 
 def leaf_types(type_: pa.DataType) -> Iterator[pa.DataType]:
-    """The types of a nested type's leaves, in order; a type that is not nested by itself."""
+    """The types of a nested type's leaves, in order; else the type itself."""
     if not pa.types.is_nested(type_):
         yield type_
     for field in children(type_):

@@ -234,7 +234,7 @@ def _differs(files: list[SourceFile], plan: Plan, limit: int | None) -> str | No
 
 def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        files = find(config["input"], config["input_format"], outside=config["output"])
+        files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
         return _differs(files, plan, limit) is None
     except InputError:
         return False

@@ -26,6 +26,7 @@ from peagle.parquet_table import read_table
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384
 _SMALL_UNITS = b"peagle.small_units"
+_NOTES = b"peagle.notes"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 
 
@@ -85,6 +86,7 @@ class Plan:
 
     `units` are those of the corpus in its order, then those of retries, of which there were `num_retries`.
     `small_units` are the sizes that the first of them were cut to, before all others got `rows_per_unit`.
+    `notes` name files of the input that were left out, each with its reason.
     """
 
     units: tuple[WorkUnit, ...]
@@ -93,6 +95,7 @@ class Plan:
     corpus_fingerprint: str
     small_units: tuple[int, ...] = ()
     num_retries: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def cut(self) -> Cut:
@@ -204,7 +207,8 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     Raises:
         InputError: the corpus cannot be read, or holds no row.
     """
-    files = find(config.input, config.input_format, outside=str(config.output))
+    notes: list[str] = []
+    files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)
@@ -216,6 +220,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         small_units=cut.small,
         schema=schema,
         corpus_fingerprint=fingerprint,
+        notes=tuple(notes),
     )
 
 
@@ -235,6 +240,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
         _SMALL_UNITS: json.dumps(plan.small_units).encode(),
+        _NOTES: json.dumps(plan.notes).encode(),
     }
     return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
 
@@ -248,7 +254,8 @@ def plan_from_bytes(data: bytes) -> Plan:
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
-        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none, and no notes
+        notes=tuple(json.loads(metadata.get(_NOTES, b"[]"))),
     )
 
 
