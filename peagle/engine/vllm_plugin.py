@@ -432,7 +432,8 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     if not reached:
         yield
         return
-    banned = {name: getattr(processor, name) for name in ("logits_slice", "restore_logits_slice")}
+    names = ("logits_slice", "restore_logits_slice")  # older versions have the first only
+    banned = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
     for name, (places, tokens) in banned.items():
         stays = ~torch.isin(places, places.new_tensor(reached))
         setattr(processor, name, (places[stays], tokens[stays]))
