@@ -315,9 +315,9 @@ def _no_such_file(uri: str) -> InputError:
 def _of_folder(
     uri: str, folder: _Folder, input_format: str, announce: Callable[[str], None]
 ) -> list[tuple[str, int, str]]:
-    """The corpus files among those of a folder.
+    """Return a folder's corpus files, and announce what is left out.
 
-    Text counts only where nothing else is: a README is no corpus.
+    Text files only count if the folder has no other formats, since a README is not a corpus.
     """
     visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
     known = [(path, size, kind) for path, size in visible if (kind := _kind(path)) and not _is_packed_parquet(path)]
@@ -339,7 +339,7 @@ def _of_folder(
 
 
 def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
-    """For each reason the data-like files that are left out because of it."""
+    """Yield a sentence for each reason, with the files that are left out because of it."""
     names: dict[str, list[str]] = {}
     for path in left_out:
         name = PurePosixPath(path)
