@@ -339,7 +339,7 @@ def _of_folder(
 
 
 def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
-    """Yield a sentence for each reason, with the files that are left out because of it."""
+    """Yield a sentence for each reason, with the files that it leaves out."""
     names: dict[str, list[str]] = {}
     for path in left_out:
         name = PurePosixPath(path)
