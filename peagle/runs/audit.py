@@ -414,7 +414,7 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
 
 def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        files = find(config["input"], config["input_format"], outside=config["output"])
+        files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
         return _input_difference(files, plan, limit) is None
     except InputError:
         return False

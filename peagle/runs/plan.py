@@ -26,6 +26,7 @@ from peagle.parquet_table import read_table
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384
 _SMALL_UNITS = b"peagle.small_units"
+_NOTES = b"peagle.notes"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 
 
@@ -83,6 +84,7 @@ class Plan:
     Attributes:
         units: of the corpus in its order, then of retries.
         small_units: sizes of the first units; the others have `rows_per_unit` rows.
+        notes: files of the input that were left out, with the reason.
     """
 
     units: tuple[WorkUnit, ...]
@@ -91,6 +93,7 @@ class Plan:
     corpus_fingerprint: str
     small_units: tuple[int, ...] = ()
     num_retries: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def cut(self) -> Cut:
@@ -197,7 +200,8 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     Raises:
         InputError: the corpus cannot be read, or has no rows.
     """
-    files = find(config.input, config.input_format, outside=str(config.output))
+    notes: list[str] = []
+    files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)
@@ -209,6 +213,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         small_units=cut.small,
         schema=schema,
         corpus_fingerprint=fingerprint,
+        notes=tuple(notes),
     )
 
 
@@ -228,6 +233,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
         _SMALL_UNITS: json.dumps(plan.small_units).encode(),
+        _NOTES: json.dumps(plan.notes).encode(),
     }
     return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
 
@@ -241,7 +247,8 @@ def plan_from_bytes(data: bytes) -> Plan:
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
-        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none, and no notes
+        notes=tuple(json.loads(metadata.get(_NOTES, b"[]"))),
     )
 
 

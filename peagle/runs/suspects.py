@@ -6,12 +6,12 @@ A note about each attempt at a unit is kept in the run directory while the unit 
 
 The note is written before the rows enter the engine, so it exists whatever is killed, including the driver.
 
-- The engine crashed and its actor noticed (`died`): the note names the rows that were in it. They are suspects, and each
-  is tried again alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter. One crash
-  may be chance (out of memory, an operator), and does not condemn a row.
-- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost. The
-  first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was alone
-  this counts like a crash, and units that only waited are cleared.
+- The engine crashed and its actor noticed (`died`): the note names the rows that were in it. They are suspects, and
+  each is tried again alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter.
+  One crash may be chance (out of memory, an operator), and does not condemn a row.
+- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
+  The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
+  alone this counts like a crash, and units that only waited are cleared.
 - The driver was killed: that says nothing about rows. `stale_notes` finds the notes that only mean this.
 """
 

@@ -79,8 +79,12 @@ def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, cap
     prompts = [f"say {n}" for n in range(7)]
     table = pa.table({"prompt": prompts, "nested": nested, "maybe": [None, 1, None, 2, None, 3, None]})
     pq.write_table(table.slice(0, 4), corpus / "a.parquet", row_group_size=3)
-    pq.write_table(table.slice(4), corpus / "b.parquet")
+    pq.write_table(table.slice(4), corpus / "b.PARQUET")
+    (corpus / "c.json").write_bytes(b"{}")
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
+    note = f"input {corpus}: c.json left out: unknown format"
+    assert note in "".join(capsys.readouterr())
+    assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)
     assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
     assert generate(corpus, output) == 0

@@ -34,7 +34,16 @@ def corpus(tmp_path):
 def test_a_plan_survives_its_file(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
+    assert plan.notes == ()
     assert [unit.span.num_rows for unit in plan.units] == [4, 4, 2]
+
+
+def test_a_plan_keeps_what_its_corpus_leaves_out(corpus, tmp_path):
+    (tmp_path / "b.json").write_bytes(b"{}")
+    plan = make_plan(GenerateConfig(input=str(tmp_path), output=tmp_path / "run"))
+    assert len(plan.notes) == 1
+    assert plan.notes[0].startswith(f"input {tmp_path}: b.json left out: unknown format")
+    assert plan_from_bytes(plan_to_bytes(plan)) == plan
 
 
 def test_ids_are_row_numbers_of_the_whole_corpus(corpus, tmp_path):
