@@ -1,9 +1,9 @@
-"""Item 4 of the GPU queue: the heads that ship trained further, and one of four layers, at the same time on one card.
+"""Item 4 of the GPU queue: the heads that ship trained further, and one of three layers, at the same time on one card.
 
     python3 benchmarks/gpu/train_heads.py
 
 Three processes of `peagle train` on the responses of this repository, each for eight minutes: the shipped P-EAGLE head,
-a P-EAGLE head of four layers unrolled from the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
+a P-EAGLE head of three layers unrolled from the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
 checkpoint every minute and metrics every step; what is worth keeping is copied to the output as it comes.
 """
 
@@ -23,13 +23,14 @@ _FILES = ("greedy", "sampled", "greedy-2", "code", "content")
 _START_S = 60  # to read the documents and load the target
 SHARED = [
     "--target", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
-    "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--num-key-value-heads", "9",
-    "--cod-ratio", "0.8",
+    "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--cod-ratio", "0.8",
 ]  # fmt: skip
-UNROLLED = ["--further-layers", "unrolled", "--depth-weight", "dpace", "--muon-learning-rate", "0.0025"]
+PEAGLE = [
+    "--algorithm", "peagle", "--num-key-value-heads", "9", "--depth-weight", "dpace", "--muon-learning-rate", "0.0025",
+]  # fmt: skip
 HEADS = {
-    "peagle-5": ["--algorithm", "peagle", "--num-layers", "5", "--init", "smollm2-135m-peagle", *UNROLLED],
-    "peagle-4": ["--algorithm", "peagle", "--num-layers", "4", "--init", "smollm2-135m-eagle3", *UNROLLED],
+    "peagle-5": [*PEAGLE, "--num-layers", "5", "--init", "smollm2-135m-peagle"],
+    "peagle-3": [*PEAGLE, "--num-layers", "3", "--init", "smollm2-135m-eagle3", "--further-layers", "unrolled"],
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
 }  # fmt: skip
@@ -48,9 +49,8 @@ def commands(folder: Path, seconds: float, *, tiny: bool) -> dict[str, list[str]
     device = ["--device", "cpu", "--batch-tokens", "512"] if tiny else ["--device", "cuda", "--batch-tokens", "8192"]
     # The learning rate follows from the number of passes: those of 480 s at 26,000 tokens/s, of 10.4 M tokens.
     how = [*device, "--epochs", "0.01" if tiny else "1.2", "--time-budget-s", f"{seconds:g}"]
-    heads = {"peagle-4": HEADS["peagle-4"]} if tiny else HEADS
     return {
-        name: ["train", *SHARED, *own, *prompts, *how, "--output", str(folder / name)] for name, own in heads.items()
+        name: ["train", *SHARED, *own, *prompts, *how, "--output", str(folder / name)] for name, own in HEADS.items()
     }
 
 
