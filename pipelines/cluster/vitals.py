@@ -24,7 +24,6 @@ _POLL_S = 0.5
 _UNWIND_S = 15.0  # what the main thread has to end by itself; calls into a dead Ray may never return
 _CONNECT_S = 2.0
 _SAY_AFTER_S = 10.0
-_RAYLET_PID = "RAY_RAYLET_PID"  # Ray sets it for all that a raylet starts
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 
@@ -112,15 +111,16 @@ class Vitals:
             return self._error
 
     def end_leftovers(self) -> None:
-        """Kill what Ray has started here.
+        """Kill the raylet and what it has started, where it is still alive.
 
-        Without a control service some of it waits for a minute, and keeps devices.
+        Without a control service some of that waits for a minute and keeps devices. Without a raylet it ends by itself.
         """
-        pids = {str(part.pid) for part in self._parts if part.pid is not None}
-        for process in psutil.process_iter():
+        for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get(_RAYLET_PID) in pids:
-                    process.kill()
+                process = psutil.Process(pid)
+                for one in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        one.kill()
 
     def _is_away_too_long(self, part: Part) -> bool:
         now = time.monotonic()
