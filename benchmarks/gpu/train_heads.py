@@ -8,6 +8,7 @@ checkpoint every minute and metrics every step; what is worth keeping is copied 
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from peagle.signals import interrupted_by_signal
 _RESPONSES = "benchmarks/drafter/responses"
 _FILES = ("greedy", "sampled", "greedy-2", "code", "content")
 _TINY_FILE = Path("runs/responses-tiny.parquet")
+_SAVE_S = 15  # to save a checkpoint
 _START_S = 60  # to read the documents and load the target
 SHARED = [
     "--target", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
@@ -80,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
             for process in running.values():
                 process.terminate()
             _copy(folder, args.output)
+            for process in running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SAVE_S)
+                process.kill()
     codes = {name: process.returncode for name, process in running.items()}
     say(f"results: {args.output}; exit codes: {codes}")
     return 1 if any(code not in (0, 3) for code in codes.values()) else max(codes.values())
