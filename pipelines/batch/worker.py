@@ -142,7 +142,7 @@ class EngineWorker:
         return {index: generation for index, generation in sorted(found.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        async with self._slots.take(self._slots_of(prepared.sampling[index])), self._lock.shared():
+        async with self._slots.acquire(self._slots_of(prepared.sampling[index])), self._lock.shared():
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:

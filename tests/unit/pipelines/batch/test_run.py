@@ -120,7 +120,7 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
 def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(decided, monkeypatch, number):
     config = decided().request.config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
-    with pytest.raises(StoppedEarly, match="no engine was at work: asked to by a signal") as stopped:
+    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
     assert stopped.value.hint == "the same command continues: peagle generate"
 
