@@ -194,7 +194,7 @@ CASES = [
     bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
-    bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),
+    bad("failed rows of a run that does not exist", "--retry-failed", "has no run"),
     of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
     of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
     of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),

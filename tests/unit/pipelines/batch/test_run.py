@@ -88,7 +88,7 @@ def on_no_accelerator(decided, monkeypatch):
 
 def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_accelerator):
     run, again = on_no_accelerator
-    assert again().did_nothing
+    assert again().was_already_finished
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: it was 256, now it is 8"):
         again(max_tokens=8)
     run.unit_path(0).unlink()
@@ -98,11 +98,11 @@ def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_ac
 
 def test_failed_rows_are_what_nodes_are_waited_for_when_only_they_are_taken_up(on_no_accelerator):
     run, again = on_no_accelerator
-    assert again(retry_failed=True).did_nothing  # none failed
+    assert again(retry_failed=True).was_already_finished  # none failed
     run.unit_path(0).unlink()
     letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
     run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
-    assert again().did_nothing
+    assert again().was_already_finished
     with pytest.raises(CapacityError, match="they do not come"):
         again(retry_failed=True)
 
@@ -112,7 +112,7 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
         again(output=tmp_path / "another")
-    with pytest.raises(ConfigError, match="holds no run whose failed rows"):
+    with pytest.raises(ConfigError, match="has no run whose failed rows"):
         again(output=tmp_path / "another", retry_failed=True)
 
 
