@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
 
     if args.dequantize and args.keep:
-        raise ConfigError("--keep says what not to quantise; with --dequantize it means nothing")
+        raise ConfigError("--keep names tensors that are not quantised; it cannot be used with --dequantize")
     convert = dequantize_head if args.dequantize else quantize_head
     conversion = convert(
         whole_head(Path(find_head(args.head))), args.output, **({} if args.dequantize else {"keep": args.keep})

@@ -39,8 +39,8 @@ the endpoint: new requests are refused, those under way get --drain-s; a second 
 SageMaker runs it: docs/deploy.md.
 """
 EPILOG = """\
-each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
-exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
+each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
+exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped immediately
 """
 APP_NAME = "peagle"
 _IF_LOST = (
@@ -49,7 +49,7 @@ _IF_LOST = (
 )
 _FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
-_AT_ONCE = "stopped at once: requests under way are lost"
+_AT_ONCE = "stopped immediately: running requests are lost"
 # Beside what requests get: Serve looks now and then, and kills what does not end by itself.
 _SPARE_S = 30.0
 _GROUPS = {
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)
                 _wait(config, here, served, stopped)
-                print("stopping: requests under way go on for a while; once more ends it at once", flush=True)
+                print("stopping: running requests may finish; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [one.keys.served_name for one in served]}
 
@@ -219,7 +219,7 @@ def _require_no_other() -> None:
     if there is not None and there.status != _FAILED:
         raise ConfigError(
             f"this cluster's Serve has an application `{APP_NAME}` already ({there.status.value})",
-            hint="stop the `peagle serve` that it belongs to; where there is none any more, this deletes it:\n"
+            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
             f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
         )
 

@@ -283,7 +283,7 @@ def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
     if names and not kept:
         marker = PurePosixPath(names[0]).name
         raise InputError(
-            f"input {uri!r}: it only matches hidden files and markers such as {marker}, which hold no rows"
+            f"input {uri!r}: it only matches hidden files and markers such as {marker}, which have no rows"
         )
     return kept
 
@@ -332,7 +332,7 @@ def _of_folder(
         wanted = [
             s for s, kind in SUFFIXES.items() if input_format in ("auto", kind) or _SUFFIX_OF[input_format] == kind
         ]
-        raise InputError(f"input {uri!r}: the folder holds no {' or '.join(wanted)} file", hint="; ".join(notes))
+        raise InputError(f"input {uri!r}: the folder has no {' or '.join(wanted)} file", hint="; ".join(notes))
     for note in notes:
         announce(f"input {uri}: {note}")
     return chosen
@@ -381,7 +381,7 @@ def _format(path: str, input_format: str) -> str:
     if kind is None:
         if _is_skipped(PurePosixPath(path).name, []):
             raise InputError(
-                f"input {path}: a marker or a hidden file, which holds no rows", hint="give the data files next to it"
+                f"input {path}: a marker or a hidden file, which has no rows", hint="give the data files next to it"
             )
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
         raise InputError(

@@ -100,7 +100,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
     """Refuse columns of which something would be lost on the way through a row."""
     schema = storage_schema(parquet.schema_arrow)
     if name := repeated_name(schema):
-        raise InputError(f"input {path}: there are two columns {name!r}", hint="each column needs a name of its own")
+        raise InputError(f"input {path}: there are two columns {name!r}", hint="give each column a different name")
     for column in filter(lambda column: has_nanosecond_times(column.type), schema):
         with _reading(path):
             batches = parquet.iter_batches(_BATCH_ROWS, columns=[column.name])

@@ -291,5 +291,5 @@ def _require_unique(ids: UniqueIds, files: Sequence[SourceFile]) -> None:
         (file_a, line_a), (file_b, line_b) = repeated
         raise InputError(
             f"input {files[file_b].path} line {line_b}: its custom_id is that of {files[file_a].path} line {line_a}",
-            hint="each request of a batch needs a custom_id of its own",
+            hint="each request of a batch needs a different custom_id",
         )

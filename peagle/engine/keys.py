@@ -37,7 +37,7 @@ class TargetKeys(BaseModel):
     precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
     kv_cache_precision: CachePrecision = Field(
         "auto",
-        description="of the KV cache alone; auto: as --precision, but fp8 for contexts long enough to pay",
+        description="of the KV cache; auto: as --precision, but fp8 if contexts are long enough to benefit",
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
@@ -192,7 +192,7 @@ def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
 
 def lookup_note(drafter: DrafterSpec | None) -> str:
     """The end of a note on a head that has a lookup beside it; empty for any other."""
-    return "; with prompt lookup beside it" if drafter and drafter.lookup else ""
+    return "; with prompt lookup" if drafter and drafter.lookup else ""
 
 
 def stated(keys: TargetKeys) -> dict[str, Any]:

@@ -275,9 +275,7 @@ class DraftLookup:
                     drafted.draft_token_ids[place] = self._redraft(request, drafted.draft_token_ids[place])
         except Exception:
             self._has_failed = True
-            logging.getLogger("vllm").warning(
-                "prompt lookup failed: it is off, and the head drafts alone", exc_info=True
-            )
+            logging.getLogger("vllm").warning("prompt lookup failed and is off; only the head drafts", exc_info=True)
 
     def _redraft(self, request: Any, drafts: list[int]) -> list[int]:
         tokens, lookup = request.all_token_ids, getattr(request, "peagle_lookup", None)

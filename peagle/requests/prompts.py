@@ -130,7 +130,7 @@ def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) 
     for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
         if getattr(keys, name) is not None:
             raise ConfigError(
-                f"{name} means nothing for an OpenAI batch: its prompts are in the bodies",
+                f"{name} cannot be used with an OpenAI batch: its prompts are in the bodies",
                 hint=f"leave {name} out, or say --input-format jsonl to take the lines as plain rows",
             )
     return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)

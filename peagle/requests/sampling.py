@@ -52,9 +52,11 @@ class SamplingKeys(BaseModel):
         le=MAX_LOGPROBS,
         description="log-probabilities of each token, and of this many of the likeliest at its position",
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that are there already")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they are there")
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="the same as a factor, prompt included; 1 is none")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they occur")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, description="the same as a factor, including the prompt; 1 is off"
+    )
     json_schema: str | None = Field(
         None, description="JSON schema that every response keeps to: a file, or the schema itself"
     )

@@ -94,5 +94,5 @@ def _parts(value: Any) -> list[Any]:
 def _words(value: Any, valid: tuple[str, ...], name: str) -> list[str]:
     found = [word.strip() for part in _parts(value) for word in str(part).split(",")]
     if wrong := [word for word in found if word not in valid]:
-        raise ValueError(f"{name} are {', '.join(valid)}, and {wrong[0]!r} is none of them")
+        raise ValueError(f"{name} are {', '.join(valid)}, not {wrong[0]!r}")
     return list(dict.fromkeys(found))

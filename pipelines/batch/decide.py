@@ -209,7 +209,8 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
     before = Hardware.from_dict(directory.manifest()["run"]["hardware"])
     if before.platform != "cuda":
         raise ConfigError(
-            f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot continue it",
+            f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot "
+            "continue it",
             hint="leave out --accelerator-type, or start another run with another --output",
         )
     if directory.plan().left(directory.committed()):

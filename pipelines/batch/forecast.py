@@ -27,7 +27,7 @@ from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
 Lines = list[tuple[str, str]]
-UNKNOWN_SPEED = "unknown: nobody has measured or published this engine on this hardware (`peagle tune` measures it)"
+UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this hardware (`peagle tune` measures it)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class RunForecast:
     Attributes:
         is_here: the engines would run on this machine, which was looked at.
         num_rows_left: of a run that is there; all of a new one.
-        speed: None where nobody knows it.
+        speed: None where unknown field.
     """
 
     decided: Decided

@@ -231,7 +231,7 @@ def _sampling(
         raise ConfigError(wrong)
     column = config.sampling_column
     if is_batch and column is not None:
-        raise ConfigError("sampling_column does not apply to an OpenAI batch: each body has its own parameters")
+        raise ConfigError("sampling_column cannot be used with an OpenAI batch: each body has its own parameters")
     if column is None and not is_batch:
         column = "sampling" if "sampling" in columns else None
     elif column == "none":

@@ -32,7 +32,7 @@ from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_i
 from pipelines.batch.session import Session
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
-_POISONED = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
+_POISONED = RowError(reason="engine_died", message="two engines crashed while they ran only this row")
 
 
 class EngineWorker:

@@ -52,7 +52,7 @@ class EndpointForecast:
         models = [line for one in self.served for line in self._model(one)]
         return [
             ("address", self.config.url),
-            ("API keys", "required" if self.requires_key else "none: for this machine alone"),
+            ("API keys", "required" if self.requires_key else "none; only this machine can connect"),
             *models,
             ("machine", machine_in_words(self.hardware, self.is_here, self.num_nodes)),
             ("price", price_in_words(self.price.to_dict())),

@@ -33,7 +33,7 @@ class SageMakerConfig(ServeConfig):
     host: str = Field("0.0.0.0", description="address to listen on")
     port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker uses 8080")
     drain_s: float = Field(
-        15, ge=0, le=_MOST_DRAIN_S, description="time for requests under way when SageMaker stops the container"
+        15, ge=0, le=_MOST_DRAIN_S, description="time for running requests when SageMaker stops the container"
     )
     min_replicas: int = Field(
         1, ge=1, description="engines that are always up: without one SageMaker takes the container for dead"
@@ -55,7 +55,7 @@ class SageMakerConfig(ServeConfig):
             )
         if self.idle_timeout is not None:
             raise ValueError(
-                "idle_timeout: SageMaker starts a container anew that ends, and bills on; delete the endpoint"
+                "idle_timeout: SageMaker restarts a container that exits, and continues to bill; delete the endpoint"
             )
         return self
 

@@ -91,7 +91,7 @@ class Quota:
 
 
 def _full(most: str) -> ApiError:
-    message = f"this key may keep {most}, uploads under way included; delete files that are not needed"
+    message = f"this key may store {most}, including running uploads; delete files that are not needed"
     return ApiError(413, message, code="storage_quota_exceeded")
 
 

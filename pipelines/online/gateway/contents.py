@@ -75,7 +75,7 @@ def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: f
         allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
         if modality is None or not allowed:
             taken = ", ".join(["text", *(name for name, most in media.items() if most)])
-            message = f"{where} is {_shown(kind)}, and this model takes {taken} alone"
+            message = f"{where} is {_shown(kind)}, but this model only takes {taken}"
             raise ApiError(400, message, code="unsupported_content", param="messages")
         counts[modality] += 1
         if counts[modality] > allowed:

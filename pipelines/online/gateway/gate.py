@@ -215,7 +215,7 @@ class Gate:
             raise ApiError(401, "send an API key: Authorization: Bearer KEY", code="missing_api_key")
         record = self._ring.find(key.strip())
         if record is None:
-            raise ApiError(401, "this API key does not hold", code="invalid_api_key")
+            raise ApiError(401, "invalid API key", code="invalid_api_key")
         if record.is_expired():
             raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record

@@ -126,7 +126,7 @@ def pass_of(request: Request) -> GatePass:
 def key_of(request: Request) -> KeyRecord:
     """Whose request it is."""
     key = pass_of(request).key
-    assert key is not None, "the route is open to anybody"
+    assert key is not None, "the route needs no key"
     return key
 
 

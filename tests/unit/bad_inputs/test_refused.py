@@ -105,7 +105,7 @@ CASES = [
     of_file("a symbolic link to nothing", "a.jsonl", "gone.jsonl", "which does not exist"),
     bad("a pipe in a folder", "--input in", "a named pipe", files={"in/a.jsonl": GOOD, "in/b.jsonl": PIPE}),
     bad("standard input", "--input -", "standard input is not read"),
-    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which hold no rows", files={"in/_SUCCESS": b""}),
+    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which have no rows", files={"in/_SUCCESS": b""}),
     of_file("blank lines only", "a.jsonl", b"\n \n", "there is no row in it"),
     of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row in it is valid"),
     of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
@@ -140,7 +140,7 @@ CASES = [
     of_file("an OpenAI batch for embeddings", "a.jsonl", request(url="/v1/embeddings"), "url must be"),
     bad("an OpenAI batch beside other rows", "--input in", "is no OpenAI batch", files={"in/a.jsonl": request(),
         "in/b.jsonl": GOOD}),
-    of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "means nothing for an OpenAI batch",
+    of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "cannot be used with an OpenAI batch",
         "--prompt-column body"),
     bad("a format that is not known", "--input-format json", "input_format"),
     # prompts
@@ -189,7 +189,7 @@ CASES = [
     bad("no engine", "--engines 0", "engines"),
     bad("more engines than the machine holds", "--engines 64", "--engines", code=1),
     bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
-        "fake means nothing without engine: fake"),
+        "`fake` options require `engine: fake`"),
     # the run directory
     bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),

@@ -335,7 +335,7 @@ def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
 def test_a_glob_of_markers_alone_says_so(write, tmp_path):
     write("out/_SUCCESS", b"x")
     for name in ("out/*", "out/_SUCCESS"):
-        with pytest.raises(InputError, match=r"which hold no rows|which holds no rows"):
+        with pytest.raises(InputError, match=r"which have no rows|which has no rows"):
             discover(str(tmp_path / name))
 
 

@@ -36,7 +36,7 @@ def test_a_dry_run_prints_the_requests_and_sends_none(asked, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
-    assert price.startswith("$3.36 an hour while it is there (EC2's price of g7e.2xlarge")
+    assert price.startswith("$3.36 an hour while it exists (EC2's price of g7e.2xlarge")
     assert json.loads("\n".join(data))["endpoint"]["EndpointName"] == MODEL
     assert asked == []
 

@@ -32,7 +32,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"models": [{"model": "m"}, {"model": "m"}]}, "several models are called m"),
+        ({"models": [{"model": "m"}, {"model": "m"}]}, "several models have the name m"),
         ({"models": [{"modle": "m"}]}, "modle"),
         ({"min_replicas": 2}, "min_replicas is 2 and max_replicas 1"),
         ({"drafter": "none", "num_speculative_tokens": 3}, "means nothing with drafter: none"),

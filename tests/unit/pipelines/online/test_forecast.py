@@ -13,7 +13,7 @@ def test_an_endpoint_is_told_and_nothing_is_written(tmp_path):
     found = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
     lines = dict(found.lines())
     assert lines["address"] == "http://127.0.0.1:8000/v1"
-    assert lines["API keys"] == "none: for this machine alone"
+    assert lines["API keys"] == "none; only this machine can connect"
     assert "0 to 3 engine(s)" in lines["model"]
     assert lines["engines cost"].startswith("$0 to $")
     assert found.usd_per_h(at_most=True) == pytest.approx(3 / found.price.num_devices)

@@ -170,7 +170,7 @@ def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limits):
     first, second = admit(limits, alice), admit(limits, alice)
     error = refusal(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
-    assert "2 requests under way at once" in error.message
+    assert "2 concurrent requests" in error.message
     for _ in range(2):
         limits.settle(first, None)  # its client left: it makes room though its tokens are not known yet
     admit(limits, alice)

@@ -305,18 +305,18 @@ def test_the_key_of_another_certificate_is_refused(pair, made):
 
 @pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
 def test_a_file_that_holds_no_certificate_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it holds no certificate"):
+    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it has no certificate"):
         pair(certificate=data)
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem"])
 def test_a_file_that_holds_no_key_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it holds no private key"):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it has no private key"):
         pair(key=data)
 
 
 def test_the_two_the_wrong_way_round_are_refused(pair, made):
-    with pytest.raises(ConfigError, match="it holds no certificate"):
+    with pytest.raises(ConfigError, match="it has no certificate"):
         pair(certificate=made["one.key"], key=made["one.pem"])
 
 
