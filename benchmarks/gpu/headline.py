@@ -27,7 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
     def compare() -> None:
         write_comparison(
-            args.output / "comparison.md", [json.loads(report.read_bytes())], lambda method, concurrency: K
+            args.output / "comparison.md",
+            [json.loads(report.read_bytes())],
+            lambda method, concurrency: K,
+            tiny=args.tiny,
         )
 
     return run_block(args, benches(shapes_folder(tiny=args.tiny), tiny=args.tiny), compare)
