@@ -75,7 +75,7 @@ def on_no_accelerator(decided, monkeypatch):
         raise CapacityError("they do not come")
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr(ray, "require_capacity", wait)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
@@ -147,7 +147,7 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
     specs = []
     monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
-    monkeypatch.setattr(ray, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "require_capacity", lambda *_, **__: None)
     monkeypatch.setattr(run_module, "stream", lambda run, plan, units, resolved, *_: specs.append(resolved.spec))
 
