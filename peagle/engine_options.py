@@ -39,7 +39,7 @@ SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_b
 
 # Rows, usage and reports must never name a model that did not answer.
 FAKE_MODEL = ResolvedModel(
-    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192}
+    name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192, "vocab_size": 256}
 )
 
 

@@ -159,6 +159,12 @@ class ResolvedModel:
         return self.path if is_hub_id(self.path) else None
 
     @property
+    def vocab_size(self) -> int | None:
+        """Rows of its embedding, so the largest token id plus one."""
+        size: int | None = (self.config.get("text_config") or self.config).get("vocab_size")
+        return size
+
+    @property
     def native_quantization(self) -> str | None:
         """How the checkpoint is quantised as published, None when it is not."""
         return published_method(self.config) or (self.card.precision.native_quantization if self.card else None)

@@ -96,7 +96,10 @@ def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, 
         return {"outcome": "large"}
     except Exception as error:  # xgrammar raises whatever it meets; vLLM says it in its own words, or takes another way
         return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
-    return {"outcome": "ok" if _step_s(xgrammar, compiled, tokenizer.vocab_size) <= _STEP_S else "slow_steps"}
+    step_s = _step_s(xgrammar, compiled, tokenizer.vocab_size)
+    if step_s is None:
+        return {"outcome": "unsatisfiable"}
+    return {"outcome": "ok" if step_s <= _STEP_S else "slow_steps"}
 
 
 def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
@@ -110,8 +113,8 @@ def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
     return compiler.compile_structural_tag(items, tags["triggers"])
 
 
-def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float:
-    """Mean processor seconds of a mask along one response that keeps to the grammar."""
+def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
+    """Return the mean CPU seconds of a token mask along one valid response; None if no token can start one."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)
     began = time.process_time()
@@ -119,6 +122,8 @@ def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float:
         matcher.fill_next_token_bitmask(mask, 0)
         words = mask[0].nonzero()
         if not len(words):
+            if step == 1:
+                return None
             break
         index = int(words[(step * 7919) % len(words)])
         bits = int(mask[0][index]) & 0xFFFFFFFF

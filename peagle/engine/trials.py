@@ -27,6 +27,7 @@ from typing import Any
 
 from peagle.engine import vllm_internals
 from peagle.errors import ConfigError
+from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
 ASKER: ContextVar[str] = ContextVar("asker", default="")
@@ -38,9 +39,10 @@ _MOST_OF_ONE = 5  # that are tried or wait
 _MOST_OF_ALL = 64
 _MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # processor time of one's refused trials; how much a second is forgotten
 _REASONS = {
-    "slow": "it takes more than {cpu_s:g} s of processor time to compile; lengths and optional properties cost most",
-    "slow_steps": "it takes too long to follow at each token",
-    "large": "it takes too much memory to compile",
+    "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",
+    "slow_steps": "checking it takes too long at each token",
+    "large": "compiling it takes too much memory",
+    "unsatisfiable": "no token can start a response that satisfies it; look for references to itself",
 }
 
 
@@ -96,7 +98,7 @@ class Trials:
             if reason := await self._verdict(
                 digest, {"kind": kind, "spec": spec, "any_whitespace": self._any_whitespace}
             ):
-                raise TrialRefused(f"the {kind} constraint of the response is refused: {reason}")
+                raise TrialRefused(f"the {kind} constraint is refused: {reason}")
 
     def close(self) -> None:
         """End the process."""
@@ -246,23 +248,31 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
         trials.close()
 
 
-def try_first(client: Any, trials: Trials) -> None:
-    """Have an `AsyncLLM` refuse requests whose constraint fails its trial.
+def guard_engine(client: Any, trials: Trials) -> None:
+    """Make an `AsyncLLM` refuse requests that would crash or stall its engine core.
 
-    Wherever the constraint is from.
+    These are prompts with token ids that the model does not have, and constraints that fail their trial. Callers'
+    requests were checked before; here the check also covers token ids that a tokenizer has and the model has not.
     """
     from vllm import exceptions
 
-    async def try_constraint(params: Any) -> None:
+    vocab_size = client.model_config.get_vocab_size()
+
+    async def check(prompt: Any, params: Any) -> None:
+        # Ids of media placeholders may lie outside the vocabulary; vLLM replaces them.
+        is_tokens = isinstance(prompt, Mapping) and prompt.get("type", "token") == "token"
+        ids = prompt.get("prompt_token_ids") if is_tokens else None
+        if wrong := token_id_error({"prompt": ids}, vocab_size):
+            raise vllm_internals.refusal_of(*wrong)
         if (constraint := getattr(params, "structured_outputs", None)) is not None:
             try:
                 await trials.require(constraint)
             except TrialRefused as refusal:
-                raise exceptions.VLLMValidationError(str(refusal)) from None
+                raise vllm_internals.refusal_of(None, str(refusal)) from None
             except TrialsBusy as busy:
                 raise exceptions.GracefulHTTPError(str(busy), HTTPStatus.TOO_MANY_REQUESTS) from None
 
-    vllm_internals.before_each_request(client, try_constraint)
+    vllm_internals.before_each_request(client, check)
 
 
 def trials_of(client: Any, *, is_shared: bool = False, cpu_s: float = DEFAULT_CPU_S) -> Trials:

@@ -17,7 +17,7 @@ from peagle.engine.interface import CompletionOutput, Generation, RequestFailed,
 from peagle.engine.self_check import CheckableLlm, SelfCheck
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
-from peagle.engine.trials import trials_of, try_first
+from peagle.engine.trials import guard_engine, trials_of
 from peagle.engine.vllm_internals import (
     counters,
     drafts_of,
@@ -61,7 +61,7 @@ class VllmEngine:
         except Exception as error:  # vLLM raises whatever its parts raise
             raise EngineError(f"vLLM did not start: {error}") from error
         self._trials = trials_of(self._llm)
-        try_first(self._llm, self._trials)
+        guard_engine(self._llm, self._trials)
         self.checkable = CheckableLlm(self._llm)
         self.max_model_len: int = self._llm.model_config.max_model_len
 
@@ -116,7 +116,7 @@ async def generate(
         raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
     if not outputs:
         raise EngineError(f"vLLM ended request {request_id} without an output")
-    _require_answers(outputs[-1])
+    _require_answers(outputs[-1], is_constrained=params.structured_outputs is not None)
     return _generation(outputs[-1], sampling.get("logprobs") or 0)
 
 
@@ -213,18 +213,20 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
     )
 
 
-def _require_answers(output: Any) -> None:
-    """Refuse an answer that vLLM ended by itself.
+def _require_answers(output: Any, *, is_constrained: bool) -> None:
+    """Refuse an answer that vLLM ended by itself, and would return as if it were complete.
 
-    vLLM does so where a schema does not compile in the engine or a token does not keep to it, and hands on the rest as
-    if it were an answer.
+    It does so if a constraint does not compile in the engine, or allows no further token.
 
     Raises:
-        RequestRefused: a response was not brought to its end.
+        RequestRefused: a response is incomplete.
     """
     for completion in output.outputs:
         if (reason := str(completion.finish_reason)) in _NO_ANSWER:
-            raise RequestRefused(f"vLLM ended it by itself ({reason}) after {len(completion.token_ids)} tokens")
+            num_tokens = len(completion.token_ids)
+            if is_constrained and reason == "error":
+                raise RequestRefused(f"the constraint allows no further token after {num_tokens} tokens")
+            raise RequestRefused(f"vLLM ended the response by itself ({reason}) after {num_tokens} tokens")
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:

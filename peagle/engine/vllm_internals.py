@@ -31,6 +31,20 @@ def request_failure() -> type[Exception]:
     return EngineGenerateError  # type: ignore[no-any-return]
 
 
+def generation_error() -> type[Exception]:
+    """Return the exception with which vLLM's API server reports a response that its engine ended with an error."""
+    from vllm.exceptions import GenerationError
+
+    return GenerationError  # type: ignore[no-any-return]
+
+
+def refusal_of(field: str | None, message: str) -> Exception:
+    """Return vLLM's exception for an invalid request, which its API server answers with 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(message, parameter=field)  # type: ignore[no-any-return]
+
+
 def refusals() -> tuple[type[Exception], ...]:
     """Exceptions of vLLM for a request that it refuses.
 
@@ -72,18 +86,18 @@ def model_runner(client: Any) -> str | None:
     return None if is_v2 is None else "V2" if is_v2 else "V1"
 
 
-def before_each_request(client: Any, check: Callable[[Any], Awaitable[None]]) -> None:
-    """Have an `AsyncLLM` check a request's parameters before it takes the request.
+def before_each_request(client: Any, check: Callable[[Any, Any], Awaitable[None]]) -> None:
+    """Make an `AsyncLLM` check each request before the request reaches the engine core.
 
-    vLLM has no hook there that bulk and the endpoint both pass.
+    vLLM has no hook at a place that bulk runs and the endpoint share.
 
     Args:
-        check: raises what vLLM raises for a request that it refuses.
+        check: takes the prompt and the sampling parameters, and raises vLLM's exception to refuse the request.
     """
     add_request = client.add_request
 
     async def checked(request_id: str, prompt: Any, params: Any, *arguments: Any, **options: Any) -> Any:
-        await check(params)
+        await check(prompt, params)
         return await add_request(request_id, prompt, params, *arguments, **options)
 
     client.add_request = checked

@@ -58,6 +58,48 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "repetition_detection", f"repetition_detection.{name} may be {most} at most"
 
 
+_TOKEN_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias")
+
+
+def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[str, str] | None:
+    """Return the field with a token id that the model does not have, and a message; None if there is none.
+
+    An engine uses token ids as indices. One id that is too large crashes it, and every request it is running.
+    vLLM 0.29 compares prompts with the tokenizer, which may allow more ids than the model has embeddings.
+
+    Args:
+        values: a request body or sampling parameters. `prompt` may be token ids or a list of them.
+        vocab_size: rows of the embedding, or None if it is unknown.
+
+    >>> token_id_error({"prompt": [5, 100]}, 100)
+    ('prompt', 'prompt has the token id 100, but the model only has ids 0 to 99')
+    """
+    if vocab_size is None:
+        return None
+    prompt = values.get("prompt")
+    if isinstance(prompt, list):
+        for ids in prompt if prompt and isinstance(prompt[0], list) else [prompt]:
+            if (wrong := _first_unknown(ids, vocab_size)) is not None:
+                return "prompt", _unknown_id("prompt", wrong, vocab_size)
+    for field in _TOKEN_ID_FIELDS:
+        if (wrong := _first_unknown(values.get(field), vocab_size)) is not None:
+            return field, _unknown_id(field, wrong, vocab_size)
+    return None
+
+
+def _first_unknown(ids: Any, vocab_size: int) -> int | None:
+    """Return the first id outside the vocabulary. Values that are not token ids are for others to refuse."""
+    if isinstance(ids, dict):  # logit_bias
+        ids = [int(key) for key in ids if isinstance(key, int) or (key.isascii() and key.lstrip("-").isdecimal())]
+    if not isinstance(ids, list):
+        return None
+    return next((one for one in ids if isinstance(one, int) and not 0 <= one < vocab_size), None)
+
+
+def _unknown_id(field: str, token_id: int, vocab_size: int) -> str:
+    return f"{field} has the token id {token_id}, but the model only has ids 0 to {vocab_size - 1}"
+
+
 MAX_BYTES = 65_536
 MAX_DEPTH = 64  # lists and objects in each other
 MAX_PROPERTIES = 1_000  # of all objects together

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.requests.bounds import token_id_error
 from peagle.requests.openai import parse_body
 from peagle.requests.prompts import PromptBuilder, RowError
 from peagle.requests.sampling import SamplingLimits, conflict, parse_overrides
@@ -65,7 +66,11 @@ class RequestBuilder:
             own = {"json_schema": None, **own}  # in the place of the run's
         if own and (wrong := conflict({**self._sampling.base, **own}, self._sampling.limits)):
             return _invalid(wrong)
-        return prompt if isinstance(prompt, RowError) else Request(prompt_token_ids=prompt, sampling=own)
+        if isinstance(prompt, RowError):
+            return prompt
+        if unknown := token_id_error({"prompt": prompt}, self._sampling.limits.vocab_size):
+            return RowError(reason="invalid_prompt", message=unknown[1])
+        return Request(prompt_token_ids=prompt, sampling=own)
 
 
 def _invalid(message: str) -> RowError:

@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import from_json
-from peagle.requests.bounds import DEFAULT_MIB, AnswerShape, bounds_error, request_error, schema_error
+from peagle.requests.bounds import (
+    DEFAULT_MIB,
+    AnswerShape,
+    bounds_error,
+    request_error,
+    schema_error,
+    token_id_error,
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of `structured_outputs`
@@ -139,12 +146,14 @@ class SamplingLimits:
         max_model_len: context in tokens.
         has_drafter: whether it speculates.
         can_seed: whether a sampling seed works.
+        vocab_size: token ids that the model has; None if unknown.
         max_answer_bytes: of one row's responses, by `AnswerShape`.
     """
 
     max_model_len: int
     has_drafter: bool = False
     can_seed: bool = True
+    vocab_size: int | None = None
     max_answer_bytes: int = DEFAULT_MIB * 2**20
 
 
@@ -170,6 +179,8 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
     if sampling.get("seed") is not None and not greedy and not limits.can_seed:
         return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
+    if wrong := token_id_error(sampling, limits.vocab_size):
+        return wrong[1]
     return _answer_error(sampling, limits.max_answer_bytes)
 
 

@@ -142,7 +142,7 @@ def resolve(
             config.json_schema,
             model=localize(tokenizer, engine.spec.revision, weights=False),
             revision=engine.spec.revision,
-            vocab_size=_vocab_size(engine.model.config),
+            vocab_size=engine.model.vocab_size,
         )
     return ResolvedRun(
         config=config,
@@ -156,7 +156,7 @@ def resolve(
             body_column="body" if is_batch else None,
             where=f"input {config.input}",
         ),
-        sampling=_sampling(config, hardware, engine.spec, columns, is_batch),
+        sampling=_sampling(config, hardware, engine, columns, is_batch),
         price=machines.price,
         placement=machines.placement,
         slot_group=neighbours.slot_group if neighbours else None,
@@ -204,11 +204,6 @@ def resolve_machines(
     return Machines(placement=placement, price=price, engine=engine)
 
 
-def _vocab_size(config: Mapping[str, Any]) -> int | None:
-    size: int | None = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return size
-
-
 def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:
     # The fake engine binds no cores: as many of them run as there are logical CPUs.
     node = replace(hardware, core_ids=()) if config.engine == "fake" else hardware
@@ -224,7 +219,7 @@ def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placem
 
 
 def _sampling(
-    config: GenerateConfig, hardware: Hardware, spec: EngineSpec, columns: list[str], is_batch: bool
+    config: GenerateConfig, hardware: Hardware, engine: ResolvedEngine, columns: list[str], is_batch: bool
 ) -> SamplingSpec:
     """The run's parameters, and where rows have their own.
 
@@ -232,11 +227,13 @@ def _sampling(
         ConfigError: the engine would not take them.
         InputError: the column that is named is not in the corpus.
     """
+    spec = engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     limits = SamplingLimits(
         max_model_len=spec.max_model_len,
         has_drafter=spec.drafter is not None,
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
+        vocab_size=engine.model.vocab_size,
     )
     if wrong := conflict(config.sampling(), limits):
         raise ConfigError(wrong)

@@ -110,6 +110,13 @@ METRICS = {
         ),
         Metric("peagle_request_usd_total", "counter", "USD", "price of requests' shares of busy seconds"),
         Metric(
+            "peagle_engine_crashes_total",
+            "counter",
+            "crashes",
+            "engines that crashed while they ran requests; the log names the request and the key",
+            ("model_name",),
+        ),
+        Metric(
             "peagle_budget_used_ratio",
             "gauge",
             "share",

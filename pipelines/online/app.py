@@ -305,6 +305,7 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
         media_domains=frozenset(spec.allowed_media_domains),
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
+        vocab_size=one.engine.model.vocab_size,
     )
 
 

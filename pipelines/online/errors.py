@@ -33,11 +33,19 @@ class ApiError(Exception):
         message: for the person who reads it.
         code: for the program that reads it, such as "model_not_found".
         param: the field of the request that is at fault.
-        retry_after_s: when to come again.
+        retry_after_s: when to retry; 0 if unknown.
+        is_retryable: False makes OpenAI's clients give up where the status alone would make them retry.
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float = 0,
+        is_retryable: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -45,6 +53,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.is_retryable = is_retryable
 
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
@@ -53,11 +62,13 @@ class ApiError(Exception):
         return error_body(message, kind=kind, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
-        """Headers of an error: Retry-After in whole seconds, `Connection: close`.
+        """Return the headers of an error.
 
-        The first where waiting helps; the second where more of a refused request would come.
+        Retry-After if waiting helps, X-Should-Retry if retrying does not, and `Connection: close` if more of the
+        refused request would arrive.
         """
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
+        headers |= {} if self.is_retryable else {"x-should-retry": "false"}
         return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
 
 

@@ -9,6 +9,7 @@ transcriptions are left out: no model here has them.
 
 import asyncio
 import datetime
+import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -35,6 +36,7 @@ from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, from_validation
 from pipelines.online.gateway.budget_watch import BudgetWatch
+from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
@@ -43,7 +45,7 @@ from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, page_response
 from pipelines.online.live import MAX_WINDOW_S, LiveView, keep_telling_needed
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
-from pipelines.online.serve.exceptions import from_exception, is_engine_death
+from pipelines.online.serve.exceptions import from_exception, is_engine_death, is_engine_unavailable
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
@@ -69,7 +71,7 @@ def _response(error: ApiError) -> Response:
     return Response(body, error.status, headers)
 
 
-_AGAIN_S = 0.5  # a replica whose engine died is gone by then
+_MAX_DEAD_ENGINES = 3
 _ROUTES: dict[str, Route] = {
     "models": get("/v1/models"),
     "model_data": get("/v1/models/{model:path}"),
@@ -145,11 +147,11 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         """A chat completion, whole or as a stream of events."""
         if (context := Context.of(request.headers)) and context.cap_tokens:
             body.cap(context.cap_tokens)
-        return await _ask(super().chat, body, request)
+        return await ask_engine(super().chat, body, request)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """A completion, likewise."""
-        return await _ask(super().completions, body, request)
+        return await ask_engine(super().completions, body, request)
 
     async def cost(
         self,
@@ -186,7 +188,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         if not key.is_operator:
             return JSONResponse(await asyncio.to_thread(self._live.report, key.name, window_s))
         report = await asyncio.to_thread(self._live.report, None, window_s)
-        return JSONResponse(report | {"load": await asyncio.to_thread(self._loads, request.app.state.load)})
+        state = request.app.state
+        notes = [*report["notes"], *state.crashes.notes()]
+        return JSONResponse(report | {"notes": notes, "load": await asyncio.to_thread(self._loads, state.load)})
 
     def _loads(self, load: Load) -> dict[str, dict[str, int]]:
         return {
@@ -228,37 +232,59 @@ def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSetti
     return replace(batches, application=serve.get_replica_context().app_name, deployments=deployments)
 
 
-async def _ask(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
-    """Ray's answer.
+async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
+    """Return an engine's answer.
 
-    Where the engine died before the first of it was sent, another engine is asked, once.
+    A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
 
     Raises:
-        ApiError: for whatever went wrong; Ray's application would answer some of its errors in plain text.
+        ApiError: for any failure; Ray's application would answer some of its errors in plain text.
     """
-    asked_at, note = time.time(), pass_of(request).note
-    assert note is not None, "the gate notes what engines answer"
+    asked_at, note, context = time.time(), pass_of(request).note, Context.of(request.headers)
+    assert note is not None, "the gate sets it on routes that engines answer"
+    assert context is not None, "the gate sets it on routes that engines answer"
     NOTE.set(note)
+    crashes: EngineCrashes = request.app.state.crashes
+    attempt = crashes.start(request_id=context.request_id, key=context.key, account=context.account, model=body.model)
     try:
         try:
-            return await handler(body, request)
+            return await _until_started(handler, body, request)
         except Exception as error:
             if not is_engine_death(error):
                 raise
-            await asyncio.sleep(_AGAIN_S)
-            return await handler(body, _again(request, asked_at))
+        again = _again(request, replace(context, first_asked_at=asked_at))
+        async with crashes.retry(attempt):
+            try:
+                return await _until_started(handler, body, again)
+            except Exception as error:
+                if not is_engine_death(error):
+                    raise
+        await crashes.report(attempt)
     except Answered as end:
         return Response(end.body, media_type="application/json")
     except Exception as error:
         raise from_exception(error) from error
+    raise AssertionError("a request is not retried after its second crash")
 
 
-def _again(request: Request, asked_at: float) -> Request:
-    """The request for the second engine; what the first has billed is not repeated."""
-    context = Context.of(request.headers)
-    assert context is not None, "the gate has given it one"
-    said = replace(context, first_asked_at=asked_at).headers()
-    return Request({**request.scope, "headers": with_headers(request.scope["headers"], said)}, request.receive)
+async def _until_started(
+    handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
+) -> Response:
+    """Ask engines until one is alive: a dead one may stay in Serve's table for a moment."""
+    for _ in range(_MAX_DEAD_ENGINES):
+        try:
+            return await handler(body, request)
+        except Exception as error:
+            if not is_engine_unavailable(error):
+                raise
+        await asyncio.sleep(SETTLE_S)
+    return await handler(body, request)
+
+
+def _again(request: Request, context: Context) -> Request:
+    """Return the request for the second engine, which does not bill what the first one has billed."""
+    headers = with_headers(request.scope["headers"], context.headers())
+    return Request({**request.scope, "headers": headers}, request.receive)
 
 
 def make_ingress(settings: GateSettings) -> Any:
@@ -270,9 +296,24 @@ def make_app(settings: GateSettings) -> FastAPI:
     """An application without routes behind the gate, with OpenAI's errors."""
     app = guarded_app(title="peagle")
     answer_errors(app)
-    app.state.load = Load()
-    app.add_middleware(Gate, settings=settings, routes=tuple(_routes(settings).values()), load=app.state.load)
+    app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=_count_crash)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        routes=tuple(_routes(settings).values()),
+        load=app.state.load,
+        crashes=app.state.crashes,
+    )
     return app
+
+
+def _count_crash(suspect: Attempt) -> None:
+    _crash_counter().inc(1, {"model_name": suspect.model})
+
+
+@functools.cache
+def _crash_counter() -> Any:
+    return exported("peagle_engine_crashes_total")
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:

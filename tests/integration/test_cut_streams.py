@@ -44,6 +44,10 @@ def replica(tmp_path, monkeypatch):
     async def completions(self, request, info=None):
         return answers(request.n or 1)
 
+    async def check_health(self):
+        """It is well."""
+
+    monkeypatch.setattr(server.LLMServer, "check_health", check_health)
     monkeypatch.setattr(server.LLMServer, "completions", completions)
     yield Replica()
     account.end()
@@ -56,15 +60,17 @@ def test_a_stream_in_which_the_engine_dies_is_broken_off_and_free(replica, tmp_p
 
     async def fails():
         yield await anext(answers(1))
+        has_begun.append(True)
         yield [f"data: {json.dumps({'error': {'message': 'secret', 'code': 500}})}\n\n", "data: [DONE]\n\n"]
 
     async def completions(self, request, info=None):
         return fails()
 
     async def check_health(self):
-        raise EngineDeadError
+        if has_begun:
+            raise EngineDeadError
 
-    seen = []
+    seen, has_begun = [], []
 
     async def read():
         async for texts in await replica.completions(SimpleNamespace(n=1)):
@@ -148,10 +154,11 @@ def test_what_vllm_refuses_by_pythons_own_errors_is_answered_as_vllm_serve_does(
 ):
     from pipelines.online.serve.exceptions import from_exception
 
-    (answer,) = answered(replica, monkeypatch, error=error)
+    used, answer = answered(replica, monkeypatch, error=error)
+    assert (used.text, used.said["usage"]["completion_tokens"]) == ("", 0)
     assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, str(error))
     (request,) = RequestReader(tmp_path / "ledger").new()
-    assert (request.outcome, request.usd) == ("failed", 0)
+    assert request.outcome == "failed"
 
     from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPException
 

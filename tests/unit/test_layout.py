@@ -1,4 +1,4 @@
-"""The tree of modules: their size, their imports, and the first lines of their docstrings.
+"""The tree of modules: their size and their imports.
 
 Which folder may import which is in `pyproject.toml`, for `lint-imports`.
 """
@@ -12,7 +12,6 @@ from source_tree import MODULES, trees
 
 MOST_LINES = 600
 LONGEST_CHAIN = 20
-LONGEST_FIRST_LINE = 80
 
 
 def imported(nodes: list[ast.stmt], *, in_functions: bool) -> Iterator[str]:
@@ -44,7 +43,7 @@ def imports(*, in_functions: bool) -> dict[str, set[str]]:
     }
 
 
-def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+def test_no_module_is_longer_than_one_subject_needs() -> None:
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
@@ -60,22 +59,6 @@ def test_no_chain_of_imports_is_too_long_to_follow() -> None:
         chains[name] = [name, *max((chains[below] for below in graph[name]), key=len, default=[])]
     longest = max(chains.values(), key=len)
     assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
-
-
-def first_lines() -> Iterator[tuple[str, str]]:
-    """Of each docstring, where it is and its first line."""
-    for name, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    yield f"{name}:{getattr(node, 'name', '')}", text.splitlines()[0]
-
-
-def test_a_docstring_begins_with_a_short_line_that_names_the_thing() -> None:
-    wrong = [f"{where}: {line}" for where, line in first_lines() if len(line) > LONGEST_FIRST_LINE]
-    wrong += [f"{where}: {line}" for where, line in first_lines() if line.startswith("What ")]
-    assert wrong == []
 
 
 def test_a_public_class_shares_its_name_with_no_other():

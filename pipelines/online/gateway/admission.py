@@ -11,6 +11,7 @@ from typing import Any
 
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import HalfSurrogate, finite_float, from_json
+from peagle.requests.bounds import token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST
@@ -51,6 +52,7 @@ class ServedModel:
         max_answer_bytes: of one answer, by `AnswerShape`; None is without limit.
         media: items of each modality that one request may have; None is text alone.
         media_domains: hosts from which engines may fetch media.
+        vocab_size: token ids that the model has; None if unknown.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ServedModel:
     media_domains: frozenset[str] = frozenset()
     drafter: str | None = None
     num_speculative_tokens: int | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,8 @@ def check(
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
+    if wrong := token_id_error(values, model.vocab_size):
+        raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
     num_choices = _num_choices(path, values, model)
     asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
     tokens = default_tokens(path, key, model, max_output_tokens, num_choices) if asked is None else asked

@@ -31,6 +31,7 @@ from peagle.economics.tags import tags_to_text
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
+from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
@@ -125,11 +126,19 @@ class Gate:
         routes: the application's own table; what is not in it never reaches the application.
     """
 
-    def __init__(self, app: ASGIApp, settings: GateSettings, routes: Sequence[Route], load: Load | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: GateSettings,
+        routes: Sequence[Route],
+        load: Load | None = None,
+        crashes: EngineCrashes | None = None,
+    ) -> None:
         self._app = app
         self._settings = settings
         self._routes = (*routes, INVOCATIONS) if settings.is_behind_sagemaker else tuple(routes)
         self._load = load or Load()
+        self._crashes = crashes or EngineCrashes()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
@@ -212,6 +221,8 @@ class Gate:
         """Read and check what the route's rule wants, and hold what it may cost."""
         rule, receive = asked.route.rule, asked.receive
         if rule is Rule.GENERATION:
+            if self._settings.requires_key:
+                self._crashes.require_allowed(asked.key.account)
             return await self._admit_generation(asked)
         if rule in (Rule.ORDER, Rule.UPLOAD):  # the ledger says later what it cost
             tags = tags_to_text({**self._settings.tags, **asked.key.tags})

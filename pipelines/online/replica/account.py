@@ -22,7 +22,7 @@ from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsa
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.online.serve.sequences import Sequences
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import OURS, AnswerTally
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # that a request waits for its record to be on the disk
@@ -178,9 +178,11 @@ class EngineAccount:
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine
+        if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):  # no answer told its usage
+            tally.num_prompt_tokens = request.sequences.num_prompt_tokens
+            tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, request.num_choices)
         busy_s = self._meter.take(request.number)
-        is_free = outcome == "failed" and request.ttft_s is None  # as for the gate, which sees another status than 200
         return RequestUsage(
             request_id=request.request_id,
             key=request.key,
@@ -190,7 +192,7 @@ class EngineAccount:
             drafter=engine.drafter,
             outcome=outcome,
             ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
-            usd=0.0 if is_free else busy_s * engine.num_devices * engine.usd_per_device_s,
+            usd=busy_s * engine.num_devices * engine.usd_per_device_s,
             num_choices=request.num_choices,
             usage=UnitUsage(
                 session_id=self.session_id,
@@ -289,6 +291,12 @@ class RequestAccount:
         """
         if self._is_kept:
             await self._account._reach_disk()
+
+
+def usage_of(record: RequestUsage) -> dict[str, Any]:
+    """Return the usage of a request without an answer, as an answer would have stated it."""
+    tokens = {"prompt_tokens": record.usage.num_prompt_tokens, "completion_tokens": record.usage.num_output_tokens}
+    return {"usage": tokens, OURS: summary(record)}
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

@@ -118,6 +118,7 @@ async def lend(
     request = account.begin(
         row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
     )
+    request.sequences.listen()
     outcome: Outcome = "cut"
     answer, is_dead = LentAnswer(state="returned"), False
     work = asyncio.create_task(generate(row))
@@ -139,7 +140,7 @@ async def lend(
             if not is_dead:
                 request.write(outcome)
     await request.reach_disk()
-    yield answer if outcome == "failed" else replace(answer, engine_s=request.finish(outcome).usage.busy_s)
+    yield replace(answer, engine_s=request.finish(outcome).usage.busy_s)
 
 
 def _count(generation: Generation, tally: AnswerTally) -> None:

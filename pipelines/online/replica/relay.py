@@ -18,8 +18,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from typing import Any, TypeVar
 
 from peagle.economics.usage import Outcome
+from peagle.engine.vllm_internals import generation_error, refusal_of
 from peagle.errors import EngineError
-from pipelines.online.replica.account import RequestAccount, summary
+from pipelines.online.replica.account import RequestAccount, summary, usage_of
 from pipelines.online.serve.exceptions import is_engine_death
 from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
@@ -108,25 +109,37 @@ _LEAST_OF_A_FAULT = 500
 
 
 async def raising_faults(
-    answers: AsyncGenerator[Any, None], check_health: Callable[[], Awaitable[None]]
+    answers: AsyncGenerator[Any, None], check_health: Callable[[], Awaitable[None]], *, constraint: str | None = None
 ) -> AsyncGenerator[Any, None]:
-    """An answer as it comes, but what vLLM's side fails of in a stream is raised.
+    """Pass an answer on, and raise a failure that vLLM reports as an event of the stream.
 
-    vLLM 0.29 puts whatever it raises there into an event of the stream, in its own words, and ends it as if all were
-    well: also the death of the engine.
+    vLLM 0.29 reports every failure so, in its own words, and ends the stream as if nothing happened. That includes the
+    death of the engine. It also fails when a constraint allows no further token, which is the caller's mistake.
 
     Args:
-        check_health: raises where the engine is dead.
+        check_health: raises if the engine is dead.
+        constraint: the field of the request that constrains its response, if any.
 
     Raises:
-        EngineError: vLLM failed on this stream; the engine goes on.
+        VLLMValidationError: the constraint allows no further token.
+        EngineError: vLLM failed on this request; the engine goes on.
     """
-    async with contextlib.aclosing(answers):
-        async for answer in answers:
-            if _is_text(answer) and any(map(_tells_of_a_fault, answer)):
-                await check_health()
-                raise EngineError("vLLM ended a stream with an error, which is in the engine's log")
-            yield answer
+    try:
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                if _is_text(answer) and any(map(_tells_of_a_fault, answer)):
+                    await check_health()
+                    raise _failure(constraint)
+                yield answer
+    except generation_error():
+        await check_health()
+        raise _failure(constraint) from None
+
+
+def _failure(constraint: str | None) -> Exception:
+    if constraint is None:
+        return EngineError("vLLM ended a request with an error, which is in the engine's log")
+    return refusal_of(constraint, f"{constraint}: the constraint allows no further token, so the response cannot end")
 
 
 async def answering_refusals(
@@ -161,16 +174,15 @@ async def answering_refusals(
 async def relay(
     answers: AsyncGenerator[Any, None], begin: Callable[[], RequestAccount], *, shown_usage: ShownUsage
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and write the request's record at its end.
+    """Pass an answer on, and write the request's record when it ends.
 
-    Unless that is the engine's.
-
-    An engine that dies leaves no records: nobody pays for what it was doing, and another may have the request then.
+    A request pays for the engine time and tokens that it used, also if it failed, was refused or was cancelled. Only
+    if its engine crashes it pays nothing, and another engine may run it.
 
     Args:
-        answers: one object (a whole answer or an error), or lists of texts that hold events.
-        begin: opens the request's account. Only once somebody listens: what is never listened to never ends.
-        shown_usage: in the events, the last of which ends a stream as a `StreamEnd`.
+        answers: one object (a whole answer or an error), or lists of texts with events.
+        begin: opens the request's account, once somebody listens.
+        shown_usage: which events of a stream show their usage. A `StreamEnd` tells the gate the usage.
     """
     request = begin()
     request.sequences.listen()
@@ -180,16 +192,37 @@ async def relay(
             async for answer in answers:
                 if _is_text(answer):
                     yield _pass_on(answer, request, shown_usage)
-                else:
+                elif getattr(answer, "usage", None) is not None:
                     yield _with_summary(answer, request)
+                else:
+                    _require_listener()
+                    yield _end_without_answer(request)
+                    yield answer
         outcome = "ok"
     except Exception as error:
         outcome = None if is_engine_death(error) else "failed"
+        if outcome:
+            yield _end_without_answer(request)
         raise
     finally:
         if outcome:
             request.write(outcome)
             await request.reach_disk()  # the answer has not ended before its record is safe
+
+
+def _end_without_answer(request: RequestAccount) -> StreamEnd:
+    """Finish a failed request and return what it used."""
+    return StreamEnd(text="", said=usage_of(request.finish("failed")))
+
+
+def _require_listener() -> None:
+    """Stop if the client has left.
+
+    Raises:
+        CancelledError: it has. vLLM 0.29 answers a cancelled request with an error.
+    """
+    if (task := asyncio.current_task()) is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
@@ -258,20 +291,8 @@ def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage)
     return passed if said is None else StreamEnd(text="".join(passed), said=said)
 
 
-def _with_summary(answer: Any, request: RequestAccount) -> Any:
-    """A whole answer as JSON with the summary, and the summary apart.
-
-    An error stays as it is.
-
-    Raises:
-        CancelledError: nobody waits any more. vLLM 0.29 takes this for an error of the request and answers it, though
-            its seconds are to be paid.
-    """
-    if getattr(answer, "usage", None) is None:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError
-        request.finish("failed")
-        return answer
+def _with_summary(answer: Any, request: RequestAccount) -> WholeAnswer:
+    """Return a whole answer as JSON with the summary in it, and the summary apart."""
     said = answer.model_dump(include={"usage", "metrics"})
     request.tally.read(said)
     said[OURS] = summary(request.finish("ok"))

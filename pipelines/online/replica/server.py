@@ -26,7 +26,7 @@ from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import start_limit
-from peagle.engine.trials import ASKER, DEFAULT_CPU_S, trials_of, try_first
+from peagle.engine.trials import ASKER, DEFAULT_CPU_S, guard_engine, trials_of
 from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
@@ -38,7 +38,7 @@ from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
 from pipelines.online.replica.lending import IdleSlots, lend
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_config
-from pipelines.online.serve.exceptions import is_engine_death
+from pipelines.online.serve.exceptions import EngineUnavailable, is_engine_death
 from pipelines.online.serve.ray_names import engine_client, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import Context, LentAnswer, LentRow
@@ -98,7 +98,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             client = engine_client(self.engine)
             tell_sequences(client)
             self._trials = trials_of(client, is_shared=True, cpu_s=job.max_grammar_s)
-            try_first(client, self._trials)
+            guard_engine(client, self._trials)
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
@@ -152,17 +152,32 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             parsers=job.parsers,
         )
 
+    async def _require_live_engine(self) -> None:
+        """Refuse a request that arrives after the engine died.
+
+        Raises:
+            EngineUnavailable: another engine should take it.
+        """
+        try:
+            await super().check_health()
+        except Exception:
+            raise EngineUnavailable("the engine is dead") from None
+
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
-        return self._accounted(await super().chat(request, raw_request_info), raw_request_info)
+        await self._require_live_engine()
+        answers = await super().chat(request, raw_request_info)
+        return self._accounted(answers, raw_request_info, constraint=_constraint_of(request))
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Ray's, with an account."""
+        await self._require_live_engine()
         answers = await super().completions(request, raw_request_info)
-        return self._accounted(answers, raw_request_info, choices_per_prompt=request.n or 1)
+        constraint, choices = _constraint_of(request), request.n or 1
+        return self._accounted(answers, raw_request_info, constraint=constraint, choices_per_prompt=choices)
 
     def _accounted(
-        self, answers: Any, info: Any, *, choices_per_prompt: int | None = None
+        self, answers: Any, info: Any, *, constraint: str | None, choices_per_prompt: int | None = None
     ) -> AsyncGenerator[Any, None]:
         context = Context.of(info.headers if info is not None else {})
         if context is None:  # another application of the cluster asks
@@ -180,7 +195,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                 first_asked_at=context.first_asked_at,
             )
 
-        sound = answering_refusals(raising_faults(answers, super().check_health), refusal, told_refusal)
+        sound = answering_refusals(
+            raising_faults(answers, super().check_health, constraint=constraint), refusal, told_refusal
+        )
         answer = relay(sound, begin, shown_usage=context.shown_usage)
         return in_pieces(self._idle.beside(answer, min(context.num_choices, self._slots)), self._pace)
 
@@ -206,3 +223,9 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             trials.close()
         self._account.end()
         await super().__del__()
+
+
+def _constraint_of(request: Any) -> str | None:
+    """Return the field that constrains the response of an API request, or None."""
+    names = ("structured_outputs", "response_format", "tools")
+    return next((name for name in names if getattr(request, name, None)), None)

@@ -8,13 +8,29 @@ from pipelines.online.errors import NOT_IMPLEMENTED, ApiError, overloaded
 
 # vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
 _OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
-_UNAVAILABLE = ("BackPressureError", "DeploymentUnavailableError", "RayActorError", "ActorDiedError", "EngineDeadError")
+_UNAVAILABLE = (
+    "EngineUnavailable",
+    "BackPressureError",
+    "DeploymentUnavailableError",
+    "RayActorError",
+    "ActorDiedError",
+    "EngineDeadError",
+)
 _ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
 
 
+class EngineUnavailable(Exception):  # noqa: N818 - it says nothing about the request
+    """The engine was already dead when the request arrived, so the request cannot be the cause."""
+
+
 def is_engine_death(error: BaseException) -> bool:
-    """Whether the request's engine is gone, and will never answer."""
+    """Return whether the engine crashed while it ran the request."""
     return any(name in _ENGINE_DEATHS for name in _names(error))
+
+
+def is_engine_unavailable(error: BaseException) -> bool:
+    """Return whether the request never reached a live engine."""
+    return EngineUnavailable.__name__ in _names(error)
 
 
 def from_exception(error: BaseException) -> ApiError:

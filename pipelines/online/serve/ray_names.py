@@ -72,11 +72,14 @@ def refusal(error: Exception) -> Any | None:
     """
     from ray.serve.llm.openai_api_models import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.exceptions import VLLMError
 
     answer = create_error_response(error)
     if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
         return None
-    _log.warning("vLLM refuses a request", exc_info=error)  # of a kind that Python raises for its own faults too
+    # ValueError and the like may also be faults of vLLM itself, so their traceback is logged.
+    is_expected = isinstance(error, VLLMError)
+    _log.warning("vLLM refused a request: %.500s", error, exc_info=None if is_expected else error)
     return ErrorResponse.model_validate(answer.model_dump())
 
 

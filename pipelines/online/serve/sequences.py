@@ -6,7 +6,7 @@ that its front end keeps, one for each choice of each prompt. Whoever is about t
 the states of the sequences that this starts are theirs. It knows vLLM's `OutputProcessor`; it imports nothing of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,23 +17,39 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(slots=True)
 class Sequences:
-    """The sequences of one request; none where the engine is not vLLM."""
+    """The sequences of one request. There are none if the engine is not vLLM."""
 
     _states: list[Any] = field(default_factory=list)
-    _drafts: SpeculationStats | None = None  # of those that were let go
-    _began_at: float | None = None  # likewise
+    # Figures of sequences that ended and were dropped.
+    _drafts: SpeculationStats | None = None
+    _began_at: float | None = None
+    _prompt_tokens: int = 0
+    _output_tokens: int = 0
 
     def listen(self) -> None:
-        """Take those that are started from here on, by this task or what it starts."""
+        """Collect the sequences that this task, or a task that it starts, adds to the engine from now on."""
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """One more: vLLM's `RequestState`.
+        """Add a sequence, vLLM's `RequestState`.
 
-        Of those that are no longer among the live ones only the figures are kept: each holds all of its tokens.
+        Sequences that ended are reduced to their figures, since each keeps all of its tokens.
         """
-        self._drafts, self._began_at = self.speculation, self.first_token_at  # of live ones vLLM tells no drafts
-        self._states = [*(one for one in self._states if live.get(one.request_id) is one), state]
+        self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM states no drafts of live ones
+        ended = [one for one in self._states if live.get(one.request_id) is not one]
+        self._prompt_tokens += _prompt_tokens(ended)
+        self._output_tokens += _output_tokens(ended)
+        self._states = [*(one for one in self._states if one not in ended), state]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all prompts, whatever became of them."""
+        return self._prompt_tokens + _prompt_tokens(self._states)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that the engine generated until now, for all choices."""
+        return self._output_tokens + _output_tokens(self._states)
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -56,6 +72,14 @@ class Sequences:
         for state in self._states:
             if state.stats is not None and state.stats.first_token_ts:
                 yield state.stats.arrival_time + state.stats.first_token_latency
+
+
+def _prompt_tokens(states: Iterable[Any]) -> int:
+    return sum(state.prompt_len for state in states if not state.request_index)  # choices share their prompt
+
+
+def _output_tokens(states: Iterable[Any]) -> int:
+    return sum(state.stats.num_generation_tokens for state in states if state.stats is not None)
 
 
 _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)

@@ -14,7 +14,7 @@ import xgrammar
 
 from peagle.engine import trial_process
 from peagle.engine import trials as module
-from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _FairLock, _specs, check_schema, try_first
+from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _FairLock, _specs, check_schema, guard_engine
 from peagle.errors import ConfigError
 
 BYTES = [bytes([one]) for one in range(256)]
@@ -88,6 +88,27 @@ def test_what_stalls_an_engine_is_refused_and_the_next_is_tried(tried, given):
     assert "refused" in tried(**given)
     assert time.monotonic() - began < 60  # a second of processor time, on a slow machine
     assert tried(json=thing(7)) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"$ref": "#"}},
+        {"json": {"anyOf": [{"$ref": "#"}]}},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+        {"grammar": 'root ::= root "a"'},
+        {"grammar": "root ::= a\na ::= b\nb ::= a"},
+        {"regex": "[^\\s\\S]"},
+    ],
+    ids=str,
+)
+def test_a_constraint_that_no_token_can_satisfy_is_refused(tried, given):
+    assert "no token can start a response" in tried(**given)
+
+
+def test_recursion_that_ends_passes(tried):
+    assert tried(grammar='root ::= root "a" | "b"') is None
+    assert tried(json={"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}) is None
 
 
 def test_what_takes_memory_is_refused():
@@ -310,19 +331,46 @@ def test_turns_go_from_asker_to_asker():
     assert asyncio.run(scene()) == "aabcabad"
 
 
+class Client:
+    """An `AsyncLLM` whose model has 100 token ids."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+
+    def __init__(self, taken):
+        self._taken = taken
+
+    async def add_request(self, request_id, prompt, params, **options):
+        self._taken.append((request_id, options))
+
+
+def test_an_engine_gets_no_token_id_that_its_model_does_not_have():
+    from vllm.exceptions import VLLMValidationError
+
+    taken, params = [], SimpleNamespace(structured_outputs=None)
+    client = Client(taken)
+    guard_engine(client, Trials(vocabulary))
+
+    async def scene():
+        await client.add_request("last id", {"type": "token", "prompt_token_ids": [0, 99]}, params)
+        await client.add_request("bulk", {"prompt_token_ids": [99]}, params)
+        await client.add_request("placeholder", {"type": "multimodal", "prompt_token_ids": [200]}, params)
+        for ids in ([100], [5, 101], [-1]):
+            with pytest.raises(VLLMValidationError, match=f"token id {ids[-1]}, but the model only has ids 0 to 99"):
+                await client.add_request("unknown", {"type": "token", "prompt_token_ids": ids}, params)
+
+    asyncio.run(scene())
+    assert [name for name, _ in taken] == ["last id", "bulk", "placeholder"]
+
+
 @pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
 def test_an_engine_gets_no_request_whose_constraint_did_not_pass(monkeypatch, outcome, status):
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
     taken = []
 
-    class Client:
-        async def add_request(self, request_id, prompt, params, **options):
-            taken.append((request_id, options))
-
     monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda asked: {"outcome": outcome}))
-    client, trials = Client(), Trials(vocabulary)
-    try_first(client, trials)
+    client = Client(taken)
+    guard_engine(client, Trials(vocabulary))
 
     async def scene():
         await client.add_request("plain", "p", SimpleNamespace(structured_outputs=None), priority=1)
@@ -358,5 +406,5 @@ def test_every_kind_of_vllms_constraints_is_tried():
 def test_a_runs_own_schema_is_refused_before_its_engines_start(embedded_target):
     about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     check_schema(json.dumps(thing(5)), **about)
-    with pytest.raises(ConfigError, match=r"json_schema: .*processor time"):
+    with pytest.raises(ConfigError, match=r"json_schema: .*CPU time"):
         check_schema(json.dumps(thing(3000)), **about)

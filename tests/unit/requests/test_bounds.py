@@ -138,3 +138,26 @@ def test_bulk_has_the_same_bounds_for_the_run_and_for_a_row():
 
 def test_the_bounds_leave_room_for_what_openai_documents_in_sizes_that_compile():
     assert bounds.MAX_BYTES >= 50_000
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "token_id"),
+    [
+        ({"prompt": [0, 99, 100]}, "prompt", 100),
+        ({"prompt": [[1], [2, 100]]}, "prompt", 100),
+        ({"prompt": [-1]}, "prompt", -1),
+        ({"stop_token_ids": [100]}, "stop_token_ids", 100),
+        ({"allowed_token_ids": [5, 2**40]}, "allowed_token_ids", 2**40),
+        ({"logprob_token_ids": [100]}, "logprob_token_ids", 100),
+        ({"logit_bias": {"5": 1, "100": 1}}, "logit_bias", 100),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_refused_with_the_id_and_the_limit(values, field, token_id):
+    message = f"{field} has the token id {token_id}, but the model only has ids 0 to 99"
+    assert bounds.token_id_error(values, 100) == (field, message)
+    assert bounds.token_id_error(values, None) is None
+
+
+def test_ids_of_the_vocabulary_and_texts_pass():
+    for values in ({"prompt": [0, 99]}, {"prompt": "text"}, {"prompt": ["a", "b"]}, {"prompt": []}, {"logit_bias": {}}):
+        assert bounds.token_id_error({**values, "stop_token_ids": None}, 100) is None

@@ -10,7 +10,7 @@ BATCH = PromptSpec(body_column="body", chat=True)
 
 
 def build(columns, *, prompts=BATCH, column=None):
-    limits = SamplingLimits(max_model_len=300, can_seed=False)
+    limits = SamplingLimits(max_model_len=300, can_seed=False, vocab_size=256)
     spec = SamplingSpec(base=SamplingKeys().model_dump(), column=column, limits=limits)
     return RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), 300), spec).build(columns)
 
@@ -94,6 +94,13 @@ def test_what_a_request_tells_its_template_gets_there():
         ("/v1/completions", {"prompt": []}, "invalid_prompt", "body.prompt holds an empty list, not text"),
         ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it holds 2 prompts"),
         ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
+        (
+            "/v1/completions",
+            {"prompt": [255, 256]},
+            "invalid_prompt",
+            "prompt has the token id 256, but the model only",
+        ),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [256]}, "invalid", "stop_token_ids has the token id"),
         ("/v1/completions", {"prompt": "x" * 300}, "prompt_too_long", "the prompt has 300 tokens"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 is more than the context"),
         ("/v1/completions", {"prompt": "x", "seed": 1, "temperature": 1}, "invalid", "seed: vLLM on CPU"),

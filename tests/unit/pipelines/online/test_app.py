@@ -30,7 +30,7 @@ def served(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
-        model=SimpleNamespace(name="m", card=None),
+        model=SimpleNamespace(name="m", card=None, vocab_size=100),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
     )
     return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]

@@ -16,33 +16,35 @@ from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online import ingress
 from pipelines.online.cost import CostView
 from pipelines.online.errors import ApiError
+from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import LOCAL, KeyRing, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
 from pipelines.online.gateway.shared import SharedBudgets
-from pipelines.online.ingress import answer_errors
+from pipelines.online.ingress import answer_errors, ask_engine
 from pipelines.online.serve.calls import NOTE, listen
+from pipelines.online.serve.exceptions import EngineUnavailable
 from pipelines.online.serve.request_types import Chat
 from pipelines.online.wire import Context, WholeAnswer, encoded
 
+CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
-def a_request(headers, note=lambda said: None):
+
+def a_request(context=CONTEXT, note=lambda said: None):
     """A chat that the gate has let in."""
-    return Request(with_pass({"type": "http", "headers": headers}, post("/v1/chat/completions"), note=note))
+    app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
+    scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
+    return Request(with_pass(scope, post("/v1/chat/completions"), note=note))
 
 
-def asked(monkeypatch, *ends):
-    """The answer of an ingress whose engines end so, one after another, and how many were asked."""
-    monkeypatch.setattr(ingress, "_AGAIN_S", 0.0)
-    context = Context(request_id="r", key="alice", account="a", num_choices=2)
-    left, one = list(ends), a_request(encoded(context.headers()))
-    began_at, asked_at = time.time(), []
+async def asked(request, *ends):
+    """Return the answer or the error's code, and how many engines were asked; each ends as given."""
+    left, began_at, asked_at = list(ends), time.time(), []
 
     async def handler(body, request):
-        told = Context.of(request.headers)
-        again = told.first_asked_at
-        assert replace(told, first_asked_at=None) == context
-        assert (again is not None) == bool(asked_at)
+        context = Context.of(request.headers)
+        again = context.first_asked_at
+        assert replace(context, first_asked_at=None) == CONTEXT
         assert again is None or began_at <= again <= asked_at[0]
         asked_at.append(time.time())
         end = left.pop(0)
@@ -51,9 +53,9 @@ def asked(monkeypatch, *ends):
         return end
 
     try:
-        return asyncio.run(ingress._ask(handler, None, one)), len(ends) - len(left)
+        return await ask_engine(handler, SimpleNamespace(model="m"), request), len(ends) - len(left)
     except ApiError as error:
-        return error.status, len(ends) - len(left)
+        return error.code, len(ends) - len(left)
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
@@ -63,8 +65,8 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    headers = encoded(Context(request_id="r", key="alice", cap_tokens=tokens).headers())
-    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), a_request(headers)))
+    request = a_request(Context(request_id="r", key="alice", cap_tokens=tokens))
+    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), request))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
 
@@ -112,9 +114,36 @@ def test_only_a_container_of_sagemakers_answers_its_ping(monkeypatch, tmp_path, 
     assert ("ping" in made) == is_behind_sagemaker
 
 
-def test_another_engine_answers_for_one_that_died_once(monkeypatch):
-    assert asked(monkeypatch, EngineDeadError(), "answer") == ("answer", 2)
-    assert asked(monkeypatch, EngineDeadError(), EngineDeadError(), "answer") == (503, 2)
+def test_a_request_that_crashed_its_engine_is_not_retried():
+    assert asyncio.run(asked(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
+
+
+def with_a_later_one(request, *ends):
+    """Ask for a request whose first engine crashes together with a request that entered it later."""
+
+    async def scene():
+        first = asyncio.create_task(asked(request, *ends))
+        await asyncio.sleep(0)
+        crashes = request.app.state.crashes
+        later = crashes.start(request_id="later", key="bob", account="b", model="m")
+        later.started_at += 1
+        with pytest.raises(ApiError):
+            await crashes.report(later)
+        return await first
+
+    return asyncio.run(scene())
+
+
+def test_a_request_that_was_not_the_last_is_retried_once():
+    assert with_a_later_one(a_request(), EngineDeadError(), "answer") == ("answer", 2)
+    assert with_a_later_one(a_request(), EngineDeadError(), EngineDeadError(), "answer") == ("engine_crashed", 2)
+
+
+def test_a_request_that_met_dead_engines_alone_is_asked_again(monkeypatch):
+    monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
+    dead = EngineUnavailable()
+    assert asyncio.run(asked(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
+    assert asyncio.run(asked(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
 def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apart(monkeypatch):
@@ -128,15 +157,17 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
         return await anext(listen(parts, NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
-    one = a_request([], note=noted.append)
-    answer = asyncio.run(ingress._ask(ray_chat, None, one))
+    one = a_request(note=noted.append)
+    answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]
 
 
-@pytest.mark.parametrize(("error", "status"), [(BackPressureError(9, 9), 503), (RuntimeError("x"), 500)])
-def test_anything_else_is_an_answer_of_the_api_at_once(monkeypatch, error, status):
-    assert asked(monkeypatch, error, "answer") == (status, 1)
+@pytest.mark.parametrize(
+    ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
+)
+def test_anything_else_is_an_answer_of_the_api_at_once(error, code):
+    assert asyncio.run(asked(a_request(), error, "answer")) == (code, 1)
 
 
 def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):

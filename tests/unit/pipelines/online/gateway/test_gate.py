@@ -11,8 +11,9 @@ import pytest
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
 from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.keys import new_key, read_keys, write_keys
+from pipelines.online.gateway.keys import KeyRing, new_key, read_keys, write_keys
 from pipelines.online.gateway.outgoing import Load
 from pipelines.online.gateway.routes import PASS
 from pipelines.online.totals import totals_of
@@ -102,7 +103,7 @@ def settings(tmp_path):
     (tmp_path / "ledger").mkdir()
     return {
         "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
-                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8)),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8, vocab_size=100)),
         "ledger": tmp_path / "ledger",
         "key_file": tmp_path / "keys.json",
         "max_body_bytes": 2000,
@@ -120,6 +121,7 @@ def ask(settings, keys):
         app=None,
         client=("127.0.0.1", 1),
         load=None,
+        crashes=None,
         prefix="",
         host="localhost",
         transport=httpx.ASGITransport,
@@ -127,7 +129,7 @@ def ask(settings, keys):
     ):
         async def run():
             totals_of.cache_clear()  # each gate is a process's only one
-            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load)
+            gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load, crashes)
             sender = transport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
                 return [await http.request(*args, **kwargs) for args, kwargs in requests]
@@ -154,6 +156,19 @@ def nested(depth, opening, closing):
 
 def error_of(response):
     return response.status_code, response.json()["error"]["code"]
+
+
+def test_a_key_whose_requests_crash_engines_is_limited_and_others_are_not(ask, keys, settings):
+    crashes = EngineCrashes()
+    account = KeyRing(settings["key_file"], ()).find(keys["alice"]).account
+    for number in range(2):
+        crashes._attribute(crashes.start(request_id=f"r{number}", key="alice", account=account, model="a"))
+    refused, read, other = ask(
+        post(keys["alice"]), get("/v1/models", keys["alice"]), post(keys["boss"]), crashes=crashes
+    )
+    assert error_of(refused) == (429, "engine_crashes")
+    assert 299 <= int(refused.headers["retry-after"]) <= 300
+    assert (read.status_code, other.status_code) == (200, 200)
 
 
 def test_an_answer_says_what_it_cost_in_its_headers(ask, keys):
@@ -424,6 +439,7 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
         ({"model": 3}, (422, "invalid_type")),
         ({"model": "b", "seed": 1}, (400, "unsupported_value")),
+        ({"model": "b", "logit_bias": {"100": 1}}, (400, "invalid_value")),
         ({"model": "c"}, (404, "model_not_found")),
         ({"model": None}, (400, "missing_model")),
         ({"raw": "x" * 2001}, (413, "body_too_large")),

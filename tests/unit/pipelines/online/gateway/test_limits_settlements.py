@@ -128,13 +128,13 @@ def test_what_was_under_way_at_a_restart_counts_when_its_engine_has_written_it(
     refused(after, POOR, 1, "is spent")
 
 
-def test_what_failed_before_its_answer_began_is_not_charged_after_a_restart_either(
+def test_a_request_that_failed_before_its_answer_began_is_charged_after_a_restart(
     restarted, engine_account, clock, tmp_path
 ):
     request = engine_account.begin("r1", "alice")
     clock.now += 51
     append_request(tmp_path / "ledger", request.finish("failed"))
-    admit(restarted(), POOR, 1)
+    refused(restarted(), POOR, 1, "is spent")
 
 
 def test_a_batch_that_has_ended_is_charged_within_half_a_minute(limits, engine_account, clock, tmp_path):

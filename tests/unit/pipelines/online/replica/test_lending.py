@@ -166,7 +166,7 @@ def test_a_row_is_a_request_of_its_key_in_the_ledger_and_tells_no_metrics(tmp_pa
     assert told == []
 
 
-def test_a_row_that_the_engine_refuses_costs_nothing_and_says_why(engine_account, clock, tmp_path):
+def test_a_row_that_the_engine_refuses_pays_for_its_time_and_says_why(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
         await rows.ask("r")
@@ -177,9 +177,10 @@ def test_a_row_that_the_engine_refuses_costs_nothing_and_says_why(engine_account
 
     engine_account.ready()
     answer = asyncio.run(play())
-    assert (answer.state, answer.reason, answer.message, answer.engine_s) == ("refused", "refused", "too long", 0.0)
+    assert (answer.state, answer.reason, answer.message) == ("refused", "refused", "too long")
+    assert answer.engine_s == pytest.approx(4.0)
     (record,) = records(tmp_path)
-    assert (record.outcome, record.usd) == ("failed", 0.0)
+    assert (record.outcome, record.usd) == ("failed", pytest.approx(4 * 2 * 0.01))
 
 
 def test_an_engine_that_dies_bills_nobody(engine_account, tmp_path):

@@ -36,9 +36,15 @@ async def generate(items, error=None):
         raise error
 
 
+def is_note(item):
+    """Whether the item only tells the gate what a request without an answer used."""
+    return isinstance(item, StreamEnd) and not item.text
+
+
 def passed(account, answers, **options):
     async def collect():
-        return [item async for item in relay(answers, partial(account.begin, "r1", "alice"), **options)]
+        relayed = relay(answers, partial(account.begin, "r1", "alice"), **options)
+        return [item async for item in relayed if not is_note(item)]
 
     return asyncio.run(collect())
 
@@ -189,7 +195,7 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
     async def read():
         sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
         async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), shown_usage="last"):
-            seen.extend(item)
+            seen.extend([] if is_note(item) else item)
 
     with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
         asyncio.run(read())
@@ -218,25 +224,59 @@ def test_no_other_event_is_taken_for_a_fault(text):
     assert asyncio.run(read()) == [[text]]
 
 
-def test_what_failed_before_anything_of_an_answer_was_there_is_free(engine_account, clock, tmp_path):
-    """As for the gate, to which its answer has another status than 200; the seconds stay in the account."""
+def test_a_failed_request_pays_for_its_engine_time_and_tells_the_gate(engine_account, clock, tmp_path):
     engine_account.ready()
 
-    async def slow(items, error=None):
-        clock.now += 2
-        async for item in generate(items, error):
-            yield item
+    async def collect(items, error):
+        async def slow():
+            request = request_of[0]
+            request.sequences.add(SEQUENCE, {})
+            clock.now += 2
+            async for item in generate(items, error):
+                yield item
 
-    def paid(items, error=None):
+        request_of = []
+
+        def begin():
+            request_of.append(engine_account.begin("r1", "alice"))
+            return request_of[0]
+
+        notes = []
         with contextlib.suppress(RuntimeError):
-            passed(engine_account, slow(items, error), shown_usage="last")
-        one = RequestReader(tmp_path / "ledger").new()[-1]
-        assert (one.outcome, one.usage.busy_s) == ("failed", pytest.approx(2))
-        return one.usd
+            notes.extend([item async for item in relay(slow(), begin, shown_usage="last") if is_note(item)])
+        return notes
 
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
-    assert paid([], RuntimeError("boom")) == paid([refusal]) == paid([[event(error={"message": "no"})]]) == 0
-    assert paid(STREAM[:1], RuntimeError("boom")) == pytest.approx(2 * 2 * 0.01)
+    for items, error, num_notes in (([], RuntimeError("boom"), 0), ([refusal], None, 1)):
+        notes = asyncio.run(collect(items, error))
+        one = RequestReader(tmp_path / "ledger").new()[-1]
+        assert (one.outcome, one.usage.busy_s, one.usd) == ("failed", pytest.approx(2), pytest.approx(2 * 2 * 0.01))
+        assert (one.usage.num_prompt_tokens, one.usage.num_output_tokens) == (800, 3)
+        for note in notes[:num_notes]:
+            assert note.said["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
+            assert note.said["peagle"]["usd"] == pytest.approx(one.usd)
+
+
+SEQUENCE = SimpleNamespace(
+    request_id="s", prompt_len=800, request_index=0, spec_decode_metrics=None,
+    stats=SimpleNamespace(num_generation_tokens=3, first_token_ts=0.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", ["response_format", None])
+def test_a_constraint_that_allows_no_token_is_the_callers_mistake(constraint):
+    from vllm.exceptions import GenerationError, VLLMValidationError
+
+    async def check_health():
+        pass
+
+    async def read(answers):
+        return [one async for one in raising_faults(answers, check_health, constraint=constraint)]
+
+    for answers in (generate([[FAULT]]), generate([], GenerationError())):
+        with pytest.raises(VLLMValidationError if constraint else EngineError) as raised:
+            asyncio.run(read(answers))
+        assert getattr(raised.value, "parameter", None) == constraint
 
 
 def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):

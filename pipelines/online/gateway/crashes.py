@@ -1,0 +1,181 @@
+"""Engine crashes: which requests may be retried, and which keys are limited.
+
+An engine that crashes takes all of its requests with it. One of them may be the cause, and would crash the next engine
+as well. The suspects are the requests that had entered the engine last: they get an error and are not retried. The
+others are retried one by one, and only if they had no output yet. A request that was in two crashes is not retried
+again.
+
+The state is in the memory of the ingress, of which there is one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from pipelines.online.errors import ApiError
+
+SETTLE_S = 0.5  # the requests of a crashed engine fail within this time, and its replica is gone after it
+_SAME_STEP_S = 0.25  # requests that close together may have entered the engine in the same step
+_PROBATION_S = 2.0  # a retried request that ran this long, or has output, is not what crashed the engine
+_MAX_CRASHES, _WINDOW_S = 2, 300.0  # of one key
+_log = logging.getLogger("ray.serve")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Attempt:
+    """A request that an engine is running.
+
+    Attributes:
+        started_at: monotonic seconds.
+        num_crashes: engine crashes in which it was running without output.
+    """
+
+    request_id: str
+    key: str
+    account: str
+    model: str
+    started_at: float
+    num_crashes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Crash:
+    reported_at: float
+    attempts: list[Attempt] = field(default_factory=list)
+    suspects: list[Attempt] | None = None  # once all attempts have reported
+
+    def find_suspects(self) -> list[Attempt]:
+        """Return the attempts that may have caused the crash, the most likely one first."""
+        if repeated := [one for one in self.attempts if one.num_crashes > 1]:
+            return repeated
+        newest = max(self.attempts, key=lambda one: one.started_at)
+        others = (one for one in self.attempts if one is not newest)
+        return [newest, *(one for one in others if one.started_at >= newest.started_at - _SAME_STEP_S)]
+
+
+class EngineCrashes:
+    """Engine crashes of the last minutes, by model and by key.
+
+    Args:
+        on_crash: called once per crash, with the most likely cause.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_crash: Callable[[Attempt], None] = lambda suspect: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_crash = on_crash
+        self._monotonic = monotonic
+        self._latest: dict[str, _Crash] = {}  # by model
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
+        self._attributed: dict[str, list[float]] = {}  # by account: when, oldest first
+
+    def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
+        """Note that a request is sent to an engine."""
+        return Attempt(request_id=request_id, key=key, account=account, model=model, started_at=self._monotonic())
+
+    @contextlib.asynccontextmanager
+    async def retry(self, attempt: Attempt) -> AsyncIterator[None]:
+        """Wait for the attempt's turn to be retried after its engine crashed.
+
+        Raises:
+            ApiError: 503, the request may have caused the crash.
+        """
+        await self.report(attempt)
+        lock, loop = self._turns[attempt.model], asyncio.get_running_loop()
+        await lock.acquire()
+        is_released = False
+
+        def release() -> None:
+            nonlocal is_released
+            if not is_released:
+                is_released = True
+                lock.release()
+
+        timer = loop.call_later(_PROBATION_S, release)
+        attempt.started_at = self._monotonic()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            release()
+
+    async def report(self, attempt: Attempt) -> None:
+        """Report that the attempt's engine crashed, and return if the attempt may be retried.
+
+        Raises:
+            ApiError: 503, it may not, since it may have caused the crash.
+        """
+        attempt.num_crashes += 1
+        now = self._monotonic()
+        crash = self._latest.get(attempt.model)
+        if crash is None or attempt in crash.attempts or now >= crash.reported_at + SETTLE_S:
+            crash = self._latest[attempt.model] = _Crash(reported_at=now)
+        crash.attempts.append(attempt)
+        await asyncio.sleep(SETTLE_S)
+        if crash.suspects is None:
+            crash.suspects = crash.find_suspects()
+            self._attribute(crash.suspects[0])
+        if attempt in crash.suspects:
+            raise _not_retried(attempt)
+
+    def require_allowed(self, account: str) -> None:
+        """Refuse a key whose requests were in several crashes within minutes.
+
+        Raises:
+            ApiError: 429, with the time after which the key may try again.
+        """
+        if wait_s := self._limited_s(account):
+            message = (
+                f"engines crashed {_MAX_CRASHES} times within {_WINDOW_S / 60:g} minutes while they ran requests of "
+                f"this key; the key is limited for {math.ceil(wait_s)} s"
+            )
+            raise ApiError(429, message, code="engine_crashes", retry_after_s=wait_s)
+
+    def notes(self) -> list[str]:
+        """Return a sentence for the operator about each key with a recent crash."""
+        notes = []
+        for account in list(self._attributed):
+            num_crashes, wait_s = len(self._recent(account)), self._limited_s(account)
+            if num_crashes:
+                times = "once" if num_crashes == 1 else f"{num_crashes} times"
+                limited = f"; the key is limited for {math.ceil(wait_s)} s" if wait_s else ""
+                notes.append(f"engines crashed {times} in {_WINDOW_S / 60:g} minutes on requests of {account}{limited}")
+        return notes
+
+    def _attribute(self, suspect: Attempt) -> None:
+        self._attributed[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
+        _log.error(
+            "an engine of %s crashed; the most likely cause is request %s of key %s",
+            suspect.model,
+            suspect.request_id,
+            suspect.key,
+        )
+        self._on_crash(suspect)
+
+    def _recent(self, account: str) -> list[float]:
+        """Return when engines crashed on this key's requests within the window, oldest first."""
+        since = self._monotonic() - _WINDOW_S
+        return [at for at in self._attributed.get(account, ()) if at > since]
+
+    def _limited_s(self, account: str) -> float:
+        """Return the seconds for which a key is limited, 0 if it is not."""
+        times = self._recent(account)
+        if len(times) < _MAX_CRASHES:
+            return 0.0
+        return times[-_MAX_CRASHES] + _WINDOW_S - self._monotonic()
+
+
+def _not_retried(attempt: Attempt) -> ApiError:
+    if attempt.num_crashes > 1:
+        message = "two engines crashed while they ran this request; it was not retried again"
+    else:
+        message = "the engine crashed while it ran this request, which may be the cause; it was not retried"
+    return ApiError(503, message, code="engine_crashed", is_retryable=False)

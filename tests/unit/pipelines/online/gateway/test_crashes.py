@@ -1,0 +1,120 @@
+import asyncio
+import logging
+
+import pytest
+
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway import crashes as module
+from pipelines.online.gateway.crashes import EngineCrashes
+
+
+@pytest.fixture
+def crashes(clock, monkeypatch):
+    monkeypatch.setattr(module, "SETTLE_S", 0.05)
+    seen = []
+    made = EngineCrashes(on_crash=seen.append, monotonic=clock)
+    made.seen = seen
+    return made
+
+
+def start(crashes, key, model="m"):
+    return crashes.start(request_id=f"request of {key}", key=key, account=key, model=model)
+
+
+async def retried(crashes, *attempts):
+    """Crash the engine of these attempts; return the accounts that are retried, in their order."""
+    order, refusals = [], []
+
+    async def one(attempt):
+        try:
+            async with crashes.retry(attempt):
+                order.append(attempt.account)
+        except ApiError as error:
+            refusals.append((error.status, error.code, error.headers()))
+
+    await asyncio.gather(*map(one, attempts))
+    assert refusals == [(503, "engine_crashed", {"x-should-retry": "false"})] * (len(attempts) - len(order))
+    return order
+
+
+def test_only_requests_that_entered_the_engine_before_the_last_one_are_retried(crashes, clock, caplog):
+    old, older = start(crashes, "old"), start(crashes, "older")
+    clock.now += 1
+    neighbour = start(crashes, "neighbour")
+    clock.now += 0.1
+    newest = start(crashes, "newest")
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(retried(crashes, newest, old, neighbour, older)) == ["old", "older"]
+    assert crashes.seen == [newest]
+    assert "request of newest" in caplog.text
+
+
+def test_a_lone_request_is_not_retried(crashes):
+    assert asyncio.run(retried(crashes, start(crashes, "a"))) == []
+
+
+def test_engines_of_two_models_crash_apart(crashes, clock):
+    first = start(crashes, "first", "m")
+    clock.now += 1
+    second = start(crashes, "second", "other")
+    assert asyncio.run(retried(crashes, first, second)) == []
+    assert crashes.seen == [first, second]
+
+
+def test_a_request_in_two_crashes_is_the_cause_of_the_second_one(crashes, clock):
+    async def scene():
+        poison = start(crashes, "poison")
+        clock.now += 1
+        bystander = start(crashes, "bystander")
+        assert await retried(crashes, poison, bystander) == ["poison"]
+        clock.now += 1
+        innocent = start(crashes, "innocent")
+        clock.now += 1
+        with pytest.raises(ApiError, match="two engines crashed"):
+            await asyncio.gather(crashes.report(poison), crashes.report(innocent))
+        return innocent.num_crashes
+
+    assert asyncio.run(scene()) == 1
+    assert [one.account for one in crashes.seen] == ["bystander", "poison"]
+
+
+@pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
+def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
+    """Whatever runs for the time of probation did not crash its engine, and the next one begins."""
+    monkeypatch.setattr(module, "_PROBATION_S", probation_s)
+    running, most = 0, 0
+
+    async def one(attempt):
+        nonlocal running, most
+        async with crashes.retry(attempt):
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.02)
+            running -= 1
+
+    async def scene():
+        attempts = [start(crashes, f"k{number}") for number in range(4)]
+        clock.now += 1
+        attempts.append(start(crashes, "newest"))
+        return await asyncio.gather(*map(one, attempts), return_exceptions=True)
+
+    assert [type(end) for end in asyncio.run(scene())] == [type(None)] * 4 + [ApiError]
+    assert (most == 1) == is_alone
+
+
+def test_a_key_with_two_crashes_in_five_minutes_is_limited_until_the_first_is_five_minutes_old(crashes, clock):
+    crashes.require_allowed("a")
+    asyncio.run(retried(crashes, start(crashes, "a")))
+    crashes.require_allowed("a")
+    assert crashes.notes() == ["engines crashed once in 5 minutes on requests of a"]
+    clock.now += 100
+    asyncio.run(retried(crashes, start(crashes, "a")))
+    crashes.require_allowed("b")
+    with pytest.raises(ApiError) as refused:
+        crashes.require_allowed("a")
+    assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (429, "engine_crashes", 200)
+    assert crashes.notes() == ["engines crashed 2 times in 5 minutes on requests of a; the key is limited for 200 s"]
+    clock.now += 201
+    crashes.require_allowed("a")
+    clock.now += 300
+    assert crashes.notes() == []
