@@ -56,6 +56,26 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError, *filter(None, own))
 
 
+_UNTOLD = "the engine cannot take this request: a field has a value that it does not expect"
+
+
+def client_text(error: BaseException) -> str:
+    """Return what a client may read of vLLM's exception for its request.
+
+    That is the text of vLLM's own exceptions and of a chat template that refuses a conversation. The text of any other
+    exception is Python's ("tuple indices must be integers"), and means nothing to a client.
+    """
+    import vllm.exceptions
+
+    if not hasattr(vllm.exceptions, "VLLMClientError"):  # 0.24 refuses with a ValueError
+        return str(error)
+    if isinstance(error, vllm.exceptions.VLLMError):
+        return str(error)
+    # vLLM 0.29 raises whatever a chat template raises again as a ValueError.
+    template_error = error.__cause__ if type(error) is ValueError else error
+    return str(template_error) if type(template_error).__name__ == "TemplateError" else _UNTOLD
+
+
 def counters() -> list[Any]:
     """vLLM's Prometheus counters in this process.
 
