@@ -148,10 +148,7 @@ class FakeServeEngine:
             return token_ids.message
         left = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))
         sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
-        limits = SamplingLimits(
-            max_model_len=self._max_model_len, has_drafter=bool(self._settings.num_speculative_tokens)
-        )
-        return conflict(sampling, limits) or (token_ids, sampling)
+        return conflict(sampling, SamplingLimits(max_model_len=self._max_model_len)) or (token_ids, sampling)
 
     def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
         """The whole answer."""

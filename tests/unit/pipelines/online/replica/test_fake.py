@@ -107,7 +107,7 @@ def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"min_tokens": 9}, "min_tokens: 9 are more than max_tokens, 8"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the context holds 200"),
     ],
 )
