@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs import removed
 from jobs.output import broken_pipe, human_output, is_unicode, prints_unicode, standard_streams
 from peagle import __version__
 from peagle.errors import ConfigError, PeagleError
@@ -77,6 +78,9 @@ def run(argv: Sequence[str]) -> int:
             print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8: rename the file", file=sys.stderr)
             return 2
     command, rest = _split(argv)
+    if command is None and (instead := removed.COMMANDS.get(" ".join(argv[:2]))):
+        print(f"peagle: the command `{' '.join(argv[:2])}` was removed: {instead}", file=sys.stderr)
+        return 2
     args = _parsed(_parser(command), [command, *rest] if command else rest)
     args.command_line = ["peagle", *argv]
     try:
@@ -117,6 +121,8 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
         args.passed_on = unknown
     elif unknown:
         flag = unknown[0].partition("=")[0]
+        if instead := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
+            parser.error(f"{flag} was removed: {instead}")
         near = difflib.get_close_matches(flag, re.findall(r"--[a-z-]+", args.usage), n=1)
         parser.error(f"unknown argument {flag}" + (f": did you mean {near[0]}?" if near else ""))
     return args

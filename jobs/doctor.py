@@ -88,7 +88,9 @@ def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
 
 
 def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list[str]:
-    """Find the problems that prevent an engine from running here."""
+    """Find the problems that prevent Ray or an engine from running here."""
+    from pipelines.cluster.startable import obstacles
+
     build = "cpu" if hardware.platform == "cpu" else "cuda"
     problems = [
         f"{name} is not installed: pip install 'peagle[{build}]'"
@@ -105,7 +107,7 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
         problems.append(
             f"only {hardware.free_memory_gib:.1f} GiB of memory are free; an engine needs {_MIN_MEMORY_GIB}"
         )
-    return problems
+    return problems + [f"{error.message}: {error.hint}" for error in obstacles()]
 
 
 def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries: dict[str, str]) -> list[str]:

@@ -19,6 +19,7 @@ import pydantic
 import yaml
 from pydantic.fields import FieldInfo
 
+from jobs import removed
 from jobs.output import is_unicode
 from peagle.errors import ConfigError, did_you_mean
 from peagle.ports import is_service_link
@@ -174,8 +175,11 @@ def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
     values = _mapping(path)
     for key in values:
-        if key not in known:
-            raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
+        if key in known:
+            continue
+        if instead := removed.KEYS.get(str(key)):
+            raise ConfigError(f"--config {path}: the key {key!r} was removed", hint=instead)
+        raise ConfigError(f"--config {path}: unknown key {key!r}", hint=did_you_mean(str(key), known))
     return values
 
 

@@ -23,7 +23,7 @@ was measured up to how many requests at once drafting pays: that is kept, unless
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle models add`."""
-    parser.add_argument("head", type=Path, metavar="DIR", help="the head's folder")
+    parser.add_argument("head", metavar="DIR", help="the head's folder, or its name in the catalog")
     parser.add_argument("--name", metavar="NAME", help="name of the card (default: the target's)")
     parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: what the head says)")
     parser.add_argument(
@@ -37,9 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add the head, and print what `--drafter auto` does from now on."""
     from peagle.catalog.add_head import add_head
+    from peagle.catalog.drafters import find_head
 
     added = add_head(
-        args.head,
+        Path(find_head(args.head)),
         target=args.target,
         name=args.name,
         num_speculative_tokens=args.num_speculative_tokens,

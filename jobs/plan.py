@@ -10,8 +10,8 @@ from jobs import flags
 from peagle.planning.config import PlanConfig
 
 HELP = """\
-Say what it takes: which machines, how many, which drafter and K, how long and for how much, on demand and spot, from
-measured speeds and a price table; how that changes with the acceptance length, and what a simulation makes of it.
+Show which machines, how many, which drafter and K, how long and for how much, on demand and spot, from measured speeds
+and a price table, and how that changes with the acceptance length.
 
   peagle plan --measured runs/bench/first/report.json --tokens 2B --within 24h
   peagle plan --measured report.json --tokens 500M --within 8h --market spot --spot-interruptions-per-h 0.1
@@ -30,10 +30,7 @@ _GROUPS = {
         "spot_interruptions_per_h",
         "failures_per_h",
         "provision_s",
-        "machines_per_min",
         "replace_s",
-        "notice_s",
-        "seeds",
     ],
 }
 

@@ -23,7 +23,7 @@ an FP8 lm_head there (vllm-project/vllm pull 52543), give --keep lm_head.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle quantize-drafter`."""
-    parser.add_argument("head", type=Path, metavar="HEAD_DIR", help="the head's folder")
+    parser.add_argument("head", metavar="HEAD_DIR", help="the head's folder, or its name in the catalog")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--dequantize", action="store_true", help="HEAD_DIR is in FP8: write it in bf16")
     parser.add_argument(
@@ -33,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Convert, and print what it cost."""
+    from peagle.catalog.drafters import find_head
     from peagle.drafter.fp8_folder import dequantize_head, quantize_head
     from peagle.errors import ConfigError
 
     if args.dequantize and args.keep:
         raise ConfigError("--keep says what not to quantise; with --dequantize it means nothing")
     convert = dequantize_head if args.dequantize else quantize_head
-    conversion = convert(args.head, args.output, **({} if args.dequantize else {"keep": args.keep}))
+    conversion = convert(Path(find_head(args.head)), args.output, **({} if args.dequantize else {"keep": args.keep}))
     _print(conversion)
     return 0, conversion.to_dict()
 

@@ -45,6 +45,10 @@ each key may also stand in the YAML of --config, or in the environment as PEAGLE
 exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
 """
 APP_NAME = "peagle"
+_IF_LOST = (
+    "Requests in progress are lost; keys, usage, files and batches are saved, and batches continue. It is safe to "
+    "start the same command again"
+)
 _FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
 _AT_ONCE = "stopped at once: requests under way are lost"
@@ -125,6 +129,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
+    from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
     from pipelines.online.background import tell_up
     from pipelines.online.idle import ended_when_idle
@@ -137,7 +142,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         here = identified(hardware.detect())
         is_remote = cluster.is_remote()
         if not is_remote:
-            cluster.require_startable()
+            require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
         gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
@@ -155,7 +160,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray that is started here
-        with cluster.ray_cluster(metrics_port=config.metrics_port):
+        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:
                 here = inspect()
                 served = resolve(config, here, num_nodes=cluster.num_nodes(here), announce=print)
@@ -198,7 +203,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
     _require_no_other()
     for one in served:
         print(one.describe(), flush=True)
-    serve.start(http_options=_http_options(config))
+    serve.start(http_options=_http_options(config), logging_config={"enable_access_log": False})
     _require_address(config)
     application = bind(config, here, served)
     try:
@@ -291,17 +296,20 @@ def _start(application: Any, state: Path) -> None:
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
-    """Until the endpoint is to stop; profiles and drafters are watched meanwhile."""
+    """Wait until the endpoint is to stop, and warn of drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
+    from pipelines.online.serve.parts import watch_parts
 
+    watch_parts(stopped, partial(print, flush=True))
     watches = {}
     for one in served:
-        name, tuned, drafter = one.keys.served_name, one.engine.watch(here), one.engine.drafter_watch(here)
-        for note in tuned.at_start() if tuned else ():
+        name = one.keys.served_name
+        for note in one.engine.profile_notes(here):
             print(f"{name}: {note}", flush=True)
-        watches[name] = [watch for watch in (tuned, drafter) if watch is not None]
-    if any(watches.values()):
+        if (watch := one.engine.drafter_watch(here)) is not None:
+            watches[name] = watch
+    if watches:
         view = CostView(config.state / "ledger", resolve_price(config, here))
         watch_engines(watches, view, stopped, print)
     stopped.wait()

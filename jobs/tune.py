@@ -16,8 +16,8 @@ from peagle.tuning.config import TuneConfig
 
 HELP = """\
 Find the configuration with the most tokens per dollar, or with the most throughput below a latency limit, in a given
-budget of engine time. It compares by successive halving in vLLM, one engine at a time, which serves several
-configurations. Ray is not needed.
+budget of engine time: every configuration once, then the best ones again. Engines run one at a time, and each serves
+several configurations. Ray is not needed.
 
   peagle tune --dataset mine.jsonl --budget-min 30
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20

@@ -26,11 +26,10 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
-from peagle.profiles.baselines import baseline_of_cells, baseline_of_table
+from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, break_evens
 from peagle.profiles.measurements import NONE
 from peagle.profiles.profile import MeasuredCell, Profile, read_profile, with_profile
-from peagle.profiles.ranges import break_evens
-from peagle.profiles.watch import DrafterWatch, TunedWatch
+from peagle.profiles.watch import DrafterWatch
 from peagle.provenance import versions
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
@@ -51,7 +50,8 @@ class EngineKeys(TargetKeys):
     )
     drafter: str = Field(
         "auto",
-        description="auto (the catalog's advice for this concurrency), none, a folder (s3:// too) or a Hugging Face id",
+        description="auto (the catalog's advice for this concurrency), none, a head of the catalog, a folder "
+        "(s3:// too) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -160,23 +160,27 @@ class ResolvedEngine:
         Args:
             concurrency: as `DrafterWatch` takes it.
         """
-        if self.spec.drafter is None or self.follows_profile:
+        if self.spec.drafter is None:
             return None
         return DrafterWatch(self.break_even(hardware), concurrency)
 
-    def watch(self, hardware: Hardware) -> TunedWatch | None:
-        """The watch over its profile; None for an engine without one."""
+    def profile_notes(self, hardware: Hardware) -> list[str]:
+        """Return the profile's decision, and in what this engine differs from it. Empty without a profile."""
         profile = self.profile
         if profile is None:
-            return None
+            return []
+        notes = [f"profile: {profile.decision}"]
+        if not self.follows_profile:
+            notes.append("the drafter is not the profile's, so its measurements do not apply")
         head = profile.chosen.head_fingerprint if self.follows_profile else None
         before = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, self.model.fingerprint),
             **({"head": (head, self.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
-        differs = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
-        return TunedWatch(profile, follows=self.follows_profile, differs=differs)
+        if differs := [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]:
+            notes.append(f"the profile was made elsewhere ({'; '.join(differs)}): its speeds may not apply here")
+        return notes
 
 
 def _alike(profile: Profile) -> list[MeasuredCell]:

@@ -23,7 +23,7 @@ def cell() -> Callable[..., MeasuredCell]:
 
 @pytest.fixture
 def cells(cell: Any) -> list[MeasuredCell]:
-    """The worked example of ranges.py, K=5 beside it, and no speculation ahead at 16 at once."""
+    """P-EAGLE ahead with 1 and 4 requests at once, no speculation with 16."""
     return [
         cell("peagle", 3, 4, 50.0, 1.6), cell("peagle", 5, 4, 48.0, 1.75), cell("none", 0, 4, 40.0),
         cell("peagle", 3, 1, 20.0, 1.6), cell("none", 0, 1, 15.0),
@@ -42,7 +42,7 @@ def profile(cells: list[MeasuredCell]) -> Profile:
             "model": "smollm2-135m", "drafter": "peagle", "num_speculative_tokens": 3, "precision": "auto",
             "max_num_seqs": 4, "max_num_batched_tokens": 2048, "max_model_len": 1024,
         },
-        tuned=Tuned.of(cells[0], cells),
+        tuned=Tuned(concurrency=4, acceptance_length=1.6),
         target={"name": "smollm2-135m", "revision": "abc"},
         hardware="a machine",
         versions={"vllm": "0.29.0"},

@@ -1,18 +1,20 @@
-"""Folders of Qwen3-Coder-30B-A3B's shape, to time a hardware on it: a target without weights, heads with random ones.
+"""Folders of Qwen3-Coder-30B-A3B's shape, to time hardware on it: a target without weights, heads with random ones.
 
-    python benchmarks/gpu/shapes.py --tokenizer targets/smollm2-135m --output shapes
-    python benchmarks/gpu/shapes.py --tokenizer smollm2-135m --output shapes-tiny --tiny
+    python3 benchmarks/gpu/shapes.py --output shapes
+    python3 benchmarks/gpu/shapes.py --output shapes-tiny --tiny
 
-    OUTPUT/target/   config.json and a tokenizer: for --load-format dummy
-    OUTPUT/peagle/   a P-EAGLE head of 4 layers       OUTPUT/eagle3/   an EAGLE-3 head of 1 layer
+    OUTPUT/target/         config.json and a tokenizer: for --load-format dummy
+    OUTPUT/peagle/         a P-EAGLE head of 4 layers       OUTPUT/eagle3/   an EAGLE-3 head of 1 layer
+    OUTPUT/prompts.jsonl   prompts of random words, about as long as HumanEval's
 
 Where the figures are from:
 
-- the target: config.json of Qwen/Qwen3-Coder-30B-A3B-Instruct. The tokenizer is any other model's: its ids lie within
-  the vocabulary, and what they stand for does not matter to dummy weights;
+- the target: config.json of Qwen/Qwen3-Coder-30B-A3B-Instruct. The tokenizer has one word for each id, since text does
+  not matter to dummy weights: nothing has to be carried to the machine;
 - the EAGLE-3 head: SpecForge's configs/qwen3-coder-30B-A3B-instruct-eagle3.json (draft vocabulary of 32,000);
 - the P-EAGLE head: 4 layers (card of amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE) and the whole vocabulary, as
-  published P-EAGLE heads have. How large its layers are is not known here: they are those of the EAGLE-3 head.
+  published P-EAGLE heads have. The size of its layers is not published where we could read it: they are those of the
+  EAGLE-3 head.
 
 The heads have weights, though random ones: vLLM learns from a head's weights what it shares with the target. `--tiny`
 is the same architecture for a dry run on a CPU. It starts no engine.
@@ -20,7 +22,7 @@ is the same architecture for a dry run on a CPU. It starts no engine.
 
 import argparse
 import json
-import shutil
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ HEAD_INTERMEDIATE, EAGLE3_VOCABULARY = 12288, 32000
 TINY = {
     "head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
     "moe_intermediate_size": 64, "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
-    "num_hidden_layers": 8, "num_key_value_heads": 2,
+    "num_hidden_layers": 8, "num_key_value_heads": 2, "vocab_size": 16384, "eos_token_id": 1,
 }  # fmt: skip
 TINY_HEAD_INTERMEDIATE = 256
 _FROM_TARGET = (
@@ -48,7 +50,7 @@ _FROM_TARGET = (
     "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta",
     "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-_TOKENIZER_FILES = ("tokenizer*", "*.jinja", "vocab*", "merges*", "special_tokens_map.json")
+_NUM_PROMPTS, _PROMPT_WORDS = 128, (100, 250)
 
 Shape = tuple[int, ...]
 
@@ -56,33 +58,53 @@ Shape = tuple[int, ...]
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's options; `words` default to its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", default="smollm2-135m", help="catalog name or folder of a model with one")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="the same architecture, for a dry run on a CPU")
     return parser.parse_args(words)
 
 
 def main() -> None:
-    """Write the three folders."""
+    """Write the folders."""
     args = options()
-    from peagle.catalog.targets import resolve_model
-
-    write_shapes(args.output, Path(resolve_model(args.tokenizer).path), tiny=args.tiny)
+    write_shapes(args.output, tiny=args.tiny)
 
 
-def write_shapes(output: Path, tokenizer: Path, *, tiny: bool) -> None:
-    """Write `target`, `peagle` and `eagle3` below `output`."""
+def write_shapes(output: Path, *, tiny: bool) -> None:
+    """Write `target`, `peagle`, `eagle3` and, last, `prompts.jsonl` below `output`."""
     target = target_config(tiny=tiny)
     folder = output / "target"
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", target)
-    for file in (file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)):
-        shutil.copyfile(file, folder / file.name)
+    write_tokenizer(folder, target)
     for method in HEAD_LAYERS:
         head = head_config(method, target, tiny=tiny)
         (output / method).mkdir(exist_ok=True)
         _write_json(output / method / "config.json", head)
         _write_weights(output / method / "model.safetensors", head)
+    write_prompts(output / "prompts.jsonl", target)
+
+
+def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
+    """Write a tokenizer with one word for each id of the target's vocabulary: <unk> w1 w2 ..."""
+    names = {0: "<unk>", target["eos_token_id"]: "<eos>"}  # neither begins another word
+    words = {names.get(token_id, f"w{token_id}"): token_id for token_id in range(target["vocab_size"])}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    split = {"type": "WhitespaceSplit"}
+    tokenizer = {"version": "1.0", **nothing, "added_tokens": [], "pre_tokenizer": split, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def write_prompts(path: Path, target: dict[str, Any]) -> None:
+    """Write prompts of random words, always the same ones."""
+    chance = random.Random(0)
+    most = min(target["vocab_size"], target["eos_token_id"]) if target["eos_token_id"] > 1 else target["vocab_size"]
+    with path.open("w") as file:
+        for _ in range(_NUM_PROMPTS):
+            ids = (chance.randrange(2, most) for _ in range(chance.randint(*_PROMPT_WORDS)))
+            file.write(json.dumps({"prompt": " ".join(f"w{token_id}" for token_id in ids)}) + "\n")
 
 
 def target_config(*, tiny: bool) -> dict[str, Any]:
@@ -104,7 +126,9 @@ def head_config(method: str, target: dict[str, Any], *, tiny: bool) -> dict[str,
     verifier = {"architectures": target["architectures"], "name_or_path": "Qwen/Qwen3-Coder-30B-A3B-Instruct"}
     return {
         "architectures": ["PEagleSpeculator" if method == "peagle" else "Eagle3Speculator"],
-        "draft_vocab_size": target["vocab_size"] if method == "peagle" else EAGLE3_VOCABULARY,
+        "draft_vocab_size": target["vocab_size"]
+        if method == "peagle"
+        else min(EAGLE3_VOCABULARY, target["vocab_size"] // 2),
         "dtype": "bfloat16",
         "eagle_aux_hidden_state_layer_ids": [2, target_layers // 2, target_layers - 3],
         "norm_before_residual": False,

@@ -4,25 +4,20 @@
 
 A run is the folder of a `peagle generate` that was started once and ended by itself. Its tokens, engines and price are
 taken as they were; its speed and start are predicted from the benchmark's cell of the same method and K, at the nearest
-concurrency. The closed form is `peagle.planning.estimate`; the simulation is of the same machine, seed 0 to 19.
+concurrency, by the closed form in `peagle.planning.estimate`.
 """
 
 import argparse
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.planning.estimate import Machine, estimate
-from peagle.planning.simulation import Fleet, simulate
 from peagle.planning.sweeps import read_sweep
 from peagle.profiles.measurements import Cell
 from peagle.tables import markdown
-
-SEEDS = range(20)
-UNITS_PER_ENGINE = 16  # of a simulated run
 
 
 def cell_of(cells: list[Cell], method: str, k: int, concurrency: int) -> Cell:
@@ -34,7 +29,7 @@ def cell_of(cells: list[Cell], method: str, k: int, concurrency: int) -> Cell:
 
 
 def compare(run: Path, cells: list[Cell]) -> list[str]:
-    """A row: what was predicted, simulated and measured."""
+    """Return a row: predicted and measured."""
     manifest, report = (json.loads((run / name).read_bytes()) for name in ("run.json", "report.json"))
     drafter, account = manifest["engine"]["drafter"], report["account"]
     method, k = (drafter["method"], drafter["num_speculative_tokens"]) if drafter else ("none", 0)
@@ -42,7 +37,6 @@ def compare(run: Path, cells: list[Cell]) -> list[str]:
     machine = _machine(account, report["run"]["num_engines"], cell)
     found = estimate(machine, 1, account["num_output_tokens"])
     assert found is not None, "nothing interrupts it"
-    simulated_s = statistics.median(simulate(_fleet(machine, account), seed).wall_s for seed in SEEDS)
     usd = account["usd"]["total"]
     return [
         run.name,
@@ -51,7 +45,6 @@ def compare(run: Path, cells: list[Cell]) -> list[str]:
         f"{account['num_output_tokens']:,}",
         f"{account['wall_s']:.1f}",
         _with_error(found.wall_s, account["wall_s"], ".1f"),
-        _with_error(simulated_s, account["wall_s"], ".1f"),
         f"{usd:.5f}",
         _with_error(found.usd, usd, ".5f"),
         _with_error(cell.output_tokens_per_s, account["output_tokens_per_s"], ".1f"),
@@ -74,18 +67,6 @@ def _machine(account: Mapping[str, Any], num_engines: int, cell: Cell) -> Machin
     )
 
 
-def _fleet(machine: Machine, account: Mapping[str, Any]) -> Fleet:
-    work_s = account["num_output_tokens"] / machine.tokens_per_s
-    num_units = UNITS_PER_ENGINE * machine.num_engines
-    return Fleet(
-        num_machines=1,
-        engines_per_machine=machine.num_engines,
-        num_units=num_units,
-        unit_s=work_s / num_units,
-        start_s=machine.start_s,
-    )
-
-
 def _start_s(account: Mapping[str, Any]) -> float:
     devices = account["device_s"]["busy"] / account["busy_s"]
     return float((account["device_s"]["load"] + account["device_s"]["compile"]) / devices / account["num_sessions"])
@@ -103,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     cells = read_sweep(args.bench).cells
     head = [
-        "run", "method", "at once (measured at)", "tokens", "wall s", "predicted", "simulated", "dollars", "predicted",
+        "run", "method", "at once (measured at)", "tokens", "wall s", "predicted", "dollars", "predicted",
         "tokens/s busy, benchmark's", "start s, benchmark's",
     ]  # fmt: skip
     print("\n".join(markdown([head, *(compare(run, cells) for run in args.runs)])))  # noqa: T201

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.bench.synthetic import parse_synthetic
+from peagle.catalog.drafters import find_on_cards
 from peagle.economics.price_options import PriceKeys
 from peagle.engine.keys import TargetKeys
 from peagle.engine.spec import DRAFT_METHODS
@@ -46,7 +47,8 @@ class DraftingKeys(BaseModel):
     methods: list[str]
     drafter: list[str] = Field(
         default_factory=list,
-        description="METHOD=HEAD, a folder or a Hugging Face id; default: the catalog's head of each method",
+        description="METHOD=HEAD, a folder or a Hugging Face id, or only HEAD for one of the catalog; "
+        "default: the catalog's head of each method",
     )
     num_speculative_tokens: list[int] = Field(
         default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
@@ -60,6 +62,8 @@ class DraftingKeys(BaseModel):
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, entries: list[str]) -> list[str]:
+        known = [find_on_cards(entry) for entry in entries]  # a head of the catalog says its method by itself
+        entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, known, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"
         for method, head in parse_pairs(entries, form=form).items():
             if method not in DRAFT_METHODS or not head:
@@ -176,7 +180,7 @@ class EvaluateConfig(MeasurementKeys):
     drafter: list[str] = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
-        description="auto (the catalog's advice), peagle, eagle3, a folder or a Hugging Face id",
+        description="auto (the catalog's advice), peagle, eagle3, a head of the catalog, a folder or a Hugging Face id",
     )
     num_speculative_tokens: list[int] | None = Field(
         None, description="draft tokens a step (K), as 3 or 3,5,7; default: each drafter's own"

@@ -3,8 +3,8 @@
 The one asked for, or the card's recommendation.
 
 "auto" is the card's measured recommendation for this concurrency and hardware, which may be none; "peagle"
-and "eagle3" are the card's heads of that kind; anything else is a local folder, an `s3://` folder or a hub id. Every
-outcome carries its reason in words.
+and "eagle3" are the card's heads of that kind; anything else is a local folder, an `s3://` folder, a hub id or a name
+that a report prints for a head of the catalog. Every outcome carries its reason in words.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from typing import Any
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, load_catalog
 from peagle.catalog.fetched import fetch, find_stored, is_stored
-from peagle.catalog.folders import folder_fingerprint, read_config
+from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit
-from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.catalog.shipped_heads import HEADS, HEADS_FOLDER, whole_head
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, hub_commit, hub_config, is_hub_id
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
@@ -49,10 +49,11 @@ def resolve_drafter(
     platform: Platform | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
 ) -> ResolvedDrafter:
-    """The drafter that `name` stands for, checked to fit the model.
+    """Resolve a drafter's name and check that it fits the model.
 
     Args:
-        name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder or a hub id.
+        name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder, a hub id, or a name that
+            `find_head` knows.
         model: the target.
         concurrency: requests decoded at once.
         num_speculative_tokens: K; None takes the measured one, else the head's own, else a common default.
@@ -70,8 +71,44 @@ def resolve_drafter(
         return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
     measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
-    path = _path_on_card(model, name) if name in DRAFT_METHODS else name
+    method = _method_named(name)
+    path = find_head(name, model) if method is None else _path_on_card(model, method)
     return _build(model, path, num_speculative_tokens, measured_k, commits, note="as asked for")
+
+
+def find_head(name: str, model: ResolvedModel | None = None) -> str:
+    """Return the folder or hub id of a head, given any name that is printed for it.
+
+    Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
+    first, then the other cards, then the heads in `$PEAGLE_HOME`.
+
+    Raises:
+        CatalogError: a card of the catalog does not parse.
+    """
+    if is_stored(name) or user_path(name).exists():
+        return name
+    if (found := find_on_cards(name, model)) is not None:
+        return found[1]
+    folder = peagle_home() / HEADS / name
+    return str(folder) if Path(name).name == name and folder.is_dir() else name
+
+
+def find_on_cards(name: str, model: ResolvedModel | None = None) -> tuple[str, str] | None:
+    """Return the method of a catalog head and its folder or hub id.
+
+    Returns None if no card has a head of this name.
+
+    Raises:
+        CatalogError: a card of the catalog does not parse.
+    """
+    own_cards = [model.card] if model is not None and model.card else []
+    for card in (*own_cards, *load_catalog()):
+        for method, head in card.heads.items():
+            if head.id and name in (head.id, Path(head.id).name):
+                return method, _head_path(head)
+            if head.long_context_id and name in (head.long_context_id, Path(head.long_context_id).name):
+                return method, head.long_context_id
+    return None
 
 
 def _automatic(
@@ -157,7 +194,8 @@ def _find_head(path: str, commits: Mapping[str, str]) -> _FoundHead:
     if not is_hub_id(path):
         raise DrafterError(
             f"no such drafter: {path}",
-            hint="give auto, none, peagle, eagle3, a local folder, s3://BUCKET/FOLDER or a hub id ORG/NAME",
+            hint="give auto, none, peagle, eagle3, a head that `peagle models` lists, a local folder, "
+            "s3://BUCKET/FOLDER or a hub id ORG/NAME",
         )
     revision = hub_commit(path, commits.get(path)) or commits.get(path)
     key = f"{path}@{revision or 'main'}"
@@ -175,6 +213,14 @@ def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> 
     if trained is None or k <= trained or head.method == "eagle3":
         return ""
     return f"; K={k} is beyond the {trained} it was trained for: expect the last ones to be rejected"
+
+
+def _method_named(name: str) -> str | None:
+    """Return the method of a name, also as tables print it: "P-EAGLE"."""
+    if name in DRAFT_METHODS:
+        return name
+    spelled = name.lower().replace("-", "")
+    return spelled if spelled in DRAFT_METHODS and not user_path(name).exists() else None
 
 
 def _path_on_card(model: ResolvedModel, method: str) -> str:

@@ -16,12 +16,13 @@ import glob
 import gzip
 import io
 import os
+import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
@@ -32,6 +33,17 @@ FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _SUFFIX_OF = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
+# What other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops. Hidden names, too.
+_MARKERS = (
+    "_SUCCESS", "_FAILURE", "_committed_*", "_started_*", "_metadata", "_common_metadata", "*.crc", "*_$folder$",
+    "_temporary", "_delta_log", "_change_data", "_spark_metadata", "__MACOSX", "Thumbs.db", "desktop.ini",
+)  # fmt: skip
+_KINDS_OF_FILES = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _READ_ERRORS = (OSError, EOFError, zlib.error, pa.ArrowException)
 
 
@@ -47,14 +59,15 @@ class SourceFile:
 def discover(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
     """Find the files of a corpus, sorted: a file, a folder (no sub-folders), a glob.
 
-    A name that is there is taken as it stands, whatever its characters. A glob leaves hidden files and folders out
-    unless it names their dot, as shells do.
+    An existing name is taken literally, whatever its characters. A glob skips hidden files and folders and markers such
+    as `_SUCCESS`, unless it spells out their first character.
 
     Args:
         outside: a folder from which a glob takes nothing: the run's own.
 
     Raises:
-        InputError: nothing there, an unknown scheme, or a suffix whose format is not known.
+        InputError: nothing is there, it is not a file (a pipe, a broken link), the scheme is unknown, or the suffix
+            says no known format.
     """
     located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(located, _Folder):
@@ -132,16 +145,47 @@ class _Folder:
 
 def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
     path = user_path(uri).absolute()  # workers have other working directories
-    if path.is_dir():
-        return _Folder(sorted((str(p), p.stat().st_size) for p in path.iterdir() if p.is_file()))
-    files = [path]
-    if not path.is_file():
+    try:
+        if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
+            path = path.resolve()  # workers have other open files: /dev/stdin may be a file with a name
+        if path.is_dir():
+            entries = sorted(path.iterdir())
+            return _Folder([_sized(entry) for entry in entries if not entry.is_dir() and _may_be_data(entry)])
+        if os.path.lexists(path):
+            return [_sized(path)]
         own = None if outside is None or "://" in outside else Path(outside).resolve()
-        matches = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - that one takes hidden ones
-        files = [p for p in matches if p.is_file() and (own is None or not p.resolve().is_relative_to(own))]
-    if not files:
-        raise _no_such_file(uri)
-    return [(str(p), p.stat().st_size) for p in files]
+        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - that one takes hidden ones
+        matches = [name for name in matches if not Path(name).is_dir()]
+        files = [Path(name) for name in _without_markers(uri, str(path), matches)]
+        return [_sized(file) for file in files if own is None or not file.resolve().is_relative_to(own)] or _none(uri)
+    except OSError as error:
+        raise InputError(f"input {uri!r}: cannot be read: {error.strerror}") from error
+
+
+def _may_be_data(path: Path) -> bool:
+    """Return whether a folder's entry is a file, or would be one by its name."""
+    return path.is_file() or (_kind(str(path)) is not None and not path.name.startswith("."))
+
+
+def _sized(path: Path) -> tuple[str, int]:
+    """Return a file's path and size.
+
+    Raises:
+        InputError: it exists, but is not a regular file.
+    """
+    if path.is_symlink() and not path.exists():
+        target = str(path.readlink())
+        raise InputError(
+            f"input {str(path)!r}: a symbolic link to {target!r}, which does not exist",
+            hint="repair or remove the link",
+        )
+    status = path.stat()
+    if kind := _KINDS_OF_FILES.get(stat.S_IFMT(status.st_mode)):
+        raise InputError(
+            f"input {str(path)!r}: {kind}; the input is read more than once, and by other processes",
+            hint="write it to a file first (COMMAND > prompts.jsonl), and give that file",
+        )
+    return str(path), status.st_size
 
 
 def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
@@ -151,33 +195,61 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         infos, is_folder = _listing(filesystem(uri), uri, outside)
     except FileNotFoundError as error:
         raise _no_such_file(uri) from error
+    except InputError:
+        raise
     except Exception as error:  # the client raises what its layers raise
         raise InputError(
             f"input {uri!r}: the store answers {type(error).__name__}: {error}",
             hint="AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION say where and who",
         ) from error
-    files = sorted((f"s3://{i['name']}", int(i["size"])) for i in infos if i["type"] == "file")
-    if not files and not is_folder:
-        raise _no_such_file(uri)
-    return _Folder(files) if is_folder else files
+    files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos)
+    if is_folder:
+        return _Folder(files)
+    return files or _none(uri)
 
 
 def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
-    """A store's objects under a name, and whether the name is a folder's."""
-    if not uri.endswith("/") and store.isfile(uri):
-        return [store.info(uri)], False
-    if not any(c in uri for c in "*?[") or store.isdir(uri):
-        return store.ls(uri, detail=True), True
-    shown = [part for part in PurePosixPath(uri).parts if part.startswith(".")]
+    """Return the objects that a name stands for, and whether it is a folder's name."""
+    if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
+        return [info], False
+    is_folder = not any(c in uri for c in "*?[") or store.isdir(uri)
+    infos = store.ls(uri, detail=True) if is_folder else list(store.glob(uri, detail=True).values())
+    infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
+    if is_folder:
+        return infos, True
     own = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
-    infos = list(store.glob(uri, detail=True).values())
-    return [i for i in infos if not _is_hidden(i["name"], shown) and not (own and i["name"].startswith(own))], False
+    names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
+    return [i for i in infos if i["name"] in names and not (own and i["name"].startswith(own))], False
 
 
-def _is_hidden(name: str, shown: list[str]) -> bool:
-    """Whether a part of the name begins with a dot that the glob does not match."""
-    dotted = [part for part in PurePosixPath(name).parts if part.startswith(".")]
-    return not all(any(fnmatch.fnmatchcase(part, pattern) for pattern in shown) for part in dotted)
+def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
+    """Return whether an object is empty and only stands for a folder."""
+    if info["size"]:
+        return False
+    return info["name"].endswith("/") or any(
+        below["name"] != info["name"] for below in store.ls(info["name"], detail=True)
+    )
+
+
+def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
+    """Return the matches of a glob that are not hidden and no markers.
+
+    Raises:
+        InputError: there are only markers.
+    """
+    spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
+    kept = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
+    if names and not kept:
+        marker = PurePosixPath(names[0]).name
+        raise InputError(
+            f"input {uri!r}: it only matches hidden files and markers such as {marker}, which hold no rows"
+        )
+    return kept
+
+
+def _is_skipped(part: str, spelled_out: list[str]) -> bool:
+    is_special = part.startswith(".") or any(fnmatch.fnmatchcase(part, marker) for marker in _MARKERS)
+    return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in spelled_out)
 
 
 def _require_unicode(path: str) -> None:
@@ -189,7 +261,13 @@ def _require_unicode(path: str) -> None:
         ) from error
 
 
+def _none(uri: str) -> NoReturn:
+    raise _no_such_file(uri)
+
+
 def _no_such_file(uri: str) -> InputError:
+    if uri == "-":
+        return InputError("input '-': standard input is not read", hint="write it to a file first, and give that file")
     return InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
 
 
@@ -215,6 +293,10 @@ def _of_folder(uri: str, files: list[tuple[str, int]], input_format: str) -> lis
 def _format(path: str, input_format: str) -> str:
     kind = input_format if input_format != "auto" else _kind(path)
     if kind is None:
+        if _is_skipped(PurePosixPath(path).name, []):
+            raise InputError(
+                f"input {path}: a marker or a hidden file, which holds no rows", hint="give the data files next to it"
+            )
         known = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
         raise InputError(

@@ -153,7 +153,12 @@ def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
         "import_path": "pipelines.online.app:build",
         "args": {**keys, **ours},
     }
-    serve = {"proxy_location": "HeadOnly", "http_options": address, "applications": [application]}
+    serve = {
+        "proxy_location": "HeadOnly",
+        "http_options": address,
+        "logging_config": {"enable_access_log": False},
+        "applications": [application],
+    }
     spec = {
         "serveConfigV2": yaml.safe_dump(serve, sort_keys=False, allow_unicode=True, width=120),
         "rayClusterConfig": ray_cluster(

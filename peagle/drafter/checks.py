@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from peagle.catalog.drafters import find_head
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import check_fit, read_dtypes
 from peagle.catalog.shipped_heads import whole_head
@@ -35,6 +36,8 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
         ConfigError: it cannot be; says what.
     """
     device = _device(config)
+    if config.init not in INITS:
+        config = config.model_copy(update={"init": find_head(config.init)})
     target = load_target(config.target, config.aux_layers, say)
     spec = head_spec(config, target)
     architecture = require_buildable(target.folder, spec)

@@ -86,8 +86,8 @@ class TrainConfig(PriceKeys, TagKeys):
     mask_token_id: int = Field(0, ge=0, description="token that stands for those not known yet")
     init: str = Field(
         "warm",
-        description="first weights: warm (the target's last layers), random, or a head's folder to go on from, "
-        "to which layers may be added",
+        description="first weights: warm (the target's last layers), random, or a head (its folder, or its name in the "
+        "catalog) to go on from, to which layers may be added",
     )
     further_layers: Literal["identity", "unrolled"] = Field(
         "identity",

@@ -7,7 +7,6 @@ chain attends to the known tokens up to its anchor and to itself. So the chains 
 computes the known tokens before it again and its own chains; the gradients of the parts add up to those of the whole.
 """
 
-import ctypes
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -63,17 +62,6 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
             chosen = torch.nonzero(known | own).flatten()
             parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
     return parts
-
-
-def give_back_freed() -> None:
-    """Return the C library's freed memory to the system, where it can (glibc).
-
-    Parts differ in length, so a tensor of one rarely fits where one of the part before lay: without this, the
-    process keeps room for all of them.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:

@@ -24,12 +24,13 @@ from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import DEFAULT_LOSS, fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
-from peagle.drafter.micro import give_back_freed, micro_batches
+from peagle.drafter.micro import micro_batches
 from peagle.drafter.recipe import EpochOrder, TrainingConfig
 from peagle.drafter.store import Features
 from peagle.drafter.workers import Alone, Workers
 from peagle.errors import DivergedError
 from peagle.files import writing
+from peagle.malloc import trim_malloc
 
 _BETAS = (0.9, 0.95)
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -265,7 +266,7 @@ class _Trainer:
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             total = total + outcome
             if len(batches) > 1 and self.device.type == "cpu":
-                give_back_freed()
+                trim_malloc()  # a tensor of one part rarely fits where a tensor of the part before lay
         num_tokens = sum(self.store.num_tokens(index) for index in chosen)
         for parameter in self.parameters.values():
             if parameter.grad is None:  # no document of this step fell to this worker

@@ -44,16 +44,11 @@ class PlanConfig(BaseModel):
     )
     failures_per_h: float = Field(0.0, ge=0, description="assumed: how often an hour any machine fails")
     provision_s: float = Field(180, ge=0, description="assumed: from asking for machines to having them")
-    machines_per_min: float | None = Field(
-        None, gt=0, description="assumed: how many more come a minute once the first is there; default: all at once"
-    )
     replace_s: float = Field(300, ge=0, description="assumed: from losing a machine to having another")
-    notice_s: float = Field(120, ge=0, description="assumed: warning before a spot machine is taken away")
     start_s: float | None = Field(None, ge=0, description="time for an engine to start; default: as measured")
     lost_s: float | None = Field(
         None, ge=0, description="engine time that an interruption loses; default: half the open rows' work"
     )
-    seeds: int = Field(20, ge=0, le=1000, description="simulated runs of the plan, fewer of huge fleets; 0 for none")
 
     @field_validator("measured", mode="before")
     @classmethod
@@ -84,8 +79,6 @@ class PlanConfig(BaseModel):
             raise ValueError("give either tokens (a job) or tokens_per_s (a service)")
         if self.within is not None and self.tokens is None:
             raise ValueError("within goes with tokens: a service has no end")
-        if self.machines_per_min is not None and self.tokens is None:
-            raise ValueError("machines_per_min goes with tokens: a service is planned with all its machines there")
         if self.tokens is not None and "target_utilisation" in self.model_fields_set:
             raise ValueError("target_utilisation goes with tokens_per_s: a job's requests all wait from the beginning")
         return self

@@ -23,10 +23,9 @@ _UNKNOWN_LOST_S = 60.0  # where response lengths were not kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One fleet.
+    """A fleet of equal machines.
 
     Attributes:
-        num_more: machines beyond the fewest that do it by the closed form.
         estimate: of a job; None for a service.
     """
 
@@ -34,7 +33,6 @@ class Option:
     cell: Cell
     machine: Machine
     num_machines: int
-    num_more: int
     estimate: Estimate | None
 
     @property
@@ -92,19 +90,7 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
 
     None where no number of them does it.
     """
-    return _option(config, option.sweep, cell, option.machine.price, option.num_more)
-
-
-def with_more(option: Option, config: PlanConfig) -> Option | None:
-    """The same with a twentieth more machines, one at least.
-
-    None where no more can be had.
-    """
-    num = option.num_machines + max(1, option.num_machines // 20)
-    num_added = min(num, config.max_machines or num) - option.num_machines
-    if not num_added:
-        return None
-    return _option(config, option.sweep, option.cell, option.machine.price, option.num_more + num_added)
+    return _option(config, option.sweep, cell, option.machine.price)
 
 
 def why_beyond(option: Option, config: PlanConfig) -> str | None:
@@ -138,17 +124,16 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
             yield option
 
 
-def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price, num_more: int = 0) -> Option | None:
+def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
     machine = machine_of(config, sweep, cell, price)
-    fewest = _fewest(config, machine)
-    if fewest is None:
+    num, found = _fewest(config, machine), None
+    if num is None:
         return None
-    num, found = fewest + num_more, None
     if config.tokens is not None:
         found = estimate(machine, num, config.tokens, provision_s=config.provision_s)
         if found is None:
             return None
-    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, num_more=num_more, estimate=found)
+    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num, estimate=found)
 
 
 def _fewest(config: PlanConfig, machine: Machine) -> int | None:

@@ -1,21 +1,16 @@
-"""A plan, from its configuration to its report.
+"""A plan: the cheapest fleet, its alternatives, and how the cost depends on the acceptance length.
 
-The cheapest fleet, others beside it, and how sure that is.
-
-    config -> sweeps, price table -> options -> the cheapest -> simulated runs, machines more -> sensitivity
-
-It starts nothing and measures nothing; every figure that is assumed or simulated says so.
+config -> measurements and prices -> options -> the cheapest -> sensitivity
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Option, options, scaled, why_beyond, with_cell, with_more
-from peagle.planning.simulation import simulated
+from peagle.planning.options import Option, options, scaled, why_beyond, with_cell
 from peagle.planning.sweeps import Sweep, read_sweeps
 from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
@@ -23,8 +18,6 @@ from peagle.speculation import break_even_acceptance_length
 SCHEMA = 1
 _FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 _AS_EXACT = 1e-4  # of an acceptance length
-_SURE = 0.9  # of the simulated runs: with fewer that do it, machines are added
-_MOST_TRIED = 8  # fleets, as a huge one takes ten seconds
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
@@ -46,52 +39,19 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "no fleet can do it:\n  " + "\n  ".join(reasons),
             hint="allow more time, latency or machines, or measure other hardware",
         )
-    chosen, runs, of_runs = _sure(found[0], config)
+    chosen = found[0]
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
         "wanted": config.model_dump(mode="json"),
         "labels": [label for sweep in sweeps for label in sweep.labels],
         "chosen": option_dict(chosen, config),
-        "options": [option_dict(option, config) for option in _best_of_each([chosen, *found[1:]])],
+        "options": [option_dict(option, config) for option in _best_of_each(found)],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
-        "simulated": runs,
-        "notes": [*_caveats(sweeps), *reasons, *_doubts(chosen), *of_runs],
+        "notes": [*_caveats(sweeps), *reasons, *_doubts(chosen)],
     }
-
-
-def _sure(cheapest: Option, config: PlanConfig) -> tuple[Option, dict[str, Any] | None, list[str]]:
-    """The cheapest fleet with the machines that most simulated runs need.
-
-    Also the simulated outcomes, and notes.
-
-    The closed form is of the mean: by it the fewest machines that are in time may be late in every second run.
-    """
-    tried = [(cheapest, *simulated(cheapest, config))]
-    while (share := _kept(tried[-1][1])) is not None and share < _SURE and len(tried) < _MOST_TRIED:
-        if (more := with_more(tried[-1][0], config)) is None:
-            break
-        tried.append((more, *simulated(more, config)))
-    chosen, runs, notes = max(tried, key=lambda one: _kept(one[1]) or 0.0)  # the smallest, of several
-    does = "in time" if config.tokens else "at the tokens/s that are wanted"
-    if chosen.num_more:
-        share = _kept(tried[0][1]) or 0.0
-        has = f"The closed form has {cheapest.num_machines:,} of these machines"
-        notes += [f"{has}, with which only {share:.0%} of simulated runs are {does}."]
-    if (share := _kept(runs)) is not None and share < _SURE:
-        notes += [f"Only {share:.0%} of simulated runs are {does}."]
-    return chosen, runs, notes
-
-
-def _kept(runs: Mapping[str, Any] | None) -> float | None:
-    """The share of simulated runs that meet the request.
-
-    None without a run, or a deadline.
-    """
-    share: float | None = runs.get("in_time", runs.get("sustained")) if runs else None
-    return share
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _OPTION_COLUMNS = (
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
-    """The choice in a sentence, others, sensitivity, simulations, assumptions."""
+    """Return the choice in a sentence, its alternatives, the sensitivity and the assumptions."""
     lines = [f"! {label}" for label in plan["labels"]]
     has_several = len(plan["wanted"]["measured"]) > 1
     lines += [_sentence(plan["chosen"], has_several=has_several), ""]
@@ -25,7 +25,7 @@ def text_plan(plan: Mapping[str, Any]) -> str:
             lines.append(f"Below an acceptance length of {length:.2f} no speculation is cheaper.")
         if (length := plan["least_acceptance_length"]) is not None:
             lines.append(f"Below an acceptance length of {length:.2f} the choice is beyond a limit that was given.")
-    lines += ["", *_simulated(plan), _assumed(plan["wanted"])]
+    lines += ["", _assumed(plan["wanted"])]
     return "\n".join([*lines, *plan["notes"]])
 
 
@@ -87,41 +87,13 @@ def _cost(one: Mapping[str, Any]) -> list[str]:
     return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]
 
 
-def _simulated(plan: Mapping[str, Any]) -> list[str]:
-    found = plan["simulated"]
-    if found is None:
-        return []
-    label = f"{found['label']}, {found['seeds']} {'seed' if found['seeds'] == 1 else 'seeds'}"
-    gone = f"{found['machines_gone']:.1f} machines lost on average"
-    if "tokens_per_s" in found:
-        speed, wanted = found["tokens_per_s"], plan["wanted"]["tokens_per_s"]
-        return [
-            f"{label}: an hour at {speed['p50']:,.1f} output tokens/s (p5 "
-            f"{speed['p5']:,.1f}), {gone}; {found['sustained']:.0%} of them at the {wanted:,g} that are wanted."
-        ]
-    in_time = "" if found["in_time"] is None else f"; {found['in_time']:.0%} of them in time"
-    hours = f"{found['hours']['p50']:,.2f} hours (p95 {found['hours']['p95']:,.2f})"
-    coarse = (
-        f"Shorter units would be too many to simulate: these are of {found['fleet']['unit_s']:,.0f} s, which "
-        "overstates the wait for the last ones and what interruptions lose. Fewer --seeds allow shorter ones."
-    )
-    return [
-        f"{label}: {hours}, "
-        f"{in_words_usd(found['usd']['p50'])} (p95 {in_words_usd(found['usd']['p95'])}), "
-        f"{gone}{in_time}.",
-        *([coarse] if found["is_coarse"] else []),
-    ]
-
-
 def _assumed(wanted: Mapping[str, Any]) -> str:
     of_service = [f"machines used to {wanted['target_utilisation']:.0%} of what they sustain"]
-    rate = wanted["machines_per_min"]
-    more = "" if rate is None else f" (the first; then {rate:g} more a minute)"
     parts = [
         *(of_service if wanted["tokens_per_s"] is not None else []),
         f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
         f"{wanted['failures_per_h']:g} failures",
-        f"{wanted['provision_s']:g} s until machines are there{more}",
+        f"{wanted['provision_s']:g} s until machines are there",
         f"{wanted['replace_s']:g} s to replace one",
     ]
     return f"Assumed, not measured: {', '.join(parts)}."

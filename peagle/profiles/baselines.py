@@ -14,6 +14,7 @@ from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.private import user_path
 from peagle.profiles.measurements import NONE, Cell, read_cells
+from peagle.speculation import break_even_acceptance_length
 
 _HINT = "give the report.json of `peagle bench`, with method none beside the drafter's"
 
@@ -36,6 +37,24 @@ def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -
         if (own_s := own[concurrency].step_s) and (plain_s := plain[concurrency].step_s)
     )
     return Baseline(source=source, steps=steps) if steps else None
+
+
+def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
+    """Return the acceptance lengths below which no speculation is faster than the choice, by concurrency.
+
+    A concurrency is left out unless both were measured. Empty if the method does not draft in every step.
+    """
+    plain = {cell.concurrency: cell.output_tokens_per_s for cell in cells if not cell.drafts}
+    return {
+        cell.concurrency: break_even_acceptance_length(
+            cell.acceptance_length / cell.output_tokens_per_s, 1 / plain[cell.concurrency]
+        )
+        for cell in cells
+        if (cell.method, cell.k) == (chosen.method, chosen.k)
+        and cell.drafts_each_step
+        and cell.acceptance_length is not None
+        and cell.concurrency in plain
+    }
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:

@@ -3,7 +3,7 @@
 `peagle generate` and `peagle serve` take it with `--profile`.
 
     engine          keys of both commands, by their own names; flags, environment and --config win over them
-    tuned           where the choice holds: concurrency and acceptance length
+    tuned           its concurrency and acceptance length
     measurements    the cells that it was made from, best first
     decision, objective, target, hardware, versions, made_at
 
@@ -23,7 +23,6 @@ from peagle.errors import ConfigError, did_you_mean
 from peagle.files import write_atomic, writing
 from peagle.private import user_path
 from peagle.profiles.measurements import Cell
-from peagle.profiles.ranges import acceptance_range, concurrency_range
 
 SCHEMA = 1
 ENGINE_KEYS = (
@@ -51,45 +50,19 @@ class MeasuredCell(Cell):
     drafter: str = "none"
     head_fingerprint: str | None = None
 
-    @property
-    def flags(self) -> str:
-        """The flags that ask for it on the command line."""
-        k = f" --num-speculative-tokens {self.k}" if self.k else ""
-        precision = "" if self.precision == "auto" else f" --precision {self.precision}"
-        return f"--drafter {self.drafter}{k}{precision}"
 
-
-class Tuned(_Strict):
-    """Where a choice holds.
+class Tuned(BaseModel):
+    """The choice. Profiles of earlier versions also have ranges, which are ignored.
 
     Attributes:
-        concurrency: requests in the engine at once, as it was chosen.
-        concurrency_low, concurrency_high: the measured ones at which it is the choice too.
-        acceptance_length: as it was measured; None without speculation.
-        acceptance_low, acceptance_high: below and above, another measured configuration would be faster; below, or it
-            would be beyond the limit of its time per output token.
+        concurrency: requests in the engine at once.
+        acceptance_length: as measured; None without speculation.
     """
 
-    concurrency: int
-    concurrency_low: int
-    concurrency_high: int
-    acceptance_length: float | None
-    acceptance_low: float | None
-    acceptance_high: float | None
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-    @classmethod
-    def of(cls, chosen: Cell, cells: list[MeasuredCell], *, max_tpot_ms: float | None = None) -> Self:
-        """The ranges of a choice among cells."""
-        low, high = concurrency_range(chosen, cells)
-        lengths = acceptance_range(chosen, cells, max_tpot_ms=max_tpot_ms)
-        return cls(
-            concurrency=chosen.concurrency,
-            concurrency_low=low,
-            concurrency_high=high,
-            acceptance_length=chosen.acceptance_length,
-            acceptance_low=lengths[0] if lengths else None,
-            acceptance_high=lengths[1] if lengths else None,
-        )
+    concurrency: int
+    acceptance_length: float | None
 
 
 class TunedTarget(_Strict):
@@ -132,12 +105,6 @@ class Profile(_Strict):
     def chosen(self) -> MeasuredCell:
         """The measurement of the choice."""
         return next(cell for cell in self.measurements if self._is_chosen(cell))
-
-    @property
-    def alternatives(self) -> list[MeasuredCell]:
-        """The measurements that keep the objective's limits, the choice among them."""
-        limits = {name: self.objective.get(name) for name in ("max_tpot_ms", "max_ttft_ms")}
-        return [cell for cell in self.measurements if cell == self.chosen or cell.is_within(**limits)]
 
     def _is_chosen(self, cell: MeasuredCell) -> bool:
         engine = self.engine

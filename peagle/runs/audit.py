@@ -1,30 +1,96 @@
-"""Audit a run: its files, and a sample of its rows against the target alone.
+"""Audit a run: files against the plan, usage against the rows, and a sample of rows generated again.
 
-It puts the two together, and tells people and machines; what is checked is in `audit_files.py` and `audit_rows.py`.
+A finding makes the result wrong. A note belongs to a run that is not finished: units that are not committed yet, and
+temporary files that the next attempt removes. The audit reads one unit at a time and writes nothing.
+
+`regeneration.py` generates the sample.
 """
 
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from peagle.bench.engine import Start
-from peagle.errors import ConfigError, PeagleError
-from peagle.runs.audit_files import FilesAudit, audit_files
-from peagle.runs.audit_rows import AuditedEngine, RowAudit, audit_rows, choose, require_target
-from peagle.runs.audit_unit import Finding
-from peagle.runs.directory import RunDirectory
+from peagle.corpus.extensions import plain_schema
+from peagle.corpus.files import SourceFile, discover
+from peagle.corpus.rows import WorkEstimate
+from peagle.corpus.scan import find, scan
+from peagle.economics.sessions import sessions_from_table
+from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.errors import ConfigError, InputError, PeagleError
+from peagle.files import TEMPORARY_SUFFIX
+from peagle.parquet_table import read_table
+from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
+from peagle.runs.lease import read_lease
+from peagle.runs.plan import Plan, WorkUnit
+from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, choose, require_target
+from peagle.runs.rows import OUTPUT_SCHEMA, output_names
+from peagle.storage import Place, open_to_read
 from peagle.tables import aligned
 
-_SHOWN = 50
+_MAX_SHOWN = 50
+_ROOT = re.compile(r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease")
+_FOLDERS = {
+    "data": UNIT_FILE,
+    "failed": re.compile(r"unit-\d{8,}\.\w+\.jsonl"),
+    "ledger": re.compile(r"session-.+\.parquet"),
+    "suspects": re.compile(r"unit-\d{8,}\..+\.json"),
+}
+_OUTCOMES = ("same", "tie", "different", "skipped")
+
+RetriedIds = dict[int, frozenset[str]]
+"""By unit, the ids of its rows that retries answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A fault: its kind, its file, and a sentence."""
+
+    kind: str
+    where: str
+    message: str
+
+
+@dataclass(kw_only=True)
+class FilesAudit:
+    """The findings in a run directory.
+
+    Attributes:
+        rows_of: number of rows of each committed unit without findings.
+        num_rows_left: planned rows that are neither committed nor dead letters.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rows_of: dict[int, int] = field(default_factory=dict)
+    num_units_planned: int = 0
+    num_units: int = 0
+    num_rows_planned: int = 0
+    num_rows: int = 0
+    num_failed_rows: int = 0
+    num_rows_left: int = 0
+    num_output_tokens: int = 0
+    num_lost_tokens: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every unit of the plan is committed."""
+        return self.num_units == self.num_units_planned
+
+    def add(self, kind: str, where: str, message: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(kind=kind, where=where, message=message))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The findings of an audit.
-
-    `target` and `rows` are of the rows that were generated again; None and empty without.
-    """
+    """The result of an audit. `target` and `rows` are of the sample; None and empty without one."""
 
     path: str
     files: FilesAudit
@@ -34,16 +100,16 @@ class Audit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every file is as planned, and no row differs by more than a tie."""
+        """Whether there is no finding, and no row differs by more than a tie."""
         return not self.files.findings and not self._outcomes()["different"]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Ready for JSON."""
         files = self.files
-        counted = {name: value for name, value in vars(files).items() if name.startswith("num_")}
-        again = None
+        counts = {name: value for name, value in vars(files).items() if name.startswith("num_")}
+        regenerated = None
         if self.target is not None:
-            again = {
+            regenerated = {
                 "precision": self.target.precision,
                 "max_tie": self.target.max_tie,
                 "seed": self.seed,
@@ -54,33 +120,35 @@ class Audit:
             "path": self.path,
             "ok": self.is_clean,
             "complete": files.is_finished,
-            **counted,
-            "findings": [finding.to_dict() for finding in files.findings],
+            **counts,
+            "findings": [asdict(finding) for finding in files.findings],
             "notes": files.notes,
-            "regenerated": again,
+            "regenerated": regenerated,
         }
 
     def describe(self) -> str:
-        """All of it, for people."""
+        """The result for people."""
         files = self.files
-        lines = {
+        figures = {
             "units": f"{files.num_units:,} of {files.num_units_planned:,} committed",
-            "rows": f"{files.num_rows:,} committed, {files.num_failed_rows:,} dead letters, "
-            f"{files.num_rows_left:,} left, of {files.num_rows_planned:,} planned",
+            "rows": f"{files.num_rows:,} committed, {files.num_failed_rows:,} failed, {files.num_rows_left:,} left, "
+            f"of {files.num_rows_planned:,} planned",
             "output tokens": f"{files.num_output_tokens:,} committed, {files.num_lost_tokens:,} lost",
         }
         if self.target is not None:
-            told = ", ".join(f"{count:,} {outcome}" for outcome, count in self._outcomes().items())
-            lines["without drafter"] = told
-            lines["a tie"] = f"the two tokens' log-probabilities are at most {self.target.max_tie:g} apart"
-        said = [self.path, *(f"  {name:<16} {value}" for name, value in lines.items())]
-        said += [f"  note: {note}" for note in files.notes]
-        said += _table_of_rows(self.rows) + _table_of_findings(files.findings)
-        return "\n".join([*said, "all right" if self.is_clean else "NOT ALL RIGHT"])
+            figures["without drafter"] = ", ".join(f"{count:,} {name}" for name, count in self._outcomes().items())
+            figures["tie"] = f"log-probabilities at most {self.target.max_tie:g} apart"
+        lines = [self.path, *(f"  {name:<16} {value}" for name, value in figures.items())]
+        lines += [f"  note: {note}" for note in files.notes]
+        lines += _table_of_rows(self.rows)
+        lines += [f"  {one.kind:<8} {one.where}: {one.message}" for one in files.findings[:_MAX_SHOWN]]
+        if (num_more := len(files.findings) - _MAX_SHOWN) > 0:
+            lines.append(f"  ... and {num_more:,} more; --json FILE has all of them")
+        return "\n".join([*lines, "all right" if self.is_clean else "NOT ALL RIGHT"])
 
     def _outcomes(self) -> dict[str, int]:
-        counts = Counter(row.verdict.outcome if row.verdict else "skipped" for row in self.rows)
-        return {outcome: counts[outcome] for outcome in ("same", "tie", "different", "skipped")}
+        counts = Counter(row.outcome for row in self.rows)
+        return {outcome: counts[outcome] for outcome in _OUTCOMES}
 
 
 def audit(
@@ -92,19 +160,19 @@ def audit(
     announce: Callable[[str], None],
     start: Start,
 ) -> Audit:
-    """Audit a run; it writes nothing into the run directory.
+    """Audit a run.
 
     Args:
-        num_rows: rows to generate again; 0 for none.
-        max_tie: margin that counts as a tie; None for that of the precision.
-        start: the target on this machine.
+        num_rows: size of the sample that is generated again; 0 for none.
+        max_tie: None for the precision's own margin.
+        start: starts an engine on this machine.
 
     Raises:
         ConfigError: there is no run, or its rows cannot be generated here.
-        EngineError: the engine did not start or died.
+        EngineError: the engine failed to start or crashed.
     """
     if not run.exists:
-        raise ConfigError(f"{run} is no run directory: it has no run.json")
+        raise ConfigError(f"{run} is not a run directory: it has no run.json")
     try:
         manifest = run.manifest()
     except PeagleError as error:
@@ -114,28 +182,386 @@ def audit(
     files = audit_files(run, manifest)
     if target is None:
         return Audit(path=str(run), files=files)
-    positions = choose(files.rows_of, num_rows, seed)
-    rows = audit_rows(run, manifest, target, positions, announce, start)
+    sample = choose(files.rows_of, num_rows, seed)
+    rows = audit_rows(run, manifest, target, sample, announce, start)
     return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
 
 
 def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
-    """Every row that is not simply the same."""
+    """Return a table of the rows that differ, and the reasons why rows were skipped."""
     table = [("row", "outcome", "token", "margin", "run", "target alone")]
-    skipped: Counter[str] = Counter()
     for row in rows:
         verdict = row.verdict
-        if verdict is None:
-            skipped[row.skipped] += 1
-        elif verdict.outcome != "same":
-            margin = "-" if verdict.margin is None else f"{verdict.margin:.4f}"
-            taken = "(not likely there)" if verdict.committed is None else repr(verdict.committed)
-            table.append((row.id, verdict.outcome, str(verdict.position), margin, taken, repr(verdict.target)))
-    lines = [f"  skipped {count:,}: {reason}" for reason, count in skipped.items()]
-    return lines + [f"  {line}" for line in aligned(table)] * (len(table) > 1)
+        if verdict is None or verdict.outcome == "same":
+            continue
+        margin = "-" if verdict.margin is None else f"{verdict.margin:.4f}"
+        committed = "(unlikely there)" if verdict.committed is None else repr(verdict.committed)
+        table.append((row.id, verdict.outcome, str(verdict.position), margin, committed, repr(verdict.target)))
+    reasons = Counter(row.skipped for row in rows if row.verdict is None)
+    lines = [f"  skipped {count:,}: {reason}" for reason, count in reasons.items()]
+    return lines + ([f"  {line}" for line in aligned(table)] if len(table) > 1 else [])
 
 
-def _table_of_findings(findings: Sequence[Finding]) -> list[str]:
-    lines = [f"  {one.kind:<8} {one.where}: {one.message}" for one in findings[:_SHOWN]]
-    more = len(findings) - _SHOWN
-    return lines + [f"  ... and {more:,} more; --json FILE has them all"] * (more > 0)
+# --- files
+
+
+def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
+    """Check every file of the run directory against the plan."""
+    audit = FilesAudit()
+    try:
+        plan = run.plan()
+    except PeagleError as error:
+        audit.add("damaged", "plan", error.message)
+        return audit
+    audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
+    _check_plan(audit, plan, manifest)
+    retried = _retried_ids(plan)
+    units = _audit_units(audit, run, plan, manifest, retried)
+    _count(audit, plan, units, retried)
+    _check_retries(audit, plan, units, retried)
+    _check_ledger(audit, run, units)
+    _check_other_files(audit, run, manifest["plan"], {one.letters_name for one in units.values()})
+    _check_report(audit, run)
+    _check_input(audit, plan, manifest)
+    return audit
+
+
+def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None:
+    """Check that the plan belongs to this run, and that its units have no gap."""
+    if plan.corpus_fingerprint != manifest["fingerprint"]["corpus"]["content"]:
+        audit.add("plan", manifest["plan"], "it was made for another corpus than the one in run.json")
+    next_id = 0
+    for number, unit in enumerate(unit for unit in plan.units if unit.supersedes is None):
+        if (unit.unit, unit.first_id) != (number, next_id):
+            audit.add("plan", manifest["plan"], f"unit {unit.unit} starts at row {unit.first_id}, not at {next_id}")
+            return
+        next_id += unit.span.num_rows
+
+
+def _audit_units(
+    audit: FilesAudit, run: RunDirectory, plan: Plan, manifest: dict[str, Any], retried: RetriedIds
+) -> dict[int, "UnitAudit"]:
+    """Audit every committed unit of the plan."""
+    schema = expected_schema(plan.schema)
+    answered_by = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
+    planned = {unit.unit: unit for unit in plan.units}
+    audits = {}
+    for name in _names(run.data):
+        match = _FOLDERS["data"].fullmatch(name)
+        if match is None:
+            continue  # `_check_other_files` reports it
+        number = int(match[1])
+        if number not in planned:
+            audit.add("foreign", f"data/{name}", "the plan has no such unit")
+            continue
+        audits[number] = audit_unit(run, planned[number], schema, answered_by, retried.get(number, frozenset()))
+        audit.findings += audits[number].findings
+    return audits
+
+
+def _count(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
+    audit.num_units = len(units)
+    audit.rows_of = {number: one.num_rows for number, one in sorted(units.items()) if not one.findings}
+    audit.num_rows = sum(one.num_rows for one in units.values())
+    for number, one in units.items():
+        if retried.get(number, frozenset()).isdisjoint(one.letter_ids):
+            audit.num_failed_rows += len(one.letter_ids)
+    audit.num_output_tokens = sum(one.usage.num_output_tokens for one in units.values() if one.usage)
+    audit.num_rows_left = sum(unit.num_rows for unit in plan.left(units))
+    if not audit.is_finished:
+        num_left = audit.num_units_planned - audit.num_units
+        audit.notes.append(f"{num_left:,} units with {audit.num_rows_left:,} rows are not committed yet")
+
+
+def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
+    """Check that retries cover all dead letters of a unit, each once.
+
+    A unit that ran again after a retry took over its dead letters has none of them: it left those rows out.
+    """
+    planned = {unit.unit: unit for unit in plan.units}
+    counts: Counter[tuple[int, int]] = Counter()
+    for unit in plan.units:
+        if unit.supersedes is not None:
+            counts.update((unit.supersedes, row) for row in unit.rows or ())
+    for unit in plan.units:
+        if unit.supersedes is None:
+            continue
+        where, earlier = f"unit {unit.unit}", planned[unit.supersedes]
+        before, ids = units.get(earlier.unit), retried[earlier.unit]
+        letters = set(before.letter_ids) if before else set()
+        if any(counts[earlier.unit, row] > 1 for row in unit.rows or ()):
+            audit.add("plan", where, f"rows of unit {earlier.unit} are retried more than once")
+        elif not ids <= {earlier.row_id(index) for index in range(earlier.num_rows)}:
+            audit.add("plan", where, f"it retries rows that unit {earlier.unit} does not have")
+        elif before is None:
+            audit.add("lost", where, f"it retries dead letters of unit {earlier.unit}, which is not committed")
+        elif not before.findings and letters & ids and letters - ids:
+            audit.add("plan", where, f"it does not retry all dead letters of unit {earlier.unit}")
+
+
+def _retried_ids(plan: Plan) -> RetriedIds:
+    rows = plan.taken_up()
+    whole = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
+    return {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole}
+
+
+def _check_ledger(audit: FilesAudit, run: RunDirectory, units: dict[int, "UnitAudit"]) -> None:
+    """Check that the ledger has every engine process, and that none committed more than it generated."""
+    sessions = _read_sessions(audit, run)
+    committed: Counter[str] = Counter()
+    for number, one in sorted(units.items()):
+        if one.usage is None:
+            continue
+        if one.usage.session_id not in sessions:
+            message = f"it was committed by engine process {one.usage.session_id}, which is not in the ledger"
+            audit.add("ledger", run.unit_path(number).name, message)
+        committed[one.usage.session_id] += one.usage.num_output_tokens
+    for session_id, session in sessions.items():
+        lost = session.num_output_tokens - committed[session_id]
+        audit.num_lost_tokens += max(0, lost)
+        # The last heartbeat of a process that was killed may be older than its last commit.
+        if lost < 0 and session.ended:
+            message = f"{session.num_output_tokens:,} tokens generated, {committed[session_id]:,} committed"
+            audit.add("ledger", f"ledger/session-{session_id}.parquet", message)
+
+
+def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSession]:
+    sessions: dict[str, EngineSession] = {}
+    for name in _names(run.ledger):
+        if not _FOLDERS["ledger"].fullmatch(name):
+            continue  # `_check_other_files` reports it
+        try:
+            with open_to_read(run.ledger / name) as file:
+                read = sessions_from_table(read_table(file))
+        except (PeagleError, OSError, ValueError) as error:  # an Arrow error is a ValueError
+            audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
+            continue
+        for session in read:
+            if sessions.get(session.session_id, session) != session:  # equal while the ledger is being compacted
+                audit.add("ledger", f"ledger/{name}", f"engine process {session.session_id} is recorded twice")
+            sessions[session.session_id] = session
+    return sessions
+
+
+def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, valid_letters: set[str]) -> None:
+    """Check that there are no foreign files, and no leftovers once the run is finished."""
+    lease = read_lease(run.root)
+    leftovers = []
+    for name in _names(run.root):
+        if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
+            leftovers.append(name)
+        elif not _ROOT.fullmatch(name) and name != plan_name:
+            audit.add("foreign", name, "it is not a file of a run")
+    for folder, known in _FOLDERS.items():
+        for name in _names(run.root / folder):
+            where = f"{folder}/{name}"
+            is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letters)
+            if name.endswith(TEMPORARY_SUFFIX) or (known.fullmatch(name) and is_orphan):
+                leftovers.append(where)
+            elif not known.fullmatch(name):
+                audit.add("foreign", where, "it is not a file of a run")
+    if audit.is_finished and not (lease is not None and lease.seems_alive()):
+        for where in leftovers:
+            audit.add("leftover", where, "it is not used; the run's own command removes it")
+    elif leftovers:
+        audit.notes.append(f"{len(leftovers):,} files of unfinished attempts: the next attempt removes them")
+
+
+def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
+    """Check that all units that were committed when the report was written still exist."""
+    path = run.root / "report.json"
+    if not path.exists():
+        return
+    try:
+        report = json.loads(path.read_bytes())
+    except ValueError as error:
+        audit.add("damaged", path.name, str(error))
+        return
+    num_gone = report["account"]["num_units"] - audit.num_units
+    if num_gone > 0:
+        audit.add("lost", "data", f"{num_gone:,} units that were committed when report.json was written are gone")
+    elif not audit.findings and report["account"]["num_output_tokens"] != audit.num_output_tokens:
+        audit.notes.append("report.json is older than the units: `peagle report` writes it again")
+
+
+def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None:
+    """Check that the input is what it was when the run was planned. Input that is gone is a note."""
+    formats = {unit.span.path: unit.span.format for unit in plan.units}
+    files: list[SourceFile] = []
+    for path, kind in formats.items():
+        try:
+            files += discover(path, kind)
+        except InputError as error:
+            if "://" in path or not Path(path).exists():
+                audit.notes.append(f"the input was not compared: {error.message}")
+            else:
+                audit.add("input", path, error.message)
+            return
+    limit = manifest["fingerprint"]["corpus"]["limit"]
+    wrong = _input_difference(files, plan, limit)
+    # A file without rows is part of the fingerprint and of no unit: only the corpus as it was named has it.
+    if wrong is not None and not _named_corpus_is_same(plan, manifest["config"], limit):
+        audit.add("input", ", ".join(formats), wrong)
+
+
+def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) -> str | None:
+    try:
+        _, _, fingerprint = scan(files, plan.cut, limit, WorkEstimate(), like=plan.corpus_fingerprint)
+    except InputError as error:
+        return error.message
+    return None if fingerprint == plan.corpus_fingerprint else "the input changed after the run was planned"
+
+
+def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
+    try:
+        files = find(config["input"], config["input_format"], outside=config["output"])
+        return _input_difference(files, plan, limit) is None
+    except InputError:
+        return False
+
+
+def _names(folder: Place) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# --- one unit
+
+_LETTER_KEYS = {"id", "unit", "attempt", "reason", "message", "row"}
+_TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+_DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+_MAX_IDS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitAudit:
+    """The findings in a committed unit. `letter_ids` are of its failed rows, retried or not."""
+
+    findings: tuple[Finding, ...]
+    usage: UnitUsage | None = None
+    letters_name: str = ""
+    num_rows: int = 0
+    letter_ids: tuple[str, ...] = ()
+
+
+def expected_schema(corpus: pa.Schema) -> pa.Schema:
+    """Return the columns of every unit: the corpus's under their output names, then the output's own."""
+    names = output_names(corpus.names)
+    return pa.schema([pa.field(names[column.name], column.type) for column in corpus] + list(OUTPUT_SCHEMA))
+
+
+def audit_unit(
+    run: RunDirectory,
+    unit: WorkUnit,
+    schema: pa.Schema,
+    answered_by: dict[str, Any],
+    retried: frozenset[str] = frozenset(),
+) -> UnitAudit:
+    """Check one committed unit.
+
+    Args:
+        schema: from `expected_schema`.
+        answered_by: the values that the columns `model` and `drafter` must have.
+        retried: ids of its rows that retries answer.
+    """
+    path = run.unit_path(unit.unit)
+    try:
+        usage, name = run.usage(unit.unit), run.letters_name(unit.unit)
+        with open_to_read(path) as file:
+            table = read_table(file)
+    except (PeagleError, OSError, pa.ArrowException) as error:
+        message = error.message if isinstance(error, PeagleError) else str(error)
+        return UnitAudit(findings=(Finding(kind="damaged", where=path.name, message=message),))
+    if wrong := _wrong_columns(plain_schema(table.schema), schema):
+        finding = Finding(kind="schema", where=path.name, message=wrong)
+        return UnitAudit(findings=(finding,), usage=usage, letters_name=name, num_rows=table.num_rows)
+    letters, damage = _letters(run, unit, name)
+    rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
+    ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
+    found = [("usage", message) for message in _wrong_usage(usage, rows, None if damage else len(letters))]
+    if not damage:  # otherwise every failed row would be missing
+        found += list(_wrong_ids(unit, ids, letter_ids, retried))
+    for column, value in answered_by.items():
+        if others := {row[column] for row in rows} - {value}:
+            found.append(("row", f"column {column!r} has {min(map(str, others))!r}, but the run used {value!r}"))
+    return UnitAudit(
+        findings=(*damage, *(Finding(kind=kind, where=path.name, message=message) for kind, message in found)),
+        usage=usage,
+        letters_name=name,
+        num_rows=table.num_rows,
+        letter_ids=tuple(letter_ids),
+    )
+
+
+def _wrong_columns(found: pa.Schema, expected: pa.Schema) -> str | None:
+    if found.names != expected.names:
+        different = sorted(set(found.names) ^ set(expected.names))
+        return f"its columns are not those of the plan: {', '.join(different) or 'the order differs'}"
+    for name in expected.names:
+        if found.field(name).type != expected.field(name).type:
+            return f"column {name!r} is {found.field(name).type}, but {expected.field(name).type} in the plan"
+    return None
+
+
+def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Return the unit's dead letters, or what is wrong with their file."""
+    if not name:
+        return [], []
+    try:
+        letters = [json.loads(line) for line in (run.failed / name).read_bytes().splitlines()]
+    except FileNotFoundError:
+        message = f"its dead letters are missing: failed/{name}"
+        return [], [Finding(kind="missing", where=run.unit_path(unit.unit).name, message=message)]
+    except (OSError, ValueError) as error:
+        return [], [Finding(kind="damaged", where=name, message=f"not dead letters: {error}")]
+    for number, letter in enumerate(letters, 1):
+        if wrong := _wrong_letter(letter, unit):
+            return [], [Finding(kind="damaged", where=name, message=f"line {number}: {wrong}")]
+    return letters, []
+
+
+def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
+    if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
+        return f"a dead letter has {', '.join(sorted(_LETTER_KEYS))}"
+    for key, value in (("unit", unit.unit), ("attempt", unit.attempt)):
+        if letter[key] != value:
+            return f"its {key} is {letter[key]!r}, but {value} in the plan"
+    return None
+
+
+def _wrong_ids(
+    unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Check that each planned id is in exactly one row or dead letter, and a retried one in no row."""
+    planned = {unit.row_id(index) for index in range(unit.num_rows)}
+    counts = Counter(ids) + Counter(letter_ids)
+    if missing := planned - retried - counts.keys():
+        yield "lost", f"{_some(missing)}: planned, but in no row and no dead letter"
+    if foreign := counts.keys() - planned:
+        yield "foreign", f"{_some(foreign)}: not in this unit"
+    if doubled := {row_id for row_id, count in counts.items() if count > 1}:
+        yield "doubled", f"{_some(doubled)}: more than once"
+    if answered_twice := retried.intersection(ids):
+        yield "doubled", f"{_some(answered_twice)}: committed, and retried as well"
+
+
+def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
+    """Compare the file's footer with its rows. `num_letters` is None if the dead letters cannot be read."""
+    stated = {
+        "num_rows": usage.num_rows,
+        "num_failed_rows": usage.num_failed_rows,
+        **{name: getattr(usage, name) for name in _TOKENS},
+        **{name: getattr(usage.speculation, name) for name in _DRAFTS},
+    }
+    counted = {
+        "num_rows": len(rows),
+        "num_failed_rows": usage.num_failed_rows if num_letters is None else num_letters,
+        **{name: sum(row[name] or 0 for row in rows) for name in (*_TOKENS, *_DRAFTS)},
+    }
+    for name, value in stated.items():
+        if value != counted[name]:
+            yield f"{name} is {value:,} in the footer, but {counted[name]:,} in the rows"
+
+
+def _some(ids: Any) -> str:
+    first = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
+    return first if len(ids) <= _MAX_IDS_SHOWN else f"{first}, ... ({len(ids):,} ids)"

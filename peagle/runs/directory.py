@@ -1,80 +1,81 @@
-"""The run directory: what is where, and how a unit becomes committed.
+"""The run directory: its files, and how a unit is committed.
 
-    run.json                      what the run is (configuration, fingerprint, versions), and its plan; written once
-    plan.ID.parquet               the units: the file that run.json names; another one counts for nothing
-    plan-N.parquet                units of the N-th retry: which unit's dead letters they take up; written once
+    run.json                      configuration, fingerprint, versions, and the name of the plan; written once
+    plan.ID.parquet               the units; only the file that run.json names is valid
+    plan-N.parquet                units of retry N: the units whose dead letters they retry; written once
     data/unit-N.parquet           a committed unit: its rows, and its usage in the file's metadata
-    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid only if the committed file names it and no retry took them up
-    ledger/session-*.parquet      one engine process each: where its seconds went; rewritten at each heartbeat
+    failed/unit-N.ATTEMPT.jsonl   its dead letters; valid if the committed file names it and no retry took them over
+    ledger/session-*.parquet      one engine process each, rewritten at each heartbeat
     report.json  report.html      the account
-    logs/                         what Ray and the engines print; of a run on S3, copies of it (`logs.py`)
-    suspects/                     rows that may have killed an engine (`suspects.py`); empty when the run is finished
-    .lease/                       who drives the run (`lease.py`), and its word to the workers while it is being stopped
+    logs/                         output of Ray and the engines; for a run on S3, copies of it (`logs.py`)
+    suspects/                     rows that may have crashed an engine (`suspects.py`); empty in a finished run
+    .lease/                       the current driver (`lease.py`), and its signal to stop
 
 A unit is committed when its file exists. The file appears whole, by one exclusive link or one conditional PUT, so of
-two attempts at a unit the first wins and the other leaves nothing valid. `run.json` and `plan-N.parquet` are created
-in the same way. That is all that exactly once rests on.
+two attempts at a unit the first wins and the second leaves nothing valid. `run.json` and the plans are created the same
+way. That is the whole exactly-once argument.
 
-A driver that was stopped may go on at any step after another one has finished, so no step of it may hurt then. What
-is deleted is first listed, then the lease is looked at, then just those files are deleted: their names are never used
-again, so no file of a later driver is among them.
-
-It knows places and records; it does not know whether they are on a disk or on S3 (`peagle.storage`), nor engines or
-Ray.
+A suspended driver may resume after another one has finished, so none of its steps may do harm then. Deletions are
+listed first, then the lease is checked, then only those files are deleted. Their names are never used again, so no file
+of a later driver is among them.
 """
 
+import io
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from peagle.corpus.extensions import plain
 from peagle.economics.ledger import read_sessions, write_session
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.files import writing
+from peagle.files import TEMPORARY_SUFFIX, json_bytes, writing
 from peagle.plain_json import to_json
-from peagle.runs.files import PLAN_FILE, Footer, Footers, PlanFiles, is_temporary, orphans, temporaries, unit_bytes
 from peagle.runs.lease import FOLDER as LEASE_FOLDER
 from peagle.runs.lease import Holding
 from peagle.runs.logs import logs_folder
-from peagle.runs.plan import Plan, Retry
+from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
 from peagle.runs.stopping import StopWord
 from peagle.runs.suspects import forgettable
-from peagle.storage import (
-    Place,
-    make_folder,
-    open_to_read,
-    place,
-    require_usable,
-    write_atomic,
-    write_once,
-)
+from peagle.storage import Place, is_remote, make_folder, open_to_read, place, require_usable, write_atomic, write_once
 
-_WRITABLE = "make room, or the folder writable; the same command continues the run"
-_LETTERS = "put it back; or delete the unit's file in data/, and its rows are done anew"
+PLAN_FILE = re.compile(r"plan\.[0-9a-f]{12}\.parquet")
 UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
-_LAID_OUT = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
+LETTERS_FILE = re.compile(r"unit-(\d{8,})\.\w+\.jsonl")
+_FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
+_WRITABLE = "make room, or the folder writable; the same command continues the run"
+_LETTERS = "restore it; or delete the unit's file in data/ to run its rows again"
+_NEW = "start a new run directory"
+_USAGE, _FAILED = b"peagle.usage", b"peagle.failed"
+BATCH_ROWS = 1024
+_READERS = 16  # concurrent requests to a store
+_Parsed = TypeVar("_Parsed")
 
 
-def unit_files(root: Place) -> dict[int, Place]:
-    """The committed units' files by number; empty where no run is."""
-    found = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
-    return {int(match[1]): path for path, match in found if match}
+@dataclass(frozen=True, slots=True)
+class UnitMetadata:
+    """The metadata in a unit's file. `failed_name` is empty if no row failed."""
+
+    usage: UnitUsage
+    failed_name: str
 
 
 class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
     Args:
-        driver: the number of the lease for whose holder this process works; 0 for none.
+        driver: the number of the lease whose holder this process works for; 0 for none.
 
     Attributes:
-        stop: the word by which that driver stops its workers.
-        logs: always local: a log that is being written cannot lie on S3.
+        stop: the signal by which that driver stops its workers.
+        logs: always local, since a log that is being written cannot be on S3.
     """
 
     def __init__(self, root: str | Place, *, driver: int = 0) -> None:
@@ -86,80 +87,81 @@ class RunDirectory:
         self.ledger = self.root / "ledger"
         self.logs = logs_folder(self.root)
         self.suspects = self.root / "suspects"
-        self._footers = Footers(self.unit_path)
+        self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
-        self._plans = PlanFiles(self.root)
+        self._metadata: dict[int, UnitMetadata] = {}  # of units on S3, where each read takes a while
         self._lease: Holding | None = None
 
     def __str__(self) -> str:
         return str(self.root)
 
-    # --- the whole
+    # --- the run
 
     @property
     def exists(self) -> bool:
         """Whether a run was started here."""
-        return self._plans.exists
+        return self._manifest.exists()
 
     def require_usable(self) -> None:
-        """Make sure that the store, if it is one, can hold a run.
+        """Check that the store supports exclusive creation.
 
         Raises:
-            ConfigError: it cannot be written, or lets two engines commit the same unit.
+            ConfigError: it cannot be written, or would let two engines commit the same unit.
         """
         require_usable(self.root / ".lease")
 
     def hold(self, lease: Holding) -> None:
-        """Have this process drive the run; without the lease it deletes nothing."""
+        """Make this process the run's driver."""
         self._lease, self.driver = lease, lease.number
         self.stop = StopWord(self.root / LEASE_FOLDER, lease.number)
 
     def require_lease(self) -> None:
-        """Require that this driver still has its lease, before it deletes or replaces.
+        """Check that this driver still has its lease.
 
         Raises:
-            RunInUse: another driver has taken it over.
+            RunInUse: another driver has taken over.
         """
         if self._lease is not None:
             self._lease.require()
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
-        """Lay the directory out, over what a driver left that was killed at it.
+        """Create the run, and return whether this driver was the first to do so.
 
-        `run.json` comes last: with it, the run exists, and of several drivers the first one has made it.
-
-        Returns:
-            Whether it was this one. If not, the manifest and the plan that count are another's.
+        The plan is written first, then `run.json`. If another driver was faster, its manifest and plan are valid.
 
         Raises:
-            ConfigError: the folder holds something else, or cannot be written.
+            ConfigError: the folder has other files, or cannot be written.
             RunInUse: another driver has taken over.
         """
         self.require_own()
         try:
             self._make_folders()
-            self._sweep(temporaries(self._folders))
-            return self._plans.create(manifest, plan)
+            self._delete(_temporaries(self._folders))
+            path = self.root / f"plan.{uuid.uuid4().hex[:12]}.parquet"
+            write_once(path, plan_to_bytes(plan))
+            is_first = write_once(self._manifest, json_bytes({**manifest, "plan": path.name}))
+            if not is_first:
+                path.unlink(missing_ok=True)
+            return is_first
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
     def require_own(self) -> None:
-        """Make sure that the folder, if there is one, holds nothing but a run.
+        """Check that the folder, if it exists, contains only a run.
 
         Raises:
-            ConfigError: it holds something else.
+            ConfigError: it contains other files.
         """
         if self.exists or not self.root.is_dir():
             return
-        names = {path.name for path in self.root.glob("*")} - _LAID_OUT
-        foreign = {name for name in names if not (is_temporary(name) or PLAN_FILE.fullmatch(name))}
+        names = {path.name for path in self.root.glob("*")} - _FOLDERS
+        foreign = {name for name in names if not (_is_temporary(name) or PLAN_FILE.fullmatch(name))}
         if foreign:
-            raise ConfigError(
-                f"output {self}: the folder holds other files ({min(foreign)}, ...)", hint="name a new one"
-            )
+            message = f"output {self}: the folder has other files ({min(foreign)}, ...)"
+            raise ConfigError(message, hint="name a new folder")
 
     def open(self) -> None:
-        """Make the directory ready for another attempt: clear what killed writers left.
+        """Prepare another attempt: delete what killed writers left behind.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -167,55 +169,65 @@ class RunDirectory:
         """
         try:
             self._make_folders()
-            self._sweep(
-                [*temporaries(self._folders), *self._plans.losers(), *forgettable(self.suspects, self.committed())]
+            self._delete(
+                [*_temporaries(self._folders), *self._orphaned_plans(), *forgettable(self.suspects, self.committed())]
             )
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
 
     def manifest(self) -> dict[str, Any]:
-        """`run.json`.
+        """Return `run.json`.
 
         Raises:
-            ConfigError: there is no run here, or its manifest is damaged.
+            ConfigError: there is no run, or the file is damaged.
         """
-        return self._plans.manifest()
+        try:
+            manifest: dict[str, Any] = json.loads(self._manifest.read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self} is not a run directory: it has no run.json") from error
+        except ValueError as error:
+            raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW) from error
+        return manifest
+
+    # --- the plan
 
     def plan(self) -> Plan:
-        """The plan that `run.json` names, and the units of retries.
+        """Return the run's plan, with the units of retries.
 
         Raises:
-            ConfigError: missing or damaged.
+            ConfigError: a file is missing or damaged.
         """
-        return self._plans.plan()
+        return self.with_retries(_parsed(self.root / self._plan_name(), plan_from_bytes))
 
     def with_retries(self, plan: Plan) -> Plan:
-        """A plan of this corpus with the units of all retries, in planning order.
+        """Return a plan of this corpus with the units of all retries, in planning order.
 
         Raises:
-            ConfigError: a plan of a retry is damaged.
+            ConfigError: a file is damaged.
         """
-        return self._plans.with_retries(plan)
+        for path in self._retry_plans():
+            plan = plan.with_retries(_parsed(path, retries_from_bytes))
+        return plan
 
     def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
-        """Plan these units; from now on they answer for the rows that they take up.
+        """Plan a retry. From now on its units answer for the rows that they retry.
 
         Args:
-            number: of the retry, counted from 1: one more than the plan had from which it was made.
+            number: one more than the retries of the plan from which it was made.
 
         Raises:
             RunInUse: another driver has planned that retry, or has taken over.
         """
         self.require_lease()
-        if not self._plans.add_retries(retries, number):
+        if not write_once(self.root / f"plan-{number:04d}.parquet", retries_to_bytes(retries)):
             raise RunInUse(
                 f"{self}: another driver has planned retry {number} at the same time",
-                hint="let it finish; then repeat this command if there are dead letters left",
+                hint="let it finish, then repeat this command if there are dead letters left",
             )
 
     def superseded(self) -> frozenset[int]:
-        """Committed units whose dead letters a retry took up and has not committed."""
-        if not self._plans.num_retries():
+        """Return the committed units whose dead letters a retry took over and has not committed."""
+        if not self._retry_plans():
             return frozenset()
         plan = self.plan()
         earlier = plan.taken_up().keys() & self.committed()
@@ -223,40 +235,54 @@ class RunDirectory:
         usages = {unit: self.usage(unit) for unit in earlier}
         return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
 
+    def _plan_name(self) -> str:
+        name = self.manifest().get("plan")
+        if not isinstance(name, str) or not PLAN_FILE.fullmatch(name):
+            raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW)
+        return name
+
+    def _retry_plans(self) -> list[Place]:
+        return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)
+
+    def _orphaned_plans(self) -> list[Place]:
+        """Return plans of drivers that were not the first, or were killed before they wrote `run.json`."""
+        valid = self._plan_name()
+        return [path for path in self.root.glob("plan.*.parquet") if path.name != valid]
+
     # --- units
 
     def committed(self) -> set[int]:
-        """Numbers of the committed units, from a listing without foreign files."""
+        """Return the numbers of the committed units."""
         return set(unit_files(self.root))
 
     def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
-        """Commit a unit; False when another attempt came first, and this counts nothing.
+        """Commit a unit. Return False if another attempt was first; then this one counts nothing.
 
         Raises:
-            CapacityError: the disk is full, or the folder cannot be written. The unit is then not committed.
-            StorageError: the store does not answer. The unit may be committed then, and counts all the same.
+            CapacityError: the disk is full, or the folder cannot be written. The unit is not committed.
+            StorageError: the store does not answer. The unit may be committed.
         """
         failed_name = ""
         if dead_letters:
-            # A name of this attempt's own: a slower attempt cannot replace the letters of the one that won.
+            # The name is this attempt's own, so a slower attempt cannot replace the letters of the winner.
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
         with writing(self.unit_path(unit), hint=_WRITABLE):
             if failed_name:
                 lines = "".join(to_json(letter) + "\n" for letter in dead_letters)
                 write_atomic(self.failed / failed_name, lines.encode())
-            won = write_once(self.unit_path(unit), unit_bytes(table, Footer(usage, failed_name)))
-        if not won and failed_name:
+            is_first = write_once(self.unit_path(unit), unit_bytes(table, UnitMetadata(usage, failed_name)))
+        if not is_first and failed_name:
             (self.failed / failed_name).unlink(missing_ok=True)
-        return won
+        return is_first
 
     def unit_path(self, unit: int) -> Place:
-        """The file that commits a unit."""
+        """Return the path of the file that commits a unit."""
         return self.data / f"unit-{unit:08d}.parquet"
 
     def usages(self) -> Iterator[UnitUsage]:
-        """Usage of every committed unit, in order, from the files' footers.
+        """Yield the usage of every committed unit, in order.
 
-        Rows that a retry took up are no failed rows of the unit where they failed.
+        Rows that a retry took over do not count as failed rows of the unit where they failed.
 
         Raises:
             PeagleError: a file is damaged.
@@ -268,23 +294,22 @@ class RunDirectory:
             yield replace(usage, num_failed_rows=0) if unit in superseded else usage
 
     def usage(self, unit: int) -> UnitUsage:
-        """Usage of one committed unit.
+        """Return the usage of a committed unit.
 
         Raises:
             PeagleError: the file is damaged.
         """
-        return self._footers.read(unit).usage
+        return self._read_metadata(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Every valid dead letter: a committed unit names it, no retry took it up."""
+        """Yield every valid dead letter: a committed unit names it, and no retry took it over."""
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
-        for unit in sorted(committed):
-            if unit not in superseded:
-                yield from self.letters(unit)
+        for unit in sorted(committed - superseded):
+            yield from self.letters(unit)
 
     def letters(self, unit: int) -> Iterator[dict[str, Any]]:
-        """The dead letters of one committed unit, whether a retry took them up or not.
+        """Yield the dead letters of a committed unit, retried or not.
 
         Raises:
             PeagleError: their file is missing or damaged.
@@ -298,18 +323,42 @@ class RunDirectory:
                 raise PeagleError(f"{path}, the dead letters of unit {unit}: {error}", hint=_LETTERS) from error
 
     def letters_name(self, unit: int) -> str:
-        """The `failed` file that a committed unit names; empty without dead letters.
+        """Return the file in `failed/` that a committed unit names; empty without dead letters.
 
         Raises:
             PeagleError: the unit's file is damaged.
         """
-        return self._footers.read(unit).failed_name
+        return self._read_metadata(unit).failed_name
+
+    def read_ahead(self, units: Iterable[int]) -> None:
+        """Read the metadata of committed units on S3, many at a time. Does nothing for local files."""
+        unread = [unit for unit in units if unit not in self._metadata and is_remote(self.unit_path(unit))]
+        if unread:
+            with ThreadPoolExecutor(_READERS) as readers:
+                metadata = readers.map(read_metadata, map(self.unit_path, unread))
+                self._metadata.update(zip(unread, metadata, strict=True))
+
+    def _read_metadata(self, unit: int) -> UnitMetadata:
+        self.read_ahead([unit])
+        return self._metadata.get(unit) or read_metadata(self.unit_path(unit))
+
+    # --- the ledger
+
+    def write_session(self, session: EngineSession) -> None:
+        """Replace the heartbeat of an engine process."""
+        write_session(self.ledger, session)
+
+    def sessions(self) -> list[EngineSession]:
+        """Return the last heartbeat of every engine process that this run has had."""
+        return read_sessions(self.ledger)
+
+    # --- leftovers
 
     def remove_leftovers(self) -> int:
-        """Delete the leftovers of killed or slower attempts; return their number.
+        """Delete what killed or slower attempts left behind, and return the number of files.
 
-        Temporary files, plans that lost, and dead letters of a committed unit that does not name them: it never will.
-        Notes of committed units go too: their engine was killed between the commit and their removal.
+        These are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes of
+        committed units go, too: their engine was killed between the commit and their removal.
 
         Raises:
             RunInUse: another driver has taken over.
@@ -317,27 +366,11 @@ class RunDirectory:
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
         named = {unit: self.letters_name(unit) for unit in committed}
-        found = [*temporaries(self._folders), *self._plans.losers(), *orphans(letters, named)]
-        self._sweep([*found, *forgettable(self.suspects, committed)])
+        found = [*_temporaries(self._folders), *self._orphaned_plans(), *_orphaned_letters(letters, named)]
+        self._delete([*found, *forgettable(self.suspects, committed)])
         return len(found)
 
-    def read_ahead(self, units: Iterable[int]) -> None:
-        """Read these committed units' footers, many at once in a store."""
-        self._footers.read_ahead(units)
-
-    # --- the ledger
-
-    def write_session(self, session: EngineSession) -> None:
-        """Replace the heartbeat of one engine process."""
-        write_session(self.ledger, session)
-
-    def sessions(self) -> list[EngineSession]:
-        """The last heartbeat of every engine process that this run ever had."""
-        return read_sessions(self.ledger)
-
-    # --- what is left over
-
-    def _sweep(self, listed: Iterable[Place]) -> None:
+    def _delete(self, listed: Iterable[Place]) -> None:
         """Delete files that were listed while this driver had the lease."""
         listed = list(listed)
         self.require_lease()
@@ -348,3 +381,91 @@ class RunDirectory:
         for folder in (*self._folders, self.root / LEASE_FOLDER):
             make_folder(folder)
         self.logs.mkdir(parents=True, exist_ok=True)
+
+
+def unit_files(root: Place) -> dict[int, Place]:
+    """Return the files of the committed units by number; empty if there is no run."""
+    found = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
+    return {int(match[1]): path for path, match in found if match}
+
+
+def is_stand_in(manifest: Mapping[str, Any]) -> bool:
+    """Return whether the fake engine answers a run, by its `run.json`."""
+    return bool(manifest.get("config", {}).get("engine") == "fake")
+
+
+def unit_bytes(table: pa.Table, metadata: UnitMetadata) -> bytes:
+    """Return the contents of a unit's file."""
+    own = {_USAGE: metadata.usage.to_json(), _FAILED: metadata.failed_name.encode()}
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), **own}), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def read_metadata(path: Place) -> UnitMetadata:
+    """Read the metadata of a unit's file.
+
+    Raises:
+        PeagleError: the file is damaged, or was not written by peagle.
+    """
+    try:
+        with open_to_read(path) as file:
+            metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, error) from error
+    if _USAGE not in metadata or _FAILED not in metadata:
+        raise PeagleError(f"{path} was not written by peagle", hint="move it out of the run directory")
+    return UnitMetadata(UnitUsage.from_json(metadata[_USAGE]), metadata[_FAILED].decode())
+
+
+def read_rows(path: Place, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of a unit in batches.
+
+    Args:
+        columns: None for all.
+
+    Raises:
+        PeagleError: the file is damaged.
+    """
+    try:
+        with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
+            names = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
+                yield plain(batch.replace_schema_metadata(None))
+    except (OSError, pa.ArrowException) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Place, error: Exception) -> PeagleError:
+    return PeagleError(
+        f"{path} is damaged: {error}", hint="delete that file and run again: its rows will be done again"
+    )
+
+
+def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", hint=_NEW) from error
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
+
+
+def _temporaries(folders: Iterable[Place]) -> list[Place]:
+    """Return unfinished files. A store has none: an object exists as a whole or not at all."""
+    local = (folder for folder in folders if not is_remote(folder))
+    return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]
+
+
+def _orphaned_letters(letters: Iterable[Place], named: Mapping[int, str]) -> list[Place]:
+    """Return files of dead letters that their committed unit does not name.
+
+    An uncommitted unit may name its file in a moment, by the attempt that wrote it.
+
+    Args:
+        named: by committed unit, the file that it names; empty without dead letters.
+    """
+    found = ((path, LETTERS_FILE.fullmatch(path.name)) for path in letters)
+    return [path for path, match in found if match and named.get(int(match[1]), path.name) != path.name]

@@ -28,8 +28,7 @@ from peagle.errors import ConfigError, PeagleError
 from peagle.plain_json import to_json
 from peagle.requests.fields import CHAT_URL
 from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import BATCH_ROWS, read_rows
+from peagle.runs.directory import BATCH_ROWS, RunDirectory, read_rows
 from peagle.runs.plan import Plan
 from peagle.runs.report import until_settled
 from peagle.storage import Place, atomic_file, make_folder, open_to_read, remove_temporaries, write_json

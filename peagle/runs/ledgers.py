@@ -25,8 +25,7 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
 from peagle.profiles.baselines import Benchmark
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import is_stand_in
+from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.meter import is_lent
 from peagle.storage import Place, is_remote, place
 

@@ -20,9 +20,7 @@ from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
 from peagle.files import writing
-from peagle.profiles.watch import tuned_notes
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import is_stand_in
+from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.row_figures import failures, row_figures
 from peagle.runs.scaling import most_at_once
 from peagle.storage import write_atomic, write_json
@@ -83,7 +81,6 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)
     report["self_checks"] = counted(session.self_check for session in sessions)
-    report["notes"] += tuned_notes(manifest.get("tuned"), total.speculation)
     report |= _pictured(run, report["notes"])
     with writing(run, hint=_WRITABLE):
         write_json(run.root / "report.json", report)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.charts import grid_step
 from peagle.corpus.extensions import to_values
 from peagle.plain_json import to_json
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import read_rows
+from peagle.runs.directory import RunDirectory, read_rows
 from peagle.runs.rows import OUTPUT_SCHEMA
 from peagle.storage import Place
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-MAX_UNITS = 256  # of which up to `files.BATCH_ROWS` rows each are read
+MAX_UNITS = 256  # of which up to `BATCH_ROWS` rows each are read
 _READERS = 16
 _MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURES})

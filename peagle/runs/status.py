@@ -17,8 +17,7 @@ from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import STAND_IN, price_in_words
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.runs.directory import RunDirectory
-from peagle.runs.files import is_stand_in
+from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.lease import Lease, clock, read_lease
 from peagle.runs.limits import dollars
 from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s

@@ -18,18 +18,22 @@ from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import in_words_count
 from peagle.engine.keys import DRAFTER_KEYS, TARGET_SIZES
 from peagle.errors import ConfigError
+from peagle.profiles.measurements import METHOD_NAMES, method_label
 from peagle.profiles.profile import ENGINE_KEYS, MeasuredCell, Profile, Tuned, TunedTarget
-from peagle.profiles.watch import label
 from peagle.provenance import versions
 from peagle.tables import aligned
 from peagle.tuning.config import TuneConfig
-from peagle.tuning.halving import P95, WORTH, Arm, Search, excesses
+from peagle.tuning.search import P95, WORTH, Candidate, Search, excesses
 
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 
 
 def answer(
-    config: TuneConfig, plan: BenchPlan, dataset: Dataset, search: Search, records: Mapping[Arm, Sequence[PassRecord]]
+    config: TuneConfig,
+    plan: BenchPlan,
+    dataset: Dataset,
+    search: Search,
+    records: Mapping[Candidate, Sequence[PassRecord]],
 ) -> Profile:
     """The profile of the best configuration.
 
@@ -37,19 +41,18 @@ def answer(
         ConfigError: none is within the limits; the nearest is named with what it misses.
     """
     setups = {setup.name: setup for setup in plan.setups}
-    summaries = {arm: summarise(found, usd_per_s=plan.usd_per_s) for arm, found in records.items()}
+    summaries = {candidate: summarise(found, usd_per_s=plan.usd_per_s) for candidate, found in records.items()}
     best = search.best()
     if best is None:
         raise _nothing_fits(config, setups, search, summaries)
-    ordered = [best, *(arm for arm in search.ranked(search.rounds[0]) if arm != best)]
-    cells = [_cell(config, setups[arm.engine], summaries[arm]) for arm in ordered]
-    rivals = [cell for cell in cells if cell.precision == cells[0].precision and _is_within(cell, config)]
+    ordered = [best, *(candidate for candidate in search.ranked() if candidate != best)]
+    cells = [_cell(config, setups[candidate.engine], summaries[candidate]) for candidate in ordered]
     return Profile(
         peagle_profile=1,
         decision=_decision(config, cells),
         objective=config.goal(),
         engine=_engine_keys(config, cells[0]),
-        tuned=Tuned.of(cells[0], rivals, max_tpot_ms=config.max_tpot_ms),
+        tuned=Tuned(concurrency=cells[0].concurrency, acceptance_length=cells[0].acceptance_length),
         target=TunedTarget(name=plan.model.name, revision=_revision(plan.model)),
         hardware=plan.hardware.describe(),
         versions=versions(),
@@ -71,7 +74,7 @@ def text_table(profile: Profile) -> str:
     for cell in profile.measurements:
         rows.append(
             [
-                label(cell).partition(" K=")[0] + ("" if cell.precision == "auto" else f" {cell.precision}"),
+                METHOD_NAMES[cell.method] + ("" if cell.precision == "auto" else f" {cell.precision}"),
                 str(cell.k or "-"),
                 str(cell.concurrency),
                 f"{cell.output_tokens_per_s:,.1f}",
@@ -81,12 +84,7 @@ def text_table(profile: Profile) -> str:
                 str(cell.repeats),
             ]
         )
-    tuned = profile.tuned
-    lines = [*aligned(rows), "", profile.decision]
-    holds = f"It holds for {tuned.concurrency_low} to {tuned.concurrency_high} requests at once"
-    if tuned.acceptance_low is not None:
-        holds += f", and acceptance lengths from {tuned.acceptance_low:.2f} to {tuned.acceptance_high:.2f}"
-    return "\n".join([*lines, f"{holds}.", *profile.notes])
+    return "\n".join([*aligned(rows), "", profile.decision, *profile.notes])
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{limits}"
     if not chosen.drafts:
         against = (
-            f"; the best with a drafter, {label(others[0])} at {others[0].concurrency}, has "
+            f"; the best with a drafter, {method_label(others[0].method, others[0].k)} at {others[0].concurrency}, has "
             f"{others[0].output_tokens_per_s / chosen.output_tokens_per_s:.2f} times that (a drafter has to win by "
             f"{WORTH:.0%})"
             if others
@@ -146,7 +144,7 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         if others
         else ""
     )
-    return f"{label(chosen)}: {speed}{against}."
+    return f"{method_label(chosen.method, chosen.k)}: {speed}{against}."
 
 
 def _is_within(cell: MeasuredCell, config: TuneConfig) -> bool:
@@ -163,9 +161,9 @@ def _limits_in_words(config: TuneConfig) -> str:
 
 
 def _nothing_fits(
-    config: TuneConfig, setups: Mapping[str, Setup], search: Search, summaries: Mapping[Arm, Mapping[str, Any]]
+    config: TuneConfig, setups: Mapping[str, Setup], search: Search, summaries: Mapping[Candidate, Mapping[str, Any]]
 ) -> ConfigError:
-    ranked = search.ranked(search.rounds[0])
+    ranked = search.ranked()
     if not ranked:
         return ConfigError(
             f"a budget of {config.budget_min:g} engine minutes was spent before a single pass was done",
@@ -185,13 +183,13 @@ def _nothing_fits(
 
 
 def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
-    in_part = {arm.engine for arm in search.ranked(search.rounds[0])}
+    in_part = {candidate.engine for candidate in search.ranked()}
     notes = [
         f"{setups[name].label} could {'only in part' if name in in_part else 'not'} be measured: {why}"
         for name, why in search.failed.items()
     ]
-    left = [turn.arm for turn in search.pending() if len(search.rounds) == 1]
-    engines = dict.fromkeys(setups[arm.engine].label for arm in left)
+    left = [turn.candidate for turn in search.pending() if not turn.repeat]
+    engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
         notes.append(f"Not measured within the budget: {'; '.join(engines)}. More --budget-min goes on with them.")
     return notes

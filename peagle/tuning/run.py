@@ -3,7 +3,7 @@
     config -> engines and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
 
     tune.json      what is measured, on what (written once)
-    cells/         a finished pass each; the rounds that were decided; engine time so far
+    cells/         a finished pass each; engine time so far
     profile.yaml   the answer: `peagle generate --profile`, `peagle serve --profile`
     logs/          what the engines print
 
@@ -12,7 +12,7 @@ concurrency, so that one start measures several configurations. Engines, checks,
 pass has so many prompts for each request at once, other ones in each repeat, and the same ones for all engines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 from peagle.bench.config import as_benchmark
 from peagle.bench.engine import MeasurementListener, Start
-from peagle.bench.folder import digest
 from peagle.bench.loop import Measurement, TokenizerOf
 from peagle.bench.plan import BenchPlan, Pass, make_plan
 from peagle.bench.prompts import BenchPrompt
@@ -36,7 +35,7 @@ from peagle.profiles.profile import Profile, write_profile
 from peagle.requests.tokenizer import load_tokenizer
 from peagle.tuning.answer import answer
 from peagle.tuning.config import AUTO, TuneConfig
-from peagle.tuning.halving import Arm, Score, Search, Turn, score
+from peagle.tuning.search import Candidate, Score, Search, Turn, score
 
 _DEFAULT_SIZES = {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}
 _MIN_PROMPTS = 6  # of a pass: fewer are no sample of anything
@@ -128,28 +127,22 @@ class Tuning(Measurement):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.records: dict[Arm, list[PassRecord]] = {}
+        self.records: dict[Candidate, list[PassRecord]] = {}
         self._setups = {setup.name: setup for setup in self.plan.setups}
-        arms = [
-            Arm(engine=setup.name, concurrency=size, drafts=setup.drafter is not None)
+        candidates = [
+            Candidate(engine=setup.name, concurrency=size, drafts=setup.drafter is not None)
             for setup in self.plan.setups
             for size in self.plan.config.concurrency
         ]
-        self._rounds_name = f"rounds-{digest(str(self.config.goal()) + str(arms))}"
-        rounds, cuts = self.folder.find(self._rounds_name, _rounds) or ((), ())
         self._budget_s = self.config.budget_min * 60
         self.spent_s = self.folder.find(_SPENT, lambda kept: float(kept["engine_s"])) or 0.0
-        self.search = Search(
-            arms, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s, rounds=rounds, cuts=cuts
-        )
-        for arm in arms:
-            self._find(arm)
+        self.search = Search(candidates, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s)
+        for candidate in candidates:
+            self._load(candidate)
 
     def next(self, up: Setup | None = None) -> Pass | None:
-        """The pass that the search wants; its decisions are kept while an engine is up."""
+        """Return the next pass."""
         turn = self.search.next(up.name if up else None)
-        if up is not None:
-            self.folder.keep(self._rounds_name, _rounds_to_dict(self.search))
         return None if turn is None else self._pass(turn)
 
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
@@ -160,7 +153,7 @@ class Tuning(Measurement):
         """Take a finished pass, and tell the search."""
         super().accept(one, record)
         turn = _turn(one)
-        self.records.setdefault(turn.arm, []).append(record)
+        self.records.setdefault(turn.candidate, []).append(record)
         self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
 
     def fail(self, setup: Setup, reason: str) -> None:
@@ -175,37 +168,37 @@ class Tuning(Measurement):
         self.folder.keep(_SPENT, {"engine_s": spent_s})
 
     def standing(self) -> str:
-        """The configurations, and the passes and time that earlier commands had."""
+        """Return the size of the grid, and what earlier commands measured."""
         return (
-            f"{len(self.search.rounds[0])} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
-            f"done already, with {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
+            f"{len(self.search.candidates)} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
+            f"finished, after {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
         )
 
     def words(self, one: Pass, record: PassRecord) -> str:
-        """A finished pass, and how much time is left."""
+        """Return a line about a finished pass and the time left."""
         left_s = max(self._budget_s - self.spent_s, 0.0)
         rest_s = min(self.search.pending_s(one.setup.name), left_s)
+        spent = f"{in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
         return (
-            f"round {len(self.search.rounds)}, {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}: "
-            f"{one.setup.label}, {one.concurrency} at once, pass {one.repeat + 1}: "
-            f"{record.output_tokens_per_s:.1f} output tokens/s; about {in_words_s(rest_s)} left of this round, "
-            f"at most {in_words_s(left_s)} in all"
+            f"{spent}: {one.setup.label}, {one.concurrency} at once, "
+            f"pass {one.repeat + 1}: {record.output_tokens_per_s:.1f} output tokens/s; about {in_words_s(rest_s)} left"
         )
 
-    def _find(self, arm: Arm) -> None:
-        """Take the passes that earlier commands kept of a configuration."""
+    def _load(self, candidate: Candidate) -> None:
+        """Take the passes that earlier commands stored."""
         for repeat in count():
-            one = self._pass(Turn(arm=arm, repeat=repeat))
+            one = self._pass(Turn(candidate=candidate, repeat=repeat))
             record = self.find(one)
             if record is None:
                 return
             self.accept(one, record)
 
     def _pass(self, turn: Turn) -> Pass:
-        return Pass(setup=self._setups[turn.arm.engine], concurrency=turn.arm.concurrency, repeat=turn.repeat)
+        candidate = turn.candidate
+        return Pass(setup=self._setups[candidate.engine], concurrency=candidate.concurrency, repeat=turn.repeat)
 
-    def _score(self, arm: Arm) -> Score | None:
-        records = self.records.get(arm)
+    def _score(self, candidate: Candidate, num_passes: int | None) -> Score | None:
+        records = self.records.get(candidate, [])[:num_passes]
         return score(summarise(records, usd_per_s=self.plan.usd_per_s), self.config) if records else None
 
 
@@ -220,27 +213,5 @@ def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, 
 
 def _turn(one: Pass) -> Turn:
     setup = one.setup
-    arm = Arm(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
-    return Turn(arm=arm, repeat=one.repeat)
-
-
-def _rounds_to_dict(search: Search) -> dict[str, Any]:
-    """The rounds after the first, and the arms that the budget kept out of each.
-
-    The first has all arms.
-    """
-
-    def listed(rounds: Sequence[Sequence[Arm]]) -> list[list[list[Any]]]:
-        return [[[arm.engine, arm.concurrency, arm.drafts] for arm in arms] for arms in rounds[1:]]
-
-    return {"rounds": listed(search.rounds), "cuts": listed(search.cuts)}
-
-
-def _rounds(kept: Mapping[str, Any]) -> tuple[list[list[Arm]], list[list[Arm]]]:
-    def arms(rounds: Sequence[Sequence[Any]]) -> list[list[Arm]]:
-        return [
-            [Arm(engine=engine, concurrency=concurrency, drafts=drafts) for engine, concurrency, drafts in one]
-            for one in rounds
-        ]
-
-    return arms(kept["rounds"]), arms(kept.get("cuts", []))  # tunings of before did not keep cuts
+    candidate = Candidate(engine=setup.name, concurrency=one.concurrency, drafts=setup.drafter is not None)
+    return Turn(candidate=candidate, repeat=one.repeat)

@@ -75,8 +75,7 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
     num_nodes = _num_nodes(request, here) if cluster.is_remote else 1
     decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
     announce(decided.describe())
-    tuned = decided.resolved.tuned
-    for note in tuned.at_start(decided.concurrency) if tuned else ():
+    for note in decided.resolved.engine.profile_notes(here):
         announce(note)
     return decided
 

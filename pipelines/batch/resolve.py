@@ -20,7 +20,7 @@ from peagle.engine.trials import check_schema
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
-from peagle.profiles.watch import DrafterWatch, TunedWatch, Watch
+from peagle.profiles.watch import DrafterWatch
 from peagle.requests.builder import SamplingSpec
 from peagle.requests.prompts import PromptSpec, resolve_prompts
 from peagle.requests.sampling import SamplingLimits, conflict
@@ -39,8 +39,7 @@ class ResolvedRun:
         placement: what each engine takes of the cluster.
         slot_group: the name under which its engines number their slots on a node; None is the run's own.
         lender: lends its engine; None where it has engines of its own.
-        tuned: watches the range of the run's profile; None without one.
-        drafter_watch: watches a drafter of which no profile speaks; None without one.
+        drafter_watch: None without a drafter.
     """
 
     config: GenerateConfig
@@ -53,13 +52,7 @@ class ResolvedRun:
     placement: Placement
     slot_group: str | None = None
     lender: Lender | None = None
-    tuned: TunedWatch | None = None
     drafter_watch: DrafterWatch | None = None
-
-    @property
-    def watches(self) -> list[Watch]:
-        """Both, where they are."""
-        return [watch for watch in (self.tuned, self.drafter_watch) if watch is not None]
 
     @property
     def spec(self) -> EngineSpec:
@@ -160,7 +153,6 @@ def resolve(
         price=machines.price,
         placement=machines.placement,
         slot_group=neighbours.slot_group if neighbours else None,
-        tuned=engine.watch(hardware),
         drafter_watch=engine.drafter_watch(hardware, engine.spec.max_num_seqs),
     )
 

@@ -170,7 +170,6 @@ def manifest(decided: Decided) -> dict[str, Any]:
         "fingerprint": resolved.fingerprint(decided.plan.corpus_fingerprint),
         "engine": resolved.spec.to_dict(),
         "price": resolved.price.to_dict(),
-        "tuned": resolved.tuned.to_dict(decided.concurrency) if resolved.tuned else None,
         "git_revision": provenance.git_revision(),
         "run": {
             "model": resolved.model.name,

@@ -100,7 +100,7 @@ def _watch(
         _tell_warnings(supervisor, progress)
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
-        for watch in resolved.watches:
+        if watch := resolved.drafter_watch:
             for note in watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
@@ -126,6 +126,7 @@ def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Uni
     try:
         yield from receipts
     except PeagleError:
+        cluster.require_alive()
         _observe(supervisor)
         if supervisor.ending is None or supervisor.ending.error is not StoppedEarly:
             raise

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from peagle.quiet import QuietStderr
 from pipelines.cluster import ray
+from pipelines.cluster.startable import require_startable
+
+_IF_LOST = "Units in progress are lost, committed ones are saved. The same command continues, and it is safe to run it"
 
 
 class Connection:
@@ -34,7 +37,7 @@ class Connection:
         if self.is_remote:
             self.start()
         else:
-            ray.require_startable()
+            require_startable()
 
     def start(self) -> None:
         """Join or start the cluster, unless that is done.
@@ -43,7 +46,7 @@ class Connection:
             ConfigError, CapacityError: as `ray.ray_cluster`.
         """
         if not self._is_up:
-            self._held.enter_context(ray.ray_cluster())
+            self._held.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
             self._held.callback(ray.release_nodes)
             self._is_up = True
 

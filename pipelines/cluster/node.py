@@ -5,9 +5,13 @@ Or following another node's.
 A run's driver may sit on another machine, so nothing that depends on the node is decided there.
 """
 
+import contextlib
 import fcntl
 import os
+import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 from peagle import hardware
@@ -56,6 +60,23 @@ def redirect_output(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
+    """Move what a growing log has to `LOG.1` whenever it is too long, until this process ends.
+
+    Its writers keep their descriptor, which must append.
+    """
+
+    def watch() -> None:
+        while True:
+            time.sleep(every_s)
+            with contextlib.suppress(OSError):
+                if log.stat().st_size > most_bytes:
+                    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                    os.truncate(log, 0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +19,12 @@ from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.ports import require_free
-from peagle.private import require_short_sockets
 from pipelines.cluster import token
 from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import Placement, lacking, num_engine_nodes, room
+from pipelines.cluster.startable import require_startable
 from pipelines.cluster.terminal import keep_off_standard_output, own_groups
+from pipelines.cluster.vitals import Vitals, joined_parts, local_parts
 
 _POLL_S = 5.0
 NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
@@ -32,10 +32,11 @@ _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "docs/security.md says how it gets there"
 )
-_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
 # For nodes that others start, as in deploy/ray.env: engines do not give way to all else (Ray's own default is 15).
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
+IF_LOST = "What was in progress is lost, what is finished is saved. It is safe to run the same command again"
 _abandoned = False
+_vitals: Vitals | None = None
 _exit_code = StoppedEarly.exit_code
 _asked = False
 
@@ -46,7 +47,7 @@ def is_remote() -> bool:
 
 
 @contextlib.contextmanager
-def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
+def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
     A process that has joined one already keeps it. What SIGTERM does stays as it was; only where that is the system's
@@ -55,12 +56,15 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
     Args:
         metrics_port: of Ray's Prometheus exporter, where Ray is started here. Where it is None a free one is taken,
             and nothing of Ray can be reached from another machine.
+        if_lost: says what is lost if a part of Ray dies, and how to go on.
 
     Raises:
         CapacityError: it did not come up, or cannot be joined.
+        RayDied: its control service or this machine's raylet died.
         ConfigError: a metrics port is named for a cluster that runs, or something else has it; or the cluster that
             runs asks for no token.
     """
+    global _vitals, _exit_code
     if metrics_port is not None:
         _check_metrics_port(metrics_port)
     has_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
@@ -94,10 +98,22 @@ def ray_cluster(*, metrics_port: int | None = None) -> Iterator[None]:
         _give_back(handler)
         if remote:
             token.require_token()
-        yield
+        _vitals = Vitals(joined_parts() if remote else local_parts(), if_lost)
+        with _vitals.watching():
+            yield
     finally:
-        if not _abandoned:
+        if _vitals is not None and (lost := _vitals.look()):
+            _exit_code = lost.exit_code
+            abandon()  # `ray.shutdown` would wait for the part that is dead
+        elif not _abandoned:
             ray.shutdown()
+        _vitals = None
+
+
+def require_alive() -> None:
+    """Raise `RayDied` if a part of Ray is dead: Ray's own error blames something else."""
+    if _vitals is not None and (lost := _vitals.look()):
+        raise lost
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
@@ -111,17 +127,6 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
     if not has_metrics_port:
         # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-
-
-def require_startable() -> None:
-    """Require that Ray can start here, as far as this user's folders decide it.
-
-    Raises:
-        ConfigError: its token cannot be kept, or its sockets have no place.
-    """
-    token.prepare_to_start()
-    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
 
 
 def _give_back(handler: Any) -> None:

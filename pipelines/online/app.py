@@ -188,6 +188,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         num_replicas=1,  # it counts the limits of keys
         max_ongoing_requests=INGRESS_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
+        logging_config={"enable_access_log": False},  # the ledger has what was answered, the gate logs refusals
         graceful_shutdown_timeout_s=max(one.keys.drain_s for one in served),
     )
     return ingress.bind(

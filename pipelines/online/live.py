@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from peagle.bench.record import percentile
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
-from peagle.profiles.watch import Watch, needed_at, reliable_length
+from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
 from peagle.speculation import note
 from pipelines.online.cost import CostView, totals
 from pipelines.online.sums import Sums
@@ -220,34 +220,32 @@ _WINDOW_S = 600.0
 
 
 def watch_engines(
-    watches: Mapping[str, Sequence[Watch]],
+    watches: Mapping[str, DrafterWatch],
     view: CostView,
     stopped: threading.Event,
     say: Callable[[str], None],
     *,
     every_s: float = 60.0,
 ) -> None:
-    """Until the endpoint stops, look at the last ten minutes now and then.
+    """Check the last ten minutes of each drafter periodically until the endpoint stops.
 
     Args:
-        watches: by the name that clients use.
+        watches: by the served name.
     """
     while not stopped.wait(every_s):
         try:
             by_model = view.report(window_s=_WINDOW_S)["by_model"]
         except PeagleError as error:
-            say(f"the ledger cannot be read, so profiles and drafters are not watched now: {error}")
+            say(f"cannot read the ledger, so drafters are not checked now: {error}")
             continue
-        for name, found in by_model.items():
-            if name not in watches:
-                continue
-            for watch in watches[name]:
-                for sentence in watch.new(
-                    num_drafts=found["num_drafts"],
-                    acceptance_length=found["acceptance_length"],
-                    concurrency=found["requests_at_once"],
-                ):
-                    say(f"{name}: {sentence}")
+        for name in watches.keys() & by_model.keys():
+            found = by_model[name]
+            for warning in watches[name].new(
+                num_drafts=found["num_drafts"],
+                acceptance_length=found["acceptance_length"],
+                concurrency=found["requests_at_once"],
+            ):
+                say(f"{name}: {warning}")
 
 
 def keep_telling_needed(view: LiveView, tell: Callable[[str, float], None], *, every_s: float = 15.0) -> None:

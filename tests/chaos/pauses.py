@@ -28,7 +28,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from peagle.runs.audit_files import audit_files
+from peagle.runs.audit import audit_files
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import export
 from peagle.runs.lease import read_lease

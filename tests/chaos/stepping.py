@@ -146,7 +146,7 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 def _leave_ray_out(refused: frozenset[int]) -> None:
     """The engine's actor and the stage before it become objects of this process; a lease lasts a moment."""
     taken = lease._take
-    cluster.ray_cluster = contextlib.nullcontext
+    cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
     streaming._dataset = _InProcess

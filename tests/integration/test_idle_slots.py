@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from peagle.runs.audit_files import audit_files
+from peagle.runs.audit import audit_files
 from peagle.runs.directory import RunDirectory
 from tests.faults.clients import Clients
 from tests.faults.endpoint import Size, serving

@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, overloaded
 
 SETTLE_S = 0.5  # the requests of a crashed engine fail within this time, and its replica is gone after it
-_SAME_STEP_S = 0.25  # requests that close together may have entered the engine in the same step
+_SAME_STEP_S = 0.05  # requests that close together may have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is not what crashed the engine
 _MAX_CRASHES, _WINDOW_S = 2, 300.0  # of one key
 _log = logging.getLogger("ray.serve")
@@ -124,7 +124,7 @@ class EngineCrashes:
             crash.suspects = crash.find_suspects()
             self._attribute(crash.suspects[0])
         if attempt in crash.suspects:
-            raise _not_retried(attempt)
+            raise _not_retried(attempt, is_prime=attempt is crash.suspects[0])
 
     def require_allowed(self, account: str) -> None:
         """Refuse a key whose requests were in several crashes within minutes.
@@ -173,9 +173,11 @@ class EngineCrashes:
         return times[-_MAX_CRASHES] + _WINDOW_S - self._monotonic()
 
 
-def _not_retried(attempt: Attempt) -> ApiError:
+def _not_retried(attempt: Attempt, *, is_prime: bool) -> ApiError:
     if attempt.num_crashes > 1:
         message = "two engines crashed while they ran this request; it was not retried again"
-    else:
+    elif is_prime:
         message = "the engine crashed while it ran this request, which may be the cause; it was not retried"
+    else:
+        return overloaded("the engine crashed while it ran this request; try again")
     return ApiError(503, message, code="engine_crashed", is_retryable=False)

@@ -44,7 +44,7 @@ from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
-from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay
+from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay, RefusalLog
 from pipelines.online.gateway.prompt_log import PromptLog
 from pipelines.online.gateway.routes import Route, Rule, as_get, find_route, require_local, with_pass
 from pipelines.online.gateway.tags import tags_of
@@ -152,6 +152,7 @@ class Gate:
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
         self._heavy, self._pace = HeavyWork(), RefusalDelay(settings.refusals_per_s)
+        self._refusals = RefusalLog()
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,8 +172,10 @@ class Gate:
             return
         except Exception as error:
             refusal = from_exception(error)
-            if refusal.status >= 500:
+            if refusal.status >= 500 and refusal.is_retryable:
                 _log.error("request %s failed", request_id, exc_info=error)
+            else:
+                self._refusals.log(scope, refusal)
         # While it is held back its traceback would keep the request's body in memory.
         refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         await answer.fail(refusal)

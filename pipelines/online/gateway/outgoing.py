@@ -8,13 +8,15 @@ Requests under way are a counter that the gate moves and `/v1/live` reads; both 
 """
 
 import asyncio
+import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel
@@ -27,6 +29,9 @@ _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _REFUSALS_IN_A_ROW = 20
 _LONGEST_HOLD_S = 2.0
 _MOST_HELD = 64  # of one key, whose further refusals are answered at once
+_LOG_INTERVAL_S = 1.0
+_MOST_ADDRESSES, _LONGEST_LOGGED = 1024, 200
+_log = logging.getLogger("ray.serve")
 
 
 class RefusalDelay:
@@ -63,6 +68,29 @@ class RefusalDelay:
             await self._sleep(due_at - now)
         finally:
             self._held[account] -= 1
+
+
+class RefusalLog:
+    """Logs refused requests, at most once per second and address."""
+
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by address: when, and how many not since
+
+    def log(self, scope: Scope, error: ApiError) -> None:
+        """Log a refusal, with the number of the address's refusals that were not logged."""
+        address = str((scope.get("client") or ("unknown",))[0])
+        logged_at, num_more = self._logged.get(address, (-math.inf, 0))
+        if self._monotonic() < logged_at + _LOG_INTERVAL_S:
+            self._logged[address] = logged_at, num_more + 1
+            return
+        self._logged[address] = self._monotonic(), 0
+        self._logged.move_to_end(address)
+        if len(self._logged) > _MOST_ADDRESSES:
+            self._logged.popitem(last=False)
+        more = f"; {num_more} more since the last line" if num_more else ""
+        path = ascii(scope["path"][:_LONGEST_LOGGED])
+        _log.warning("refused %s %s from %s: %d %s%s", scope["method"], path, address, error.status, error.code, more)
 
 
 class Outgoing:

@@ -31,7 +31,7 @@ from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
-from pipelines.cluster.node import claim_slot, redirect_output, set_threads
+from pipelines.cluster.node import claim_slot, keep_short, redirect_output, set_threads
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
 from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
@@ -89,6 +89,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
+        keep_short(log)
         if job.fake:
             kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.fake)
         config = self._local_config(job)

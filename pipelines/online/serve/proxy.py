@@ -16,6 +16,7 @@ ASGI, and of Ray that one text and those headers.
 
 import contextlib
 import functools
+import hashlib
 import logging
 import ssl
 import stat
@@ -39,6 +40,7 @@ from pipelines.online.wire import (
     encoded,
     error_event,
     error_response,
+    header,
     path_refusal,
 )
 
@@ -54,11 +56,15 @@ ENVIRONMENT = {
     # Each hand-over between threads costs every piece of a stream; nothing here holds up an event loop.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray's default is 512 MiB a file and five old ones of each.
+    "RAY_ROTATION_MAX_BYTES": str(64 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "2",
 }
 _OURS = REQUEST_ID_HEADER.encode()  # the gate sets it on each answer
 # What the proxy does as a client's header says, and what it only notes.
 _ORDERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"})
 _NOTES = frozenset({b"x-request-id", b"x-session-id"})
+_LONGEST_METHOD, _LONGEST_PATH, _LONGEST_NOTE = 16, 2048, 128  # characters that reach Serve's logs
 _LEAST_OF_A_FAULT = 500
 _NOT_FOUND = 404
 # The proxy's own words where no application has the path; the status alone may be another application's.
@@ -94,9 +100,11 @@ class ProxyMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, is_for_api=_is_for_api(scope))
-        if _is_for_api(scope) and (refusal := path_refusal(scope)):
-            await answer.refuse(refusal)  # the gate would say so too, but Serve writes the path into its logs before
+        connection = None if _is_download(scope) else slow_clients.connection_of(scope)
+        patient = None if connection is None else slow_clients.PatientSend(send, connection, _key_of(scope))
+        answer = _Answer(patient or send, is_for_api=_is_for_api(scope))
+        if refusal := _refusal(scope):
+            await answer.refuse(refusal)
             return
         try:
             async with _flow(scope, receive, answer.send) as (receive, send_):
@@ -104,6 +112,8 @@ class ProxyMiddleware:
         except Exception:  # the HTTP server would answer in plain text
             _log.exception("Serve's proxy failed on a request")
         await answer.close()
+        if patient is not None:
+            await patient.drain()
 
 
 class _Answer:
@@ -172,6 +182,26 @@ class _Answer:
             await self._send(head)
 
 
+def _refusal(scope: Scope) -> ApiError | None:
+    """Return why a request does not reach Serve, which writes its method and path into logs, or None."""
+    if len(scope["method"]) > _LONGEST_METHOD:
+        return ApiError(405, "unknown method", code="method_not_allowed")
+    if len(scope["path"]) > _LONGEST_PATH:
+        return ApiError(414, f"the path is longer than {_LONGEST_PATH} characters", code="path_too_long")
+    return path_refusal(scope) if _is_for_api(scope) else None
+
+
+def _key_of(scope: Scope) -> str:
+    """Return a digest of the request's credentials, empty without any."""
+    value = header(scope, "authorization")
+    return hashlib.blake2b(value.encode(), digest_size=16).hexdigest() if value else ""
+
+
+def _is_download(scope: Scope) -> bool:
+    path = scope.get("path", "")
+    return scope.get("method") == "GET" and _FILES in path and path.endswith(_CONTENT)
+
+
 def _is_for_api(scope: Scope) -> bool:
     path = scope.get("path", "")
     return _API in path or path.endswith(INVOCATIONS_URL)
@@ -181,7 +211,7 @@ def _is_for_api(scope: Scope) -> bool:
 async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
     """The `receive` and `send` for Serve, with back-pressure on large bodies."""
     method, path = scope.get("method"), scope.get("path", "")
-    if method == "GET" and _FILES in path and path.endswith(_CONTENT):
+    if _is_download(scope):
         with contextlib.closing(Notes(receive, send)) as notes:
             yield notes.receive, notes.send
     elif method in _WITHOUT_BODY or (method == "POST" and path.endswith(_POSTED)):
@@ -192,15 +222,17 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
 
 
 def _for_proxy(scope: Scope) -> Scope:
-    """The request without headers that the proxy cannot read.
+    """Return the request without headers that the proxy cannot read or that are too long for its logs.
 
-    At the API also without those that it would obey.
+    Requests to the API also lose the headers that the proxy obeys or logs; the gate gives them an id of its own.
     """
-    refused = _ORDERS if _is_for_api(scope) else frozenset()
+    read = _ORDERS | _NOTES
+    refused = read if _is_for_api(scope) else frozenset()
     kept = []
     for name, value in scope.get("headers", []):
         as_read = name.replace(b"_", b"-")
-        if as_read not in refused and (as_read not in _ORDERS | _NOTES or _is_text(value)):
+        is_loggable = _is_text(value) and len(value) <= _LONGEST_NOTE
+        if as_read not in refused and (as_read not in read or is_loggable):
             kept.append((name, value))
     return {**scope, "headers": kept}
 

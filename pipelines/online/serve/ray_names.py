@@ -5,7 +5,7 @@ Each function is named for what the endpoint needs it for.
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from peagle.engine.vllm_internals import client_text
@@ -13,6 +13,7 @@ from pipelines.online.errors import NOT_IMPLEMENTED
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
+_SERVE_KINDS = {"ServeController": "controller", "ProxyActor": "proxy"}
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +56,18 @@ def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
     application = serve.status().applications.get(app_name)
     states = {name: one.replica_states for name, one in application.deployments.items()} if application else {}
     return {model: count_states(states.get(name, {})) for model, name in deployments.items()}
+
+
+def serve_processes() -> dict[Hashable, str]:
+    """Return the kind of each live process of Serve: "controller" or "proxy".
+
+    Ray's public names of actors tell no process ids, and its state API needs a dashboard.
+    """
+    from ray._private import state
+
+    alive = [actor for actor in state.actors().values() if actor["State"] == "ALIVE"]
+    kinds = [(actor, _SERVE_KINDS.get(actor["ActorClassName"].rpartition(".")[2])) for actor in alive]
+    return {(actor["ActorID"], actor["Pid"]): kind for actor, kind in kinds if kind is not None}
 
 
 def count_states(states: Mapping[Any, int]) -> dict[str, int]:

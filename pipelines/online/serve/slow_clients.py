@@ -8,67 +8,193 @@ process may have. Nor does it limit their size with httptools, which copies a he
 client keeps the process busy, or fills its memory. Ray's proxies have uvicorn choose its protocol class and take no
 other, so it is replaced where uvicorn looks for it. It knows uvicorn's protocols (httptools' and h11's), no Ray.
 
-What a client has not taken waits in the server, and behind it, in Ray's proxy and its shared memory, all that has been
-made of the answer. So a client that takes less than `LEAST_BYTES` within `READER_LIMIT_S` while more is there for it
-loses the connection.
+An answer that a client does not read waits in the proxy. A client that reads less than `LEAST_BYTES` within
+`READER_LIMIT_S` loses its connection. If the unread answers of one API key or address exceed `UNREAD_LIMIT_BYTES`, its
+slow connections are closed, the slowest first.
 """
 
 import asyncio
 import socket
 import struct
+from collections import deque
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import Message, Send
+
+from peagle.malloc import trim_malloc
 from pipelines.online.errors import ApiError
 from pipelines.online.wire import error_response
 
 READER_LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
+UNREAD_LIMIT_BYTES = 32 << 20  # of all answers to one API key, and to one address
+SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
+_LOOK_S = 1.0
+_TRIM_BYTES = 16 << 20  # of unread answers, after which freed memory is returned
 
 
 class SlowReaders(asyncio.Protocol):
-    """A timer before a protocol of uvicorn, which runs while its buffer is full."""
+    """Bounds the answers that wait for slow clients. A base of uvicorn's protocols.
+
+    Attributes:
+        holders: who has this connection: its address, and the API key of its request.
+        queued_bytes: of the answer, that wait for the connection's buffer.
+        paused_at: loop time at which the buffer filled up; None if the client keeps up.
+    """
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
+    client: tuple[str, int] | None
+    holders: tuple[str, ...] = ()
+    queued_bytes = 0
+    paused_at: float | None = None
     _reading: asyncio.TimerHandle | None = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection."""
+        super().connection_made(transport)
+        if self.client is not None:
+            _CONNECTIONS[self.client] = self
+            self.holders = (self.client[0],)
+
     def pause_writing(self) -> None:
-        """The buffer is full: the client should take some."""
+        """The buffer is full: the client should read."""
         super().pause_writing()
+        self.paused_at = self.loop.time()
+        _UNREAD.watch(self)
         self._look_again()
 
     def resume_writing(self) -> None:
-        """It has."""
+        """The client has read."""
         self._stop_looking()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody to wait for."""
+        """Forget the connection."""
         self._stop_looking()
+        if self.client is not None:
+            _CONNECTIONS.pop(self.client, None)
         super().connection_lost(exc)
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of answers that this process holds for the client."""
+        return self.queued_bytes + self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the connection now. Otherwise the kernel would go on sending what it has."""
+        socket_ = self.transport.get_extra_info("socket")
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
     def _look_again(self) -> None:
-        self._stop_looking()
+        if self._reading is not None:
+            self._reading.cancel()
         self._reading = self.loop.call_later(READER_LIMIT_S, self._look, self.transport.get_write_buffer_size())
 
     def _look(self, before: int) -> None:
-        """Whether enough was taken.
+        """Close the connection if the client read too little.
 
-        Nothing was added meanwhile: uvicorn waits while the buffer is full.
+        Nothing was added in the meantime, since uvicorn waits while the buffer is full.
         """
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
-            # Else the kernel would go on with what it has of the answer.
-            socket_ = self.transport.get_extra_info("socket")
-            socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.transport.abort()
+            self.abort()
         else:
             self._look_again()
 
     def _stop_looking(self) -> None:
+        self.paused_at = None
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+
+_CONNECTIONS: dict[tuple[str, int], SlowReaders] = {}
+
+
+def connection_of(scope: Mapping[str, Any]) -> SlowReaders | None:
+    """Return the connection of a request. None on servers that `limit` did not change."""
+    client = scope.get("client")
+    return _CONNECTIONS.get(tuple(client)) if client else None
+
+
+class _Unread:
+    """Looks at connections with unread answers once a second, while there are any."""
+
+    def __init__(self) -> None:
+        self._watched: set[SlowReaders] = set()
+        self._peak_bytes = 0
+
+    def watch(self, connection: SlowReaders) -> None:
+        if not self._watched:
+            connection.loop.call_later(_LOOK_S, self._look, connection.loop)
+        self._watched.add(connection)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._watched = {one for one in self._watched if one.paused_at is not None}
+        self._peak_bytes = max(self._peak_bytes, sum(one.unread_bytes for one in self._watched))
+        slow = [one for one in self._watched if one.paused_at is not None and one.paused_at <= loop.time() - SLOW_S]
+        slow.sort(key=lambda one: one.paused_at or 0.0)
+        for holder in {holder for one in slow for holder in one.holders}:
+            unread_bytes = sum(one.unread_bytes for one in self._watched if holder in one.holders)
+            for one in slow:
+                if unread_bytes > UNREAD_LIMIT_BYTES and holder in one.holders:
+                    unread_bytes -= one.unread_bytes
+                    one.abort()
+        if self._watched:
+            loop.call_later(_LOOK_S, self._look, loop)
+        elif self._peak_bytes > _TRIM_BYTES:
+            self._peak_bytes = 0
+            loop.call_later(_LOOK_S, trim_malloc)
+
+
+_UNREAD = _Unread()
+
+
+class PatientSend:
+    """A `send` that never makes the application wait for a slow client.
+
+    Serve's proxy would hold the rest of a stream where nobody sees it; here it counts for the connection.
+
+    Args:
+        connection: as `connection_of` returns it.
+        key: identifies the API key, so that its connections are added up; empty if there is none.
+    """
+
+    def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
+        self._send, self._connection = send, connection
+        self._queue: deque[Message] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        address = connection.holders[:1]
+        connection.holders = (*address, key) if key else address
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message, or queue it if the client is slow."""
+        if self._writer is None and self._connection.paused_at is None:
+            await self._send(message)
+            return
+        self._queue.append(message)
+        self._connection.queued_bytes += len(message.get("body", b""))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
+
+    async def drain(self) -> None:
+        """Wait until the queue is empty."""
+        if self._writer is not None:
+            await self._writer
+
+    async def _write(self) -> None:
+        try:
+            while self._queue:
+                message = self._queue.popleft()
+                await self._send(message)
+                self._connection.queued_bytes -= len(message.get("body", b""))
+        finally:
+            self._connection.queued_bytes -= sum(len(message.get("body", b"")) for message in self._queue)
+            self._queue.clear()
+            self._writer = None
 
 
 HEADERS_LIMIT_S = 10.0  # as `body_timeout_s`

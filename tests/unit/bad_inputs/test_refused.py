@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli
-from peagle.runs.files import PLAN_FILE
+from peagle.runs.directory import PLAN_FILE
 
 NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
 MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
+PIPE = object()
 NOISE = os.urandom(9000).hex().encode()
 A_NANOSECOND = pa.array([1], pa.int64()).cast(pa.time64("ns"))
 TWICE = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
@@ -48,7 +49,7 @@ class Bad:
 
     Attributes:
         flags: beside an input, an output, a price and the fake engine; what is named here replaces these.
-        files: beside `prompts.jsonl`, which has one good row.
+        files: beside `prompts.jsonl`, which has one good row. `PIPE` makes a named pipe, text a symbolic link.
         says: what the message must contain.
         code: the exit code.
         has_run: whether there is a run of `prompts.jsonl` in the same directory already.
@@ -57,7 +58,7 @@ class Bad:
     what: str
     says: str
     flags: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, object] = field(default_factory=dict)
     code: int = 2
     has_run: bool = False
 
@@ -87,6 +88,11 @@ CASES = [
     of_file("compressed Parquet", "a.parquet.gz", b"x", "Parquet in gzip"),
     bad("a store that is not S3", "--input gs://bucket/a.jsonl", "only local files and s3://"),
     of_file("an empty file", "a.jsonl", b"", "the file is empty"),
+    of_file("a named pipe, or the <(COMMAND) of a shell", "a.jsonl", PIPE, "a named pipe"),
+    of_file("a symbolic link to nothing", "a.jsonl", "gone.jsonl", "which does not exist"),
+    bad("a pipe in a folder", "--input in", "a named pipe", files={"in/a.jsonl": GOOD, "in/b.jsonl": PIPE}),
+    bad("standard input", "--input -", "standard input is not read"),
+    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which hold no rows", files={"in/_SUCCESS": b""}),
     of_file("blank lines only", "a.jsonl", b"\n \n", "there is no row in it"),
     of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row in it is valid"),
     of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
@@ -169,7 +175,7 @@ CASES = [
     bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
         "fake means nothing without engine: fake"),
     # the run directory
-    bad("an output folder that holds something else", "--output in", "holds other files",
+    bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
     bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),
@@ -237,7 +243,12 @@ def set_up(case, folder):
     for pattern, data in case.files.items():
         name = next(folder.glob(pattern), folder / pattern) if "*" in pattern else pattern
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
+        if data is PIPE:
+            os.mkfifo(folder / name)
+        elif isinstance(data, str):
+            (folder / name).symlink_to(data)
+        else:
+            (folder / name).write_bytes(data)
 
 
 @pytest.fixture(scope="module")

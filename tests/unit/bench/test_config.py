@@ -107,3 +107,8 @@ def test_what_contradicts_itself_is_refused(keys: dict[str, Any], message: str) 
 
 def test_dummy_weights_alone_mean_nothing_either() -> None:
     assert BenchConfig(load_format="dummy").is_synthetic
+
+
+def test_a_head_of_the_catalog_says_its_method_by_itself() -> None:
+    config = BenchConfig(methods="none,peagle,eagle3", drafter=["smollm2-135m-peagle", "eagle3=heads/mine"])
+    assert config.heads == {"peagle": "smollm2-135m-peagle", "eagle3": "heads/mine"}

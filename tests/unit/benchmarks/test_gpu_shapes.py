@@ -15,6 +15,7 @@ from peagle.bench.plan import make_plan
 from peagle.catalog.head_files import check_fit
 from peagle.catalog.targets import resolve_model
 from peagle.hardware import Hardware
+from peagle.requests.tokenizer import load_tokenizer
 
 GPU = Hardware(
     platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
@@ -24,10 +25,9 @@ GPU = Hardware(
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny folders, with a tokenizer of no content."""
+    """The tiny folders."""
     root = tmp_path_factory.mktemp("shapes")
-    (root / "tokenizer.json").write_text("{}")
-    write_shapes(root, root, tiny=True)
+    write_shapes(root, tiny=True)
     return root
 
 
@@ -97,3 +97,15 @@ def test_vllm_reads_the_configurations(shapes: Path) -> None:
             **({"parallel_drafting": True} if method == "peagle" else {}),
         }
     assert SpeculatorsConfig.from_pretrained(shapes / "peagle").pard_token == 0
+
+
+def test_the_tokenizer_has_a_word_for_each_id_and_the_prompts_are_of_them(shapes: Path) -> None:
+    tokenizer = load_tokenizer(shapes / "target")
+    vocab_size = target_config(tiny=True)["vocab_size"]
+    assert len(tokenizer) == vocab_size
+    assert tokenizer.eos_token_id == target_config(tiny=True)["eos_token_id"]
+    prompts = [json.loads(line)["prompt"] for line in (shapes / "prompts.jsonl").read_text().splitlines()]
+    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    assert len(ids) == 128
+    assert all(100 <= len(one) <= 250 and 0 not in one for one in ids), "each word is known"
+    assert tokenizer.decode(ids[0]) == prompts[0]

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from peagle.catalog import drafters
 from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.catalog.drafters import resolve_drafter
+from peagle.catalog.drafters import find_head, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
 from peagle.errors import ConfigError, DrafterError
 
@@ -202,3 +202,45 @@ def test_a_head_of_another_model_is_refused_before_anything_loads(model: Resolve
 def test_a_folder_that_is_no_head_is_refused(model: ResolvedModel, tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match=r"config\.json cannot be read"):
         resolve_drafter(str(tmp_path), model, 1)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-peagle", "smollm2-135m-eagle3", "P-EAGLE", "EAGLE-3"])
+def test_a_name_that_reports_print_is_a_drafter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
+    card = load_catalog().get("smollm2-135m")
+    model = ResolvedModel(name="smollm2-135m", path="/m", card=card, fingerprint="f", config=CONFIG)
+    method = "peagle" if "peagle" in name.lower().replace("-", "") else "eagle3"
+    by_method, by_name = resolve_drafter(method, model, 1), resolve_drafter(name, model, 1)
+    assert by_name == by_method
+    assert resolve_drafter(str(by_name.name), model, 1) == by_method  # reports print this name
+
+
+@pytest.mark.parametrize(
+    ("name", "hub_id"),
+    [
+        ("Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"),
+        (
+            "Qwen3-Coder-30B-A3B-Instruct-P-EAGLE-long-context",
+            "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE-long-context",
+        ),
+    ],
+)
+def test_a_head_on_the_hub_has_its_short_name(name: str, hub_id: str) -> None:
+    assert find_head(name) == find_head(hub_id) == hub_id
+
+
+def test_a_head_that_was_added_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    added = make_head(tmp_path / "heads" / "mine-peagle-1a2b3c4d")
+    assert find_head(added.name) == str(added)
+
+
+def test_a_folder_here_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m-peagle").mkdir()
+    (tmp_path / "peagle").mkdir()
+    assert find_head("smollm2-135m-peagle") == "smollm2-135m-peagle"
+    card = load_catalog().get("smollm2-135m")
+    model = ResolvedModel(name="smollm2-135m", path="/m", card=card, fingerprint="f", config=CONFIG)
+    assert resolve_drafter("peagle", model, 1).name == "smollm2-135m-peagle"

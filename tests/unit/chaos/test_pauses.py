@@ -31,13 +31,13 @@ def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
     (tmp_path / "faulty" / "sitecustomize.py").write_text(
         "from peagle.files import json_bytes\n"
         "from peagle.storage import write_atomic\n"
-        "from peagle.runs import files, plan\n"
+        "from peagle.runs import directory, plan\n"
         "def create(self, manifest, planned):\n"
         "    name = 'plan.000000000000.parquet'\n"
-        "    write_atomic(self._root / name, plan.plan_to_bytes(planned))\n"
-        "    write_atomic(self._root / 'run.json', json_bytes({**manifest, 'plan': name}))\n"
+        "    write_atomic(self.root / name, plan.plan_to_bytes(planned))\n"
+        "    write_atomic(self.root / 'run.json', json_bytes({**manifest, 'plan': name}))\n"
         "    return True\n"
-        "files.PlanFiles.create = create\n"
+        "directory.RunDirectory.create = create\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'faulty'}:{pauses.ROOT}")
     found = pauses.run("start", tmp_path / "plays", ["--first", "17", "--last", "22"])

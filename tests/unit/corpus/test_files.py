@@ -1,4 +1,6 @@
+import functools
 import os
+import socket
 from pathlib import Path
 
 import fsspec
@@ -12,6 +14,7 @@ from peagle.corpus.cutting import Cut
 from peagle.corpus.files import discover
 from peagle.corpus.rows import WorkEstimate
 from peagle.errors import InputError
+from peagle.storage import s3_client
 
 
 def found(uri, input_format="auto"):
@@ -204,3 +207,99 @@ def test_a_glob_in_an_object_store_takes_nothing_of_the_runs_own_folder(bucket):
 def _only_span(uri):
     (span,), _, _ = corpus.scan(corpus.find(uri), Cut(rows_per_unit=9), None, WorkEstimate())
     return span
+
+
+def _pipe(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+THINGS = [
+    (_pipe, r"a named pipe(.|\n)*prompts\.jsonl"),
+    (_socket, "a socket"),
+    (lambda path: path.symlink_to("/dev/null"), "a device"),
+    (lambda path: path.symlink_to("gone.jsonl"), r"a symbolic link to 'gone\.jsonl', which does not exist"),
+    (lambda path: path.symlink_to(path.name), "a symbolic link to 'a.jsonl', which does not exist"),
+]
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", ""])
+@pytest.mark.parametrize(("make", "message"), THINGS, ids=["pipe", "socket", "device", "broken link", "link to itself"])
+def test_what_is_there_and_is_no_file_is_called_what_it_is(tmp_path, make, message, pattern):
+    make(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"x")
+    with pytest.raises(InputError, match=message):
+        discover(str(tmp_path / pattern))
+
+
+def test_a_process_substitution_is_a_pipe(tmp_path):
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(InputError, match="a named pipe"):
+            discover(f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_an_open_file_is_found_under_its_own_name(write):
+    path = write("a.jsonl", b"x")
+    with Path(path).open() as file:
+        assert [file.path for file in discover(f"/dev/fd/{file.fileno()}")] == [path]
+
+
+@pytest.mark.parametrize("name", ["-", "x" * 300, "\0"])
+def test_a_name_that_cannot_be_a_file_is_refused(name):
+    with pytest.raises(InputError, match=r"standard input is not read|cannot be read|no such file"):
+        discover(name)
+
+
+MARKERS = (
+    "_SUCCESS", "_committed_4711", "_started_4711", ".part-0.jsonl.crc", "part-0.jsonl.crc", ".DS_Store",
+    "_temporary/0/part-1.jsonl", "_delta_log/0.checkpoint.parquet", "__MACOSX/a.jsonl", "_metadata",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["out", "out/*", "out/**/*", "out/**/*.*"])
+def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
+    for name in ("part-0.jsonl", "_part-1.jsonl", *MARKERS):
+        write(f"out/{name}", b"x")
+    assert found(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
+
+
+def test_a_glob_of_markers_alone_says_so(write, tmp_path):
+    write("out/_SUCCESS", b"x")
+    for name in ("out/*", "out/_SUCCESS"):
+        with pytest.raises(InputError, match=r"which hold no rows|which holds no rows"):
+            discover(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("folder_objects", "uri"),
+    [
+        (("data",), "s3://bucket/data"),
+        (("data/",), "s3://bucket/data"),
+        (("data", "data/", "data/sub/", "data/sub"), "s3://bucket/data/"),
+        (("data", "data/", "data_$folder$"), "s3://bucket/data*"),
+        (("data/", "data/sub", "data/sub/"), "s3://bucket/data/*"),
+        (("data", "data/a.jsonl/"), "s3://bucket/data/**"),
+    ],
+)
+def test_an_empty_object_that_stands_for_a_folder_is_skipped(s3, folder_objects, uri):
+    put = functools.partial(s3_client.store().api.put_object, Bucket="bucket")
+    for name in (*folder_objects, "data/_SUCCESS"):
+        put(Key=name, Body=b"")
+    put(Key="data/sub/deep/readme", Body=b"x")
+    put(Key="data/a.jsonl", Body=b"x")
+    if uri.endswith("data*"):  # the glob matches no object but the one below
+        put(Key="data.csv", Body=b"x")
+        assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
+    elif "**" in uri:
+        with pytest.raises(InputError, match="readme: unknown format"):
+            discover(uri)
+    else:
+        assert [file.path for file in discover(uri)] == ["s3://bucket/data/a.jsonl"]

@@ -1,12 +1,9 @@
-"""The closed form by hand, and against the simulation of the same fleet."""
-
-import statistics
+"""The closed form, by hand."""
 
 import pytest
 
 from peagle.economics.prices import Price
 from peagle.planning.estimate import Machine, estimate, machines_for
-from peagle.planning.simulation import Fleet, simulate
 
 
 def machine(**changes: float) -> Machine:
@@ -70,19 +67,3 @@ def test_a_service_pays_for_no_machine_that_is_being_replaced() -> None:
     assert one.wall_per_paid == 2
     assert one.sustained_tokens_per_s == 50
     assert one.usd_per_sustained_h == 1.8
-
-
-@pytest.mark.parametrize("per_h", [0.0, 0.2, 1.0])
-def test_the_closed_form_agrees_with_the_simulation(per_h: float) -> None:
-    """Four machines of two engines, six hours of work each; half a unit is lost, without notice."""
-    unit_s, num_units = 60.0, 8 * 360
-    one = machine(num_engines=2, interruptions_per_h=per_h, lost_s=unit_s / 2, replace_s=300.0)
-    found = estimate(one, 4, num_units * unit_s * 100)
-    fleet = Fleet(
-        num_machines=4, engines_per_machine=2, num_units=num_units, unit_s=unit_s, start_s=100.0, replace_s=300.0,
-        interruptions_per_h=per_h,
-    )  # fmt: skip
-    runs = [simulate(fleet, seed) for seed in range(20)]
-    assert found is not None
-    assert statistics.mean(run.wall_s for run in runs) == pytest.approx(found.wall_s, rel=0.02)
-    assert statistics.mean(run.machine_s for run in runs) * 0.001 == pytest.approx(found.usd, rel=0.02)

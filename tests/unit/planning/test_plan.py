@@ -1,7 +1,6 @@
 """A plan from files and prices: the cheapest that does it, limits, sensitivity, and what is refused with a way out."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from .conftest import CELLS
 def plan(sweep: Any, prices: Path) -> Any:
     def plan(**keys: Any) -> dict[str, Any]:
         measured = keys.pop("measured", None) or [sweep()]
-        values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h", "seeds": 3} | keys
+        values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h"} | keys
         return make_plan(PlanConfig(**values))
 
     return plan
@@ -41,32 +40,6 @@ def test_on_demand_stands_beside_it_and_loses_nothing(plan: Any) -> None:
     (on_demand,) = [one for one in plan()["options"] if one["market"] == "on_demand" and one["method"] == "none"]
     assert on_demand["lost_share"] == 0
     assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
-
-
-def test_a_fleet_that_is_in_time_on_average_alone_gets_a_machine_more(plan: Any) -> None:
-    keys = {"tokens": "22.8M", "within": "8h", "market": "on_demand", "seeds": 20}  # two machines make 22.816M
-    found = plan(**keys)
-    assert (found["chosen"]["num_machines"], found["simulated"]["in_time"]) == (3, 1)
-    assert found["simulated"]["fleet"]["num_machines"] == 3
-    assert found["options"][0] == found["chosen"]
-    few = r"closed form has 2 of these machines, with which only \d\d% of simulated runs are in time\."
-    assert re.search(few, text_plan(found))
-    by_factor = {row["factor"]: row for row in plan(max_tpot_ms=22, **keys)["sensitivity"]}
-    assert by_factor[1.0]["num_machines"] == 9, "eight would be in time on average: other lengths have as much room"
-
-
-def test_where_there_is_no_other_machine_it_says_how_often_it_is_late(plan: Any) -> None:
-    found = plan(tokens="22.8M", within="8h", market="on_demand", seeds=20, max_machines=2)
-    assert found["chosen"]["num_machines"] == 2
-    assert found["simulated"]["in_time"] < 0.9
-    assert f"Only {found['simulated']['in_time']:.0%} of simulated runs are in time." in found["notes"]
-
-
-def test_machines_that_do_not_help_are_not_added(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = {"label": "SIMULATED", "in_time": 0.5}
-    monkeypatch.setattr("peagle.planning.plan.simulated", lambda option, config: (late, []))
-    found = plan(tokens="22.8M", within="8h", market="on_demand")
-    assert (found["chosen"]["num_machines"], found["notes"]) == (2, ["Only 50% of simulated runs are in time."])
 
 
 def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> None:
@@ -122,8 +95,6 @@ def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> Non
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
-    assert found["simulated"]["tokens_per_s"]["p50"] == pytest.approx(1200), "nothing fails"
-    assert found["simulated"]["sustained"] == 1
     assert "machines used to 100% of what they sustain" in text_plan(found)
 
 
@@ -134,89 +105,13 @@ def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> 
     assert "what they sustain" not in text_plan(plan()), "a job has no such room"
 
 
-def test_a_service_is_simulated_for_an_hour(plan: Any) -> None:
-    keys = {"tokens": None, "within": None, "market": "on_demand", "failures_per_h": 0.2, "target_utilisation": 1}
-    found = plan(tokens_per_s=1150, seeds=20, max_machines=3, **keys)
-    run = found["simulated"]
-    assert (found["chosen"]["num_machines"], run["fleet"]["unit_s"]) == (3, 120)  # a failure loses 60 s
-    assert run["machines_gone"] == pytest.approx(0.6, abs=0.4), "three machines for an hour"
-    assert run["tokens_per_s"]["p5"] < 1150 < run["tokens_per_s"]["p50"] <= 1200.001
-    assert 0.3 < run["sustained"] < 0.9
-    assert f"Only {run['sustained']:.0%} of simulated runs are at the tokens/s that are wanted." in found["notes"]
-    assert plan(tokens_per_s=1150, seeds=20, **keys)["chosen"]["num_machines"] == 4
-    assert re.search(
-        r"SIMULATED, not measured, 20 seeds: an hour at 1,\d+\.\d output tokens/s \(p5 [\d,.]+\), 0\.\d machines lost "
-        r"on average; \d\d% of them at the 1,150 that are wanted\.",
-        text_plan(found),
-    )
-
-
 def test_without_a_deadline_one_machine_is_the_cheapest(plan: Any) -> None:
     assert plan(within=None)["chosen"]["num_machines"] == 1
 
 
-def test_what_is_simulated_and_what_is_of_others_says_so(plan: Any) -> None:
+def test_a_plan_names_the_source_of_measurements_by_others(plan: Any) -> None:
     found = plan()
-    assert found["simulated"]["label"] == "SIMULATED, not measured"
-    assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.05)
     assert found["labels"] == ["sweep.json: measured by others (a blog)"]
-
-
-def test_what_an_interruption_loses_is_lost_in_the_simulated_fleet_too(plan: Any) -> None:
-    keys = {"within": "24h", "market": "spot", "spot_interruptions_per_h": 1, "notice_s": 0, "seeds": 20}
-    little, much = (plan(lost_s=lost_s, **keys)["simulated"] for lost_s in (30, 600))
-    assert (little["fleet"]["unit_s"], much["fleet"]["unit_s"]) == pytest.approx((60, 1200), rel=0.01)
-    assert little["useful_share"] - much["useful_share"] == pytest.approx(570 / 3600, abs=0.04)
-    assert not much["is_coarse"]
-    safe = plan(lost_s=600, within="24h", market="on_demand")["simulated"]
-    assert safe["fleet"]["unit_s"] == pytest.approx(60, rel=0.01), "nothing is ever lost of it"
-
-
-def test_machines_that_come_one_by_one_are_simulated_so_and_it_is_said(plan: Any) -> None:
-    keys = {"tokens": "72M", "within": "3h", "market": "on_demand", "max_machines": 18}
-    at_once, late = plan(**keys), plan(machines_per_min=1, **keys)
-    hours = [one["simulated"]["hours"]["p50"] for one in (at_once, late)]
-    assert hours[1] - hours[0] == pytest.approx(17 / 2 / 60, rel=0.1), "on average half of what the last one waits"
-    assert "180 s until machines are there (the first; then 1 more a minute), 300 s to replace" in text_plan(late)
-
-
-def test_a_large_fleet_is_simulated_in_units_of_a_minute(plan: Any) -> None:
-    found = plan(tokens="72M", within="3h", market="on_demand", seeds=2)  # 6,000 units of a minute
-    assert found["simulated"]["fleet"]["num_units"] == 6000
-    assert found["simulated"]["fleet"]["unit_s"] == 60
-    assert found["simulated"]["hours"]["p50"] == pytest.approx(found["chosen"]["hours"], rel=0.02)
-    assert not found["simulated"]["is_coarse"]
-    assert "too many to simulate" not in text_plan(found)
-
-
-def test_what_is_too_much_to_simulate_says_so(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.planning.simulation._MOST_UNITS", 2000)
-    found = plan(tokens="72M", within="12h", market="on_demand", seeds=2)  # 1,000 units a seed, of 6,000 minutes
-    assert found["simulated"]["fleet"]["unit_s"] == 360
-    assert "too many to simulate: these are of 360 s" in text_plan(found)
-    assert not plan(tokens="12M", within="12h", market="on_demand", seeds=2)["simulated"]["is_coarse"]
-
-
-def test_fleets_beyond_what_can_be_simulated_have_fewer_seeds_or_none(
-    plan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = plan(tokens="2B", within="5m", seeds=20, market="on_demand")  # 20 s of 500,000 engines
-    assert found["simulated"] is None
-    assert "Not simulated: 500,000 engines, with what is done again, are too much for it." in found["notes"]
-    assert "SIMULATED" not in text_plan(found)
-    monkeypatch.setattr("peagle.planning.simulation._MOST_UNITS", 1000)
-    fewer = plan(tokens="400k", within="5m", seeds=20)  # 100 engines, four units each
-    assert fewer["simulated"]["seeds"] == 2
-    assert "Simulated with 2 of 20 seeds: more would take too long." in text_plan(fewer)
-    keys = {"tokens": None, "within": None, "market": "on_demand", "target_utilisation": 1}
-    service = plan(tokens_per_s=1000, seeds=20, **keys)  # 456 units of a minute
-    assert (service["simulated"]["seeds"], service["simulated"]["fleet"]["unit_s"]) == (2, 60)
-
-
-def test_what_is_interrupted_more_often_than_it_ends_is_not_simulated(plan: Any) -> None:
-    long = plan(tokens="1e15", within=None, seeds=20, market="spot", lost_s=1)  # units of half a year on one machine
-    assert long["simulated"] is None
-    assert any(note.startswith("Not simulated: ") for note in long["notes"])
 
 
 def test_another_machine_with_the_same_accelerator_can_be_priced(plan: Any) -> None:
@@ -436,14 +331,12 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens": 5, "tokens_per_s": 5}, "either tokens .a job. or tokens_per_s"),
         ({}, "either tokens"),
         ({"tokens_per_s": 5, "within": "3h"}, "within goes with tokens"),
-        ({"tokens_per_s": 5, "machines_per_min": 5}, "machines_per_min goes with tokens"),
         ({"tokens": 5, "target_utilisation": 0.5}, "target_utilisation goes with tokens_per_s"),
         ({"tokens_per_s": 5, "target_utilisation": 1.1}, "less than or equal to 1"),
         ({"tokens": 5, "within": "soon"}, "a duration is like 24h"),
         ({"tokens": 5, "measured": []}, "at least one file"),
         ({"tokens_per_s": "1e400"}, "should be a finite number"),
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
-        ({"tokens": 5, "seeds": -1}, "greater than or equal to 0"),
     ],
 )
 def test_a_wish_that_makes_no_sense_is_refused(keys: Any, message: str) -> None:
@@ -453,18 +346,17 @@ def test_a_wish_that_makes_no_sense_is_refused(keys: Any, message: str) -> None:
 
 def test_the_command_prints_the_plan_and_writes_it(sweep: Any, prices: Path, tmp_path: Path, capsys: Any) -> None:
     arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
-    assert command(["plan", *arguments, "--max-tpot-ms", "22", "--seeds", "2", "--json", str(tmp_path / "p.json")]) == 0
+    assert command(["plan", *arguments, "--max-tpot-ms", "22", "--json", str(tmp_path / "p.json")]) == 0
     printed = capsys.readouterr().out
     assert "x box-2 spot: " in printed
     assert "! sweep.json: measured by others (a blog)" in printed
-    assert "SIMULATED, not measured, 2 seeds: " in printed
     assert "Assumed, not measured: 0.05 interruptions an hour" in printed
     assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"
 
 
 def test_json_on_standard_output_is_data_alone(sweep: Any, prices: Path, capfd: Any) -> None:
-    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--seeds", "2"]
+    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M"]
     assert command(["plan", *arguments, "--json", "-"]) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out)["schema"] == 1
-    assert "SIMULATED, not measured, 2 seeds: " in printed.err
+    assert "Assumed, not measured" in printed.err

@@ -7,7 +7,7 @@ import pytest
 from peagle.catalog.cards import load_catalog
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
-from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, read_benchmark
+from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, break_evens, read_benchmark
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-24-smollm2-135m-cpu.json"
 
@@ -80,3 +80,11 @@ def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path: Path, content
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_benchmark(path)
+
+
+def test_drafts_break_even_where_a_token_takes_as_long_as_without_them(cell: Any, cells: Any) -> None:
+    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
+    assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
+    assert break_evens(cells[2], cells) == {}
+    ngram = cell("ngram", 3, 4, 50.0, 1.6)
+    assert break_evens(ngram, [*cells, ngram]) == {}

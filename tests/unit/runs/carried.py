@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from peagle.economics.usage import UnitUsage
 from peagle.engine.interface import Generation
 from peagle.hardware import Hardware
-from peagle.runs.audit_unit import audit_unit, expected_schema
+from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import export
 from peagle.runs.plan import make_plan, unit_to_json

@@ -105,7 +105,7 @@ def test_a_column_of_any_type_is_whole_in_parquet_and_json(tmp_path, name):
 
 WITHOUT_RAY = """
 import sys
-from peagle.runs.audit_unit import audit_unit, expected_schema
+from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.export import export
 from peagle.runs.directory import RunDirectory
 run = RunDirectory(sys.argv[1])

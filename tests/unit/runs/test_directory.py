@@ -133,7 +133,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
     (tmp_path / "thesis.tex").touch()
     write_atomic(place("s3://bucket/other/chapters/one.tex"), b"")
     for root in (tmp_path, "s3://bucket/other"):
-        with pytest.raises(ConfigError, match="holds other files"):
+        with pytest.raises(ConfigError, match="has other files"):
             RunDirectory(root).create({}, local.plan())
 
 
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
 
 def test_what_is_no_run_says_so(tmp_path, s3):
     for root in (tmp_path, "s3://bucket/none"):
-        with pytest.raises(ConfigError, match="no run directory"):
+        with pytest.raises(ConfigError, match="not a run directory"):
             RunDirectory(root).manifest()
 
 
@@ -364,7 +364,7 @@ def test_dead_letters_that_are_missing_or_damaged_are_an_error_of_ours(run):
     with pytest.raises(PeagleError, match="dead letters of unit 0"):
         list(run.dead_letters())
     path.unlink()
-    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*put it back"):
+    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*restore it"):
         list(run.letters(0))
 
 

@@ -270,7 +270,7 @@ def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
     assert cli.run(["export", str(tmp_path), "--format", "json"]) == 2
     assert "did you mean jsonl" in capsys.readouterr().err
     assert cli.run(["export", str(tmp_path), "--format", "jsonl"]) == 2
-    assert "no run directory" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet"])

@@ -91,7 +91,7 @@ def test_a_run_of_two_rows_shows_both_and_one_without_measured_times_has_none(ru
 
 def test_of_a_large_run_few_units_and_few_rows_of_each_are_read(run, monkeypatch):
     monkeypatch.setattr(row_figures, "MAX_UNITS", 2)
-    monkeypatch.setattr("peagle.runs.files.BATCH_ROWS", 3)
+    monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
         commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
     found = row_figures.row_figures(run)

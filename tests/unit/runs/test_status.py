@@ -172,4 +172,4 @@ def test_a_watch_needs_a_pause(run, capsys, flags):
 
 def test_what_is_no_run_says_so(tmp_path, capsys):
     assert cli.run(["status", str(tmp_path)]) == 2
-    assert "no run directory" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err

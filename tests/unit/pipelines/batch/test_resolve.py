@@ -34,10 +34,9 @@ def test_a_run_goes_on_with_the_lookup_that_it_began_with():
     assert drafter(draft_lookup="off") == drafter()
 
 
-def test_a_drafter_of_which_no_profile_speaks_is_watched():
-    assert resolved().watches == []
-    run = resolved(num_speculative_tokens=3)
-    assert run.watches == [run.drafter_watch]
+def test_only_a_run_with_a_drafter_watches_it():
+    assert resolved().drafter_watch is None
+    assert resolved(num_speculative_tokens=3).drafter_watch is not None
 
 
 @pytest.mark.parametrize(

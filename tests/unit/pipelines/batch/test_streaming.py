@@ -68,7 +68,7 @@ def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes
     supervisor, said = Supervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
     progress = SimpleNamespace(show=lambda *_: None, say=said.append)
-    resolved = SimpleNamespace(watches=[DrafterWatch({1: 1.2, 8: 2.0}, 8)])
+    resolved = SimpleNamespace(drafter_watch=DrafterWatch({1: 1.2, 8: 2.0}, 8))
     streaming._watch(Run(0, 1), [None, None], resolved, supervisor, progress, METRICS, threading.Event())
     assert len(said) == 1
     assert "1.33 tokens a step, and this hardware needs 2.00" in said[0]

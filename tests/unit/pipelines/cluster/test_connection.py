@@ -14,13 +14,13 @@ def events(monkeypatch):
     done = []
 
     @contextlib.contextmanager
-    def ray_cluster():
+    def ray_cluster(**_):
         done.append("up")
         yield
         done.append("down")
 
     monkeypatch.setattr(ray, "ray_cluster", ray_cluster)
-    monkeypatch.setattr(ray, "require_startable", lambda: done.append("could start"))
+    monkeypatch.setattr("pipelines.cluster.connection.require_startable", lambda: done.append("could start"))
     monkeypatch.setattr(ray, "release_nodes", lambda: done.append("nodes released"))
     return done
 
@@ -47,7 +47,7 @@ def test_a_cluster_on_this_machine_is_started_only_when_it_is_needed(monkeypatch
 
 
 def test_standard_error_is_in_the_log_until_the_connection_ends(monkeypatch, events, tmp_path, capfd):
-    def fail():
+    def fail(**_):
         os.write(2, b"of Ray\n")
         raise CapacityError("Ray did not start here")
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from jobs.cli import run
 from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
 from peagle.signals import interrupted_by_signal
 from pipelines.cluster import ray as cluster
@@ -61,26 +60,6 @@ def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypa
     monkeypatch.setattr(cluster.os, "environ", environment)
     with ray_cluster():
         assert seen["RAY_worker_niceness"] == found
-
-
-def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_begins(monkeypatch, tmp_path, capsys):
-    """Where Ray would fail, and not before."""
-    from ray._private.utils import validate_socket_filepath
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    room = 107 - len(cluster._RAY_SOCKET)
-    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (room - 1) * "x"))
-    cluster.require_startable()
-    validate_socket_filepath(fits + cluster._RAY_SOCKET)
-    monkeypatch.setenv("RAY_TMPDIR", fits + "x")
-    with pytest.raises(Exception, match="107 bytes"):
-        validate_socket_filepath(fits + "x" + cluster._RAY_SOCKET)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
-    assert run(["generate", "--engine", "fake", *arguments]) == 2
-    assert f"and Ray can use at most {room}" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_ray_still_knows_the_names_of_what_is_set():

@@ -224,13 +224,13 @@ def test_what_cannot_be_read_ends_no_telling(monkeypatch):
 def test_each_look_hands_the_figures_of_its_model_on():
     watch, said = Watch(), []
     ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
-    watch_engines({"m": [watch]}, ledger, Stop(2), said.append)
+    watch_engines({"m": watch}, ledger, Stop(2), said.append)
     assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
     assert said == ["m: look 1"]
 
 
 def test_a_ledger_that_cannot_be_read_does_not_end_the_endpoint():
     watch, said = Watch(), []
-    watch_engines({"m": [watch]}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
+    watch_engines({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
     assert "torn" in said[0]
     assert said[1] == "m: look 1"

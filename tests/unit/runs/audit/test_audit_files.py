@@ -7,8 +7,7 @@ import pytest
 
 from jobs import cli
 from peagle.economics.ledger import sessions_bytes
-from peagle.runs.audit_files import audit_files
-from peagle.runs.audit_unit import Finding
+from peagle.runs.audit import Finding, audit_files
 from peagle.runs.lease import hold_lease
 from peagle.runs.plan import Retry, plan_to_bytes
 from peagle.runs.prepare import plan_retry
@@ -56,7 +55,7 @@ def test_an_unfinished_run_has_a_note_and_no_finding(start_run):
     assert (audit.findings, audit.is_finished, audit.num_rows_left) == ([], False, 3)
     assert audit.notes == [
         "2 units with 3 rows are not committed yet",
-        "2 files of attempts that did not end: the next attempt clears them",
+        "2 files of unfinished attempts: the next attempt removes them",
     ]
 
 
@@ -74,8 +73,8 @@ def test_a_row_that_is_gone_is_lost(finished):
     usage = finished.usage(1)
     rewrite(finished, 1, lambda table: table.slice(0, 1))
     found = audited(finished).findings
-    assert Finding(kind="lost", where=UNIT_1, message="000000003: planned, and in no row and no dead letter") in found
-    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, and 1 in the rows") in found
+    assert Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter") in found
+    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in found
     assert usage == finished.usage(1)
 
 
@@ -87,7 +86,7 @@ def test_an_id_that_is_there_twice_is_doubled(finished):
 def test_a_row_of_another_unit_is_foreign(finished):
     shutil.copy(finished.unit_path(0), finished.unit_path(1))
     found = {finding.kind: finding.message for finding in audited(finished).findings}
-    assert found["foreign"] == "000000000, 000000001: not of this unit"
+    assert found["foreign"] == "000000000, 000000001: not in this unit"
     assert "lost" in found
 
 
@@ -111,7 +110,7 @@ def test_dead_letters_that_are_gone_damaged_or_of_another_unit_are_found(finishe
     path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
     assert kinds(finished) == ["lost", "foreign"]
     path.write_text(json.dumps({**letter, "unit": 2}) + "\n")
-    assert the_finding(finished).message == "line 1: its unit is 2, and 3 in the plan"
+    assert the_finding(finished).message == "line 1: its unit is 2, but 3 in the plan"
     path.write_text("{cut o")
     assert kinds(finished) == ["damaged"]
     path.unlink()
@@ -137,7 +136,7 @@ def test_columns_that_are_not_those_of_the_plan_are_found(finished):
     rewrite(finished, 1, lambda table: table.drop_columns(["ttft_s"]))
     assert the_finding(finished).message == "its columns are not those of the plan: ttft_s"
     rewrite(finished, 0, lambda table: table.set_column(0, table.column_names[0], table["num_output_tokens"]))
-    assert "column 'prompt' is int32, and string in the plan" in [f.message for f in audited(finished).findings]
+    assert "column 'prompt' is int32, but string in the plan" in [f.message for f in audited(finished).findings]
 
 
 def test_a_row_of_another_model_is_found(finished):
@@ -145,7 +144,7 @@ def test_a_row_of_another_model_is_found(finished):
         return table.set_column(table.column_names.index("model"), "model", [["other"] * 2])
 
     rewrite(finished, 1, other)
-    assert the_finding(finished).message == "column 'model' says 'other', and the run is of 'fake'"
+    assert the_finding(finished).message == "column 'model' has 'other', but the run used 'fake'"
 
 
 def test_files_that_are_not_of_a_run_are_found(finished):
@@ -173,7 +172,9 @@ def test_a_plan_that_lost_is_left_over_in_a_finished_run(finished):
 def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
     shutil.copy(plan_file(other), plan_file(finished))
-    assert any("of another corpus than run.json" in finding.message for finding in audited(finished).findings)
+    assert any(
+        "for another corpus than the one in run.json" in finding.message for finding in audited(finished).findings
+    )
     plan_file(finished).write_bytes(b"PAR1 cut off")
     assert kinds(finished) == ["damaged"]
 
@@ -189,7 +190,7 @@ def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
     shutil.copy(path, copy)
     assert kinds(finished) == [], "its files are being put together"
     copy.write_bytes(sessions_bytes([replace(session, ended=False, num_output_tokens=2)]))
-    assert the_finding(finished).message == "engine process engine is there twice"
+    assert the_finding(finished).message == "engine process engine is recorded twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
     assert kinds(finished) == ["damaged", *["ledger"] * 4]
@@ -260,7 +261,7 @@ def test_a_unit_that_vanishes_is_lost_whatever_was_retried_and_whether_or_not_th
     assert kinds(run) == []  # the report that is there counts no more units than there are
     make_report(run)
     run.unit_path(2).unlink()
-    assert the_finding(run).message == "1 units that were committed when report.json was made are gone"
+    assert the_finding(run).message == "1 units that were committed when report.json was written are gone"
 
 
 def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished, tmp_path):
@@ -312,7 +313,7 @@ def test_the_command_ends_with_1_and_names_what_is_wrong(finished, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--sample", "0"], "--sample 0"), (["--max-tie", "-1"], "--max-tie -1"), ([], "no run directory")],
+    [(["--sample", "0"], "--sample 0"), (["--max-tie", "-1"], "--max-tie -1"), ([], "not a run directory")],
 )
 def test_bad_usage_ends_with_2(tmp_path, capsys, flags, message):
     assert cli.run(["audit", str(tmp_path), *flags]) == 2

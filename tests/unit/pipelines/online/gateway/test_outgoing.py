@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from pipelines.online.gateway.outgoing import Load, RefusalDelay, describe_load
+from pipelines.online.errors import ApiError
+from pipelines.online.gateway.outgoing import Load, RefusalDelay, RefusalLog, describe_load
 
 CARD = {"max_requests_per_replica": 9, "max_replicas": 4}
 
@@ -84,3 +85,24 @@ def test_no_refusal_is_held_long_and_few_of_one_key_are_held_at_once():
     clock.now += 60
     refuse(pace, "alice", 21)  # those that were cancelled are not held any more
     assert len(clock.slept) == 64
+
+
+def test_refusals_are_logged_once_a_second_for_each_address_and_never_at_length(clock, caplog):
+    log = RefusalLog(monotonic=clock)
+
+    def refuse(address, path="/v1/models"):
+        scope = {"client": (address, 1), "method": "GET", "path": path}
+        log.log(scope, ApiError(401, "no", code="invalid_api_key"))
+
+    for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        refuse(address)
+    clock.now += 1
+    refuse("10.0.0.1", "/" + "x" * 10_000)
+    for number in range(2000):
+        refuse(f"10.1.{number}.1")
+    first, second, third, *_ = caplog.messages
+    assert first == "refused GET '/v1/models' from 10.0.0.1: 401 invalid_api_key"
+    assert second == "refused GET '/v1/models' from 10.0.0.2: 401 invalid_api_key"
+    assert third.endswith("from 10.0.0.1: 401 invalid_api_key; 2 more since the last line")
+    assert max(map(len, caplog.messages)) < 400
+    assert len(log._logged) <= 1024

@@ -25,14 +25,15 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def asked(proxy, *, kind="http", path="/v1/models", headers=()):
+def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
     """What a client gets through this proxy."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    asyncio.run(ProxyMiddleware(proxy)({"type": kind, "path": path, "headers": list(headers)}, None, send))
+    scope = {"type": kind, "path": path, "headers": list(headers), "method": method}
+    asyncio.run(ProxyMiddleware(proxy)(scope, None, send))
     return sent
 
 
@@ -168,8 +169,18 @@ def control():
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_nobody_but_another_applications_client_gives_the_proxy_orders(control, kind):
     obeyed, noted = ([(name, "é".encode()) for name in names] for names in control)
-    assert got_through(*obeyed, *noted, kind=kind) == noted
+    assert got_through(*obeyed, *noted, kind=kind) == []
     assert got_through(*obeyed, *noted, kind=kind, path="/another/application") == [*obeyed, *noted]
+
+
+def test_nothing_long_that_a_client_says_reaches_rays_logs(control):
+    """Ray writes the method, the path and the id of each request into its logs."""
+    _, noted = control
+    path = "/another/application"
+    assert got_through(*((name, b"x" * 129) for name in noted), path=path) == []
+    for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
+        head, _ = asked(None, **request)
+        assert head["status"] == status
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])

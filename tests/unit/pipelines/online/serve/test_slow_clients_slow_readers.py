@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -89,3 +90,74 @@ def test_who_reads_slowly_gets_all_of_it(client):
     started = time.monotonic()
     assert num_read(client, pause_s=LIMIT_S / 40) > NUM_BYTES
     assert time.monotonic() - started > LIMIT_S
+
+
+class Slow:
+    """Connections of one key that read nothing, on a loop that a test moves."""
+
+    def __init__(self, holders, unread_bytes, paused_at):
+        self.holders, self.unread_bytes, self.paused_at, self.is_aborted = holders, unread_bytes, paused_at, False
+
+    def abort(self):
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(
+    ("connections", "num_aborted"),
+    [
+        ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
+        ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
+        ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # they have only begun to be slow
+        ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
+    ],
+)
+def test_slow_connections_of_one_key_or_address_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
+    monkeypatch.setattr(slow_readers, "UNREAD_LIMIT_BYTES", 30)
+    unread, loop = slow_readers._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
+    slow = [Slow(*one) for one in connections]
+    unread._watched = set(slow)
+    unread._look(loop)
+    aborted = [one for one in slow if one.is_aborted]
+    assert len(aborted) == num_aborted
+    assert all(one.paused_at == 0.0 for one in aborted)  # the slowest
+
+
+def test_memory_is_returned_once_everybody_has_read_or_left(monkeypatch):
+    calls = []
+    loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, what, *args: calls.append(what))
+    unread = slow_readers._Unread()
+    reader = Slow(("a",), slow_readers._TRIM_BYTES + 1, 0.0)
+    unread._watched = {reader}
+    unread._look(loop)
+    reader.paused_at = None
+    unread._look(loop)
+    assert calls == [unread._look, slow_readers.trim_malloc]
+
+
+def test_an_application_does_not_wait_for_a_slow_client_and_what_is_unread_is_counted(server):
+    """The client reads nothing until the application has said everything."""
+    seen = {}
+
+    async def eager(scope, receive, send):
+        connection = slow_readers.connection_of(scope)
+        patient = slow_readers.PatientSend(send, connection, "key")
+        await app(scope, receive, patient)
+        seen.update(queued=connection.queued_bytes, unread=connection.unread_bytes, holders=connection.holders)
+        await patient.drain()
+        seen.update(left=connection.queued_bytes)
+
+    server.config.loaded_app.app = eager
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.connect(server.servers[0].sockets[0].getsockname())
+        client.settimeout(30)
+        client.sendall(REQUEST)
+        deadline = time.monotonic() + 20
+        while "holders" not in seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert num_read(client) >= NUM_BYTES
+    assert seen["holders"] == ("127.0.0.1", "key")
+    assert seen["unread"] >= seen["queued"] > NUM_BYTES // 2
+    assert seen["left"] == 0

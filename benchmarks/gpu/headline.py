@@ -1,0 +1,37 @@
+"""Item 1 of the GPU queue: P-EAGLE, EAGLE-3 and no speculation at K=7, on the shape of Qwen3-Coder-30B-A3B in FP8.
+
+    python3 benchmarks/gpu/headline.py
+
+1, 8, 32 and 128 requests at once; dummy weights, published acceptance by lot. Three engines, about 165 s each (130 to
+start, a warm-up pass, 30 to measure), P-EAGLE first. `comparison.md` has the speed-ups next to the published ones.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from block import CONCURRENCY, Keys, parser_of, run_block, run_script, shape_keys, shapes_folder, write_comparison
+
+K = 7
+
+
+def benches(shapes: Path, *, tiny: bool) -> list[tuple[str, Keys]]:
+    """Return the benchmarks, each with the name of its folder."""
+    own = {"methods": "peagle,eagle3,none", "num_speculative_tokens": [K], "concurrency": CONCURRENCY}
+    return [("", shape_keys(shapes, tiny=tiny) | own)]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and compare after every pass."""
+    report = args.output / "report.json"
+
+    def compare() -> None:
+        write_comparison(
+            args.output / "comparison.md", [json.loads(report.read_bytes())], lambda method, concurrency: K
+        )
+
+    return run_block(args, benches(shapes_folder(tiny=args.tiny), tiny=args.tiny), compare)
+
+
+if __name__ == "__main__":
+    run_script(parser_of("headline", __doc__), run)

@@ -1,0 +1,238 @@
+"""The order of measurements in a tuning: a grid within a time budget, then the finalists again.
+
+Every configuration is measured in one pass. The two best, and the best of the other kind (with or without a drafter)
+if it is close, are then measured again, so that luck in one pass does not decide. A configuration names the engine that
+serves it; one engine serves several concurrencies, so everything on the engine that is up comes first. No pass and no
+engine is started that is known to end beyond the budget. The same passes lead to the same search, so nothing else is
+stored.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.tuning.config import TuneConfig
+
+WORTH = 0.02
+"""A drafter must win by this share over no speculation, since it is one more part that can fail."""
+FINAL_PASSES = 3
+_CLOSE = 0.2  # the best of the other kind is a finalist within this share of the best
+P95 = "p95"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A configuration that can be chosen.
+
+    Attributes:
+        engine: the name of the engine that serves it.
+        concurrency: requests in the engine at once.
+        drafts: whether it speculates.
+    """
+
+    engine: str
+    concurrency: int
+    drafts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One pass of a candidate."""
+
+    candidate: Candidate
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The score of a candidate.
+
+    Attributes:
+        value: of the objective; more is better.
+        excess: the share by which it exceeds a limit; 0 within all limits.
+    """
+
+    value: float
+    excess: float = 0.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key, the best first: within the limits by value, then the others by excess."""
+        return (True, self.excess) if self.excess > 0 else (False, -self.value)
+
+
+class Costs:
+    """Seconds of engine starts and passes. An unknown one is estimated from similar ones; at first it is 0."""
+
+    def __init__(self) -> None:
+        self._start_s: defaultdict[str, list[float]] = defaultdict(list)
+        self._pass_s: defaultdict[Candidate, list[float]] = defaultdict(list)
+
+    def add(self, candidate: Candidate, *, start_s: float, pass_s: float) -> None:
+        """Record a pass, and the start of the engine that ran it."""
+        self._start_s[candidate.engine].append(start_s)
+        self._pass_s[candidate].append(pass_s)
+
+    def of(self, turns: Sequence[Turn], up: str | None) -> float:
+        """Return the seconds of these passes, and of starting their engines unless one is up."""
+        engines = {turn.candidate.engine for turn in turns} - {up}
+        return sum(map(self._start_of, engines)) + sum(self._pass_of(turn.candidate) for turn in turns)
+
+    def _start_of(self, engine: str) -> float:
+        return _mean(self._start_s.get(engine, [])) or _mean(s for known in self._start_s.values() for s in known)
+
+    def _pass_of(self, candidate: Candidate) -> float:
+        """Return the mean of its own passes, else of those at the same concurrency, else of all."""
+        same_concurrency = (
+            seconds
+            for other, known in self._pass_s.items()
+            if other.concurrency == candidate.concurrency
+            for seconds in known
+        )
+        every = (seconds for known in self._pass_s.values() for seconds in known)
+        return _mean(self._pass_s.get(candidate, [])) or _mean(same_concurrency) or _mean(every)
+
+
+class Search:
+    """What to measure next, and what is best so far.
+
+    Args:
+        candidates: in the order in which their engines are to be started.
+        score: returns a candidate's score from its first `num_passes` passes (None: from all), or None without any.
+        budget_s: engine time, including starts.
+        spent_s: engine time that earlier commands used.
+
+    Attributes:
+        spent_s: engine time so far; the caller keeps it up to date.
+        failed: engines that did not start or crashed, and why. Their finished passes count.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        score: Callable[[Candidate, int | None], Score | None],
+        budget_s: float,
+        spent_s: float = 0.0,
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.spent_s = spent_s
+        self.failed: dict[str, str] = {}
+        self._score, self._budget_s = score, budget_s
+        self._costs = Costs()
+        self._num_passes: dict[Candidate, int] = {}
+
+    def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
+        """Record a finished pass."""
+        self._num_passes[turn.candidate] = self._num_passes.get(turn.candidate, 0) + 1
+        self._costs.add(turn.candidate, start_s=start_s, pass_s=pass_s)
+
+    def fail(self, engine: str, reason: str) -> None:
+        """Stop measuring an engine."""
+        self.failed[engine] = reason
+
+    def next(self, up: str | None = None) -> Turn | None:
+        """Return the next pass, or None if all is measured or the budget is too small.
+
+        Args:
+            up: the engine that is running.
+        """
+        return self._affordable(self.pending(), up)
+
+    def pending(self) -> list[Turn]:
+        """Return the passes that are still to be run: of the grid, then of the finalists."""
+        return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
+
+    def pending_s(self, up: str | None = None) -> float:
+        """Return the estimated seconds of the pending passes."""
+        return self._costs.of(self.pending(), up)
+
+    def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
+        """Return the measured candidates, the best first."""
+        chosen = self.candidates if candidates is None else candidates
+        scores = {one: score for one in chosen if (score := self._score(one, num_passes)) is not None}
+        return sorted(scores, key=lambda one: scores[one].rank)
+
+    def best(self) -> Candidate | None:
+        """Return the best candidate so far, or None if none is within the limits.
+
+        A finalist comes before what was measured once. A drafter that does not win by `WORTH` loses.
+        """
+        within = [one for one in [*self.ranked(self._finalists()), *self.ranked()] if self._is_within(one)]
+        if not within:
+            return None
+        best = within[0]
+        plain = next((one for one in within if not one.drafts), None)
+        if best.drafts and plain is not None and self._value(best) < (1 + WORTH) * self._value(plain):
+            return plain
+        return best
+
+    def _finalists(self) -> list[Candidate]:
+        """Return the candidates to measure again, by their first pass so that they do not change."""
+        ranked = self.ranked(num_passes=1)
+        finalists = ranked[:2]
+        others = [one for one in ranked if one.drafts != ranked[0].drafts]
+        if others and self._is_within(others[0], 1) and self._is_within(ranked[0], 1):
+            is_close = self._value(others[0], 1) >= (1 - _CLOSE) * self._value(ranked[0], 1)
+            finalists += [others[0]] if is_close and others[0] not in finalists else []
+        return finalists if len(finalists) > 1 else []
+
+    def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[Turn]:
+        return [
+            Turn(candidate=one, repeat=repeat)
+            for one in candidates
+            if one.engine not in self.failed
+            for repeat in range(self._num_passes.get(one, 0), num_passes)
+        ]
+
+    def _affordable(self, pending: Sequence[Turn], up: str | None) -> Turn | None:
+        """Return a pass on the running engine, else the first one of an engine whose passes all fit the budget."""
+        for turn in pending:
+            if turn.candidate.engine == up and self._fits([turn], up):
+                return turn
+        for engine in dict.fromkeys(turn.candidate.engine for turn in pending if turn.candidate.engine != up):
+            turns = [turn for turn in pending if turn.candidate.engine == engine]
+            if self._fits(turns, up):
+                return turns[0]
+        return None
+
+    def _fits(self, turns: Sequence[Turn], up: str | None) -> bool:
+        return self.spent_s < self._budget_s and self.spent_s + self._costs.of(turns, up) <= self._budget_s
+
+    def _value(self, candidate: Candidate, num_passes: int | None = None) -> float:
+        score = self._score(candidate, num_passes)
+        assert score is not None, "a ranked candidate was measured"
+        return score.value
+
+    def _is_within(self, candidate: Candidate, num_passes: int | None = None) -> bool:
+        score = self._score(candidate, num_passes)
+        return score is not None and score.excess <= 0
+
+
+def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
+    """Return the score of a summary (`peagle.bench.record.summarise`).
+
+    A limit that cannot be checked, because the engine reports no times, counts as exceeded by 100 %.
+    """
+    value = summary["output_tokens_per_s"]
+    if config.objective == "tokens-per-dollar":
+        value = summary["tokens_per_usd"]
+        assert value is not None, "make_plan() requires a price for this objective"
+    return Score(value=value, excess=max(0.0, *excesses(summary, config).values(), 0.0))
+
+
+def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]:
+    """Return the share by which each limit is exceeded; negative within, empty without limits."""
+    limits = {"tpot_s": config.max_tpot_ms, "ttft_s": config.max_ttft_ms}
+    return {
+        name: (summary[name][P95] * 1000 / limit_ms - 1 if summary[name] else 1.0)
+        for name, limit_ms in limits.items()
+        if limit_ms is not None
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return statistics.mean(known) if known else 0.0

@@ -1,0 +1,133 @@
+"""Checks that Ray can start on this machine, made before it does.
+
+They look at folders, limits of processes and Python's own variables. What these prevent fails late otherwise, and Ray
+then blames something else ("the local raylet died", "timed out during startup"). Nothing is started here.
+"""
+
+import os
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from peagle import hardware
+from peagle.errors import ConfigError
+from peagle.private import require_short_sockets
+from pipelines.cluster import token
+
+_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
+_MIN_OPEN_FILES = 1024
+_OPEN_FILES_PER_CPU = 64  # Ray starts a worker for each CPU; its raylet has pipes, sockets and logs of each
+_MIN_THREADS = 1500  # Ray's own processes have about 300 threads, a worker 40 to 100, an engine 100 to 200
+_GIB = 1024**3
+_MEMORY_LIMITS = (  # the limit, its name, GiB, and its names in a shell and in limits.conf
+    (resource.RLIMIT_AS, "address space", 64, "v", "as"),  # a worker reserves 10 to 20 GiB without using them
+    (resource.RLIMIT_DATA, "data", 64, "d", "data"),
+    (resource.RLIMIT_FSIZE, "file size", 64, "f", "fsize"),
+)
+_PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
+
+
+def require_startable() -> None:
+    """Require that Ray can start here.
+
+    Raises:
+        ConfigError: the first obstacle.
+    """
+    for check in _CHECKS:
+        check()
+
+
+def obstacles() -> list[ConfigError]:
+    """Return everything that keeps Ray from starting here."""
+    found = []
+    for check in _CHECKS:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(error)
+    return found
+
+
+def require_places_for_sockets() -> None:
+    """Refuse a temporary folder whose path is too long for Ray's sockets."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
+
+
+def require_open_files() -> None:
+    """Refuse a limit of open files that Ray's processes run into."""
+    needed = max(_MIN_OPEN_FILES, _OPEN_FILES_PER_CPU * hardware.detect().num_cpus)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit itself
+    _require_limit(hard, "open files", needed, f"ulimit -n {needed}", "nofile")
+
+
+def require_threads() -> None:
+    """Refuse a limit of processes that leaves too few for Ray's threads."""
+    num_own = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        uids = process.info["uids"]
+        num_own += (process.info["num_threads"] or 0) if uids and uids.real == os.getuid() else 0
+    if os.geteuid() != 0:  # the limit does not hold for root
+        needed = num_own + _MIN_THREADS
+        limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
+    for path in _PIDS:
+        if path.is_file() and (most := path.read_text().strip()).isdecimal():
+            current = int(path.with_name("pids.current").read_text())
+            if int(most) - current < _MIN_THREADS:
+                raise ConfigError(
+                    f"this container may have {most} processes and threads and has {current}; Ray and an engine need "
+                    f"{_MIN_THREADS:,} more",
+                    hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
+                )
+
+
+def require_memory_limits() -> None:
+    """Refuse limits of memory and file size that Ray's processes run into."""
+    for kind, name, needed_gib, flag, word in _MEMORY_LIMITS:
+        limit, _ = resource.getrlimit(kind)
+        _require_limit(limit, name, needed_gib * _GIB, f"ulimit -{flag} unlimited", word, unit=_GIB)
+
+
+def require_python_variables() -> None:
+    """Refuse variables of Python that Ray's processes inherit and fail with."""
+    level = os.environ.get("PYTHONOPTIMIZE", "")
+    if level.isdecimal() and int(level) >= 2:
+        raise ConfigError(
+            f"PYTHONOPTIMIZE={level} removes docstrings, and Ray's processes fail without them",
+            hint="unset PYTHONOPTIMIZE",
+        )
+    warnings = os.environ.get("PYTHONWARNINGS", "")
+    if any(entry.strip().partition(":")[0] == "error" for entry in warnings.split(",")):
+        raise ConfigError(
+            f"PYTHONWARNINGS={warnings} turns warnings into errors, and Ray's processes fail with them",
+            hint="unset PYTHONWARNINGS",
+        )
+
+
+def _require_limit(limit: int, name: str, needed: int, command: str, word: str, *, unit: int = 1) -> None:
+    """Refuse a limit of this process below `needed`."""
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return
+    raise ConfigError(
+        f"the limit of {name} is {_amount(limit, unit)}, and Ray and an engine need {_amount(needed, unit)}",
+        hint=f"raise it: `{command}` in this shell; for good in /etc/security/limits.conf ({word}), systemd or the "
+        "container's --ulimit",
+    )
+
+
+def _amount(value: int, unit: int) -> str:
+    return f"{value:,}" if unit == 1 else f"{value / unit:.3g} GiB"
+
+
+_CHECKS: tuple[Callable[[], None], ...] = (
+    token.prepare_to_start,
+    require_places_for_sockets,
+    require_open_files,
+    require_threads,
+    require_memory_limits,
+    require_python_variables,
+)

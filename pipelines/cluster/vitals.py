@@ -1,0 +1,201 @@
+"""Watch the parts of Ray that a command depends on.
+
+The command ends with a message when one dies. Ray says nothing by itself: a driver whose control service (GCS) died
+exits after a minute without a line, and one whose raylet died waits for ever. It knows processes, sockets and signals;
+it knows no runs and no endpoint.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from peagle.errors import EngineError
+
+_POLL_S = 0.5
+_UNWIND_S = 15.0  # what the main thread has to end by itself; calls into a dead Ray may never return
+_CONNECT_S = 2.0
+_SAY_AFTER_S = 10.0
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
+
+
+class RayDied(EngineError):  # noqa: N818 - it is what happened
+    """A part of Ray died, and the command cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of Ray.
+
+    Attributes:
+        name: "raylet (process 7)".
+        is_alive: looks whether it is.
+        patience_s: how long it may be away. A control service with a store of its own comes back.
+        log: where it logs; empty if unknown.
+    """
+
+    name: str
+    is_alive: Callable[[], bool]
+    patience_s: float = 0.0
+    log: str = ""
+
+
+class Vitals:
+    """The parts of one Ray, looked at by a thread.
+
+    When a part dies, the main thread gets `RayDied` as from a signal. If it does not end within 15 s, this process is
+    ended.
+
+    Args:
+        if_lost: says what was lost and how to go on.
+    """
+
+    def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
+        self._parts, self._if_lost = parts, if_lost
+        self._away_since: dict[str, float] = {}
+        self._lock, self._signal_lock = threading.Lock(), threading.Lock()
+        self._ended = threading.Event()
+        self._error: RayDied | None = None
+        self._is_raised = False
+        self._thread = threading.Thread(target=self._watch, name="ray-vitals", daemon=True)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the block runs.
+
+        An error from within becomes `RayDied` if a part is dead.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_raised = not is_main  # only the main thread can be told; others are ended with the process
+        before = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
+        self._thread.start()
+        try:
+            yield
+        except RayDied:
+            raise
+        except Exception as error:
+            if found := self.look():
+                raise found from error
+            raise
+        finally:
+            with self._signal_lock:
+                self._is_raised = True  # from here on no signal is sent to the main thread
+            if not self.look():
+                self._ended.set()
+            if is_main:
+                signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
+
+    def look(self) -> RayDied | None:
+        """Return the error of the first part that is dead, or None."""
+        with self._lock:
+            if self._error is None:
+                for part in self._parts:
+                    if part.is_alive():
+                        self._away_since.pop(part.name, None)
+                    elif self._is_away_too_long(part):
+                        self._error = self._error_of(part)
+                        break
+            return self._error
+
+    def _is_away_too_long(self, part: Part) -> bool:
+        now = time.monotonic()
+        if part.name not in self._away_since:
+            self._away_since[part.name] = now
+        away_s = now - self._away_since[part.name]
+        if part.patience_s and away_s >= _SAY_AFTER_S > away_s - _POLL_S - _CONNECT_S:
+            left_s = part.patience_s - away_s
+            _tell(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
+        return away_s >= part.patience_s
+
+    def _error_of(self, part: Part) -> RayDied:
+        log = f"; its log is {part.log}" if part.log else ""
+        return RayDied(
+            f"Ray's {part.name} died",
+            hint=f"{self._if_lost}. Often a machine was out of memory (`dmesg`){log}",
+        )
+
+    def _raise(self, number: int, frame: Any) -> None:
+        if self._error is not None and not self._is_raised:
+            self._is_raised = True
+            raise self._error
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            if error := self.look():
+                with self._signal_lock, contextlib.suppress(ProcessLookupError):
+                    if not self._is_raised:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                if not self._ended.wait(_UNWIND_S):
+                    _end_hard(error)
+                return
+
+
+def local_parts() -> list[Part]:
+    """Return the parts of the Ray that this process has started."""
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if (name := _LOCAL_PARTS.get(process.name())) is not None:
+                log = next((w.partition("=")[2] for w in process.cmdline() if w.lstrip("-").startswith("log_dir=")), "")
+                is_alive = _process_check(process)
+                found.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log))
+    return found
+
+
+def joined_parts() -> list[Part]:
+    """Return the control service and this node's raylet of a joined cluster."""
+    import ray
+
+    context = ray.get_runtime_context()
+    here = context.get_node_id()
+    node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
+    # Ray waits that long for its control service, and then exits without a word.
+    patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _SAY_AFTER_S)
+    parts = [_reachable("control service", context.gcs_address, patience_s)]
+    if node is not None:
+        parts.append(_reachable("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _SAY_AFTER_S))
+    return parts
+
+
+def _process_check(process: psutil.Process) -> Callable[[], bool]:
+    def is_alive() -> bool:
+        try:
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    return is_alive
+
+
+def _reachable(name: str, address: str, patience_s: float) -> Part:
+    host, _, port = address.rpartition(":")
+
+    def is_alive() -> bool:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+                return True
+        except OSError:
+            return False
+
+    return Part(name=f"{name} at {address}", is_alive=is_alive, patience_s=patience_s)
+
+
+def _end_hard(error: RayDied) -> None:
+    """End this process, whose main thread hangs in a call into Ray."""
+    _tell(f"\npeagle: {error}")
+    os._exit(error.exit_code)
+
+
+def _tell(text: str) -> None:
+    """Print a line from any thread. Standard error is a log while a command has Ray."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace"))

@@ -1,0 +1,69 @@
+"""Say when Serve's controller or a proxy dies, what was lost, and when it is back.
+
+Ray and Serve start both again by themselves; without this nobody would know why connections were cut.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+from pipelines.online.serve.ray_names import serve_processes
+
+_POLL_S = 2.0
+_TOO_LONG_S = 60.0
+_LOST = {
+    "controller": "requests go on, only scaling waits; Ray starts another one",
+    "proxy": "its connections were cut, and new ones are refused until Serve has started another one",
+}
+
+
+class PartsWatch:
+    """Compares the processes of Serve with those of the previous look.
+
+    Args:
+        processes: the kind of each process, by something that identifies it.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        processes: Callable[[], Mapping[Hashable, str]],
+        say: Callable[[str], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._processes, self._say, self._monotonic = processes, say, monotonic
+        self._known = dict(processes())
+        self._died_at: dict[str, float] = {}
+        self._is_told: set[str] = set()
+
+    def look(self) -> None:
+        """Print what has died since the previous look, and what is back."""
+        now, found = self._monotonic(), dict(self._processes())
+        gone = [self._known[process] for process in self._known.keys() - found.keys()]
+        new = [found[process] for process in found.keys() - self._known.keys()]
+        self._known = found
+        for kind in gone:
+            self._died_at[kind] = now
+            self._say(f"Serve's {kind} died: {_LOST[kind]}. Nothing has to be done")
+        for kind in new:
+            if (died_at := self._died_at.pop(kind, None)) is not None:
+                self._is_told.discard(kind)
+                self._say(f"Serve's {kind} is back after {now - died_at:.0f} s")
+        for kind, died_at in self._died_at.items():
+            if now - died_at >= _TOO_LONG_S and kind not in self._is_told:
+                self._is_told.add(kind)
+                self._say(
+                    f"Serve's {kind} is not back after {_TOO_LONG_S:g} s: stop this command and start it again; usage, "
+                    "files and batches are saved"
+                )
+
+
+def watch_parts(stopped: threading.Event, say: Callable[[str], None]) -> None:
+    """Look every two seconds in a thread, until `stopped` is set."""
+    watch = PartsWatch(serve_processes, say)
+
+    def run() -> None:
+        while not stopped.wait(_POLL_S):
+            watch.look()
+
+    threading.Thread(target=run, name="serve-parts", daemon=True).start()

@@ -1,0 +1,109 @@
+"""Parts of Ray that are killed under a command: it says which one, what was lost, and how to go on."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+SLOW = '{"token_s": 0.05}'
+FAST_S = 40.0
+
+
+@contextlib.contextmanager
+def command(tmp_path, words, ready):
+    """A command that has printed `ready`, and a function that returns what it has printed so far."""
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, "-m", "jobs.cli", *words], stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            wait_until(lambda: ready in log.read_text(), process)
+            yield process, log.read_text
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def wait_until(condition, process, timeout_s=90):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the command has ended"
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def find(process, name):
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.name() == name or " ".join(child.cmdline()).startswith(name):
+                return child
+    raise AssertionError(f"there is no {name}")
+
+
+def generating(tmp_path):
+    rows = "".join(json.dumps({"prompt": f"row {index}"}) + "\n" for index in range(4000))
+    (tmp_path / "in.jsonl").write_text(rows)
+    words = ["generate", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--rows-per-unit", "8"]
+    words += ["--max-num-seqs", "2", "--max-tokens", "200"]
+    return [*words, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
+
+
+def serving(tmp_path, port):
+    words = ["serve", "--engine", "fake", "--fake", SLOW, "--usd-per-hour", "1", "--port", str(port)]
+    return [*words, "--state", str(tmp_path / "state")]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
+)
+@pytest.mark.parametrize("what", ["generate", "serve"])
+def test_a_command_says_which_part_of_ray_died(tmp_path, free_port, what, name, said):
+    words, ready = (
+        (generating(tmp_path), "output tokens/s")
+        if what == "generate"
+        else (serving(tmp_path, free_port), "http://127")
+    )
+    with command(tmp_path, words, ready) as (process, printed):
+        if what == "generate":
+            wait_until(lambda: any((tmp_path / "run").rglob("unit-*")), process)
+        others = psutil.Process(process.pid).children(recursive=True)
+        find(process, name).kill()
+        began = time.monotonic()
+        assert process.wait(FAST_S) == 1
+        assert time.monotonic() - began < FAST_S
+        assert f"peagle {what}: Ray's {said}" in printed() or f"peagle: Ray's {said}" in printed()
+        assert "safe to" in printed()
+        _, alive = psutil.wait_procs(others, timeout=30)
+        assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    if what == "generate":
+        faster = [word.replace("0.05", "0") for word in words]
+        assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0
+
+
+def test_the_endpoint_says_which_part_of_serve_died_and_when_it_is_back(tmp_path, free_port):
+    with command(tmp_path, serving(tmp_path, free_port), "http://127") as (process, printed):
+        for name, kind in (("ray::ServeController", "controller"), ("ray::ProxyActor", "proxy")):
+            find(process, name).kill()
+            wait_until(lambda kind=kind: f"Serve's {kind} died: " in printed(), process, 15)
+            wait_until(lambda kind=kind: f"Serve's {kind} is back after " in printed(), process, 60)
+        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/health", timeout=10) as answer:
+            assert answer.status == 200
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0

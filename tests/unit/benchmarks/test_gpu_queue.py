@@ -1,0 +1,172 @@
+"""The scripts of the GPU queue: what they measure, in which order, and what a block that is cut off leaves behind."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_only import measure_at_once, write_head, write_target
+
+from peagle.bench.config import BenchConfig
+from peagle.bench.engine import MeasurementListener
+from peagle.bench.plan import make_plan
+from peagle.catalog.targets import resolve_model
+from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
+from peagle.hardware import Hardware
+
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))  # where a script finds the others
+
+import best_k  # noqa: E402
+import block  # noqa: E402
+import embedded  # noqa: E402
+import headline  # noqa: E402
+import steps  # noqa: E402
+import train_heads  # noqa: E402
+import variants  # noqa: E402
+from shapes import write_shapes  # noqa: E402
+
+H200 = Hardware(
+    platform="cuda", accelerator="H200", num_accelerators=1, compute_capability=(9, 0), memory_gib=140,
+    free_memory_gib=140, num_cpus=16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shapes")
+    write_shapes(root, tiny=True)
+    (root / "peagle-fp8").symlink_to(root / "peagle")
+    return root
+
+
+def passes(keys: dict[str, Any]) -> list[tuple[str, int]]:
+    """The engine and the concurrency of each pass, in the order in which they are measured."""
+    config = BenchConfig(**keys)
+    plan = make_plan(config, H200, resolve_model(config.model))
+    return [(one.setup.label, one.concurrency) for one in plan.passes]
+
+
+@pytest.mark.parametrize(("module", "k"), [(headline, 7), (best_k, 11)])
+def test_items_1_and_2_measure_p_eagle_first(shapes: Path, module: Any, k: int) -> None:
+    ((folder, keys),) = module.benches(shapes, tiny=False)
+    engines = [f"P-EAGLE K={k}", f"EAGLE-3 K={k}", "no speculation"]
+    assert folder == ""
+    assert passes(keys) == [(engine, concurrency) for engine in engines for concurrency in (1, 8, 32, 128)]
+    assert keys["load_format"] == "dummy"
+    assert keys["precision"] == "fp8"
+
+
+def test_acceptance_is_the_published_one(shapes: Path) -> None:
+    ((_, keys),) = headline.benches(shapes, tiny=False)
+    config = BenchConfig(**keys)
+    setups = make_plan(config, H200, resolve_model(config.model)).setups
+    lengths = [1 + sum(one.drafter.synthetic_rates or ()) for one in setups if one.drafter]
+    assert lengths == pytest.approx([3.94, 3.03])
+
+
+def test_k_at_its_published_best_is_that_of_the_published_table() -> None:
+    assert [block.published_k("peagle", c) for c in block.CONCURRENCY] == [11, 11, 11, 7]
+    assert [block.published_k("eagle3", c) for c in block.CONCURRENCY] == [7, 7, 11, 7]
+
+
+def test_the_other_items_begin_with_p_eagle_too(shapes: Path) -> None:
+    (_, first), (_, others) = embedded.benches(shapes, tiny=False)
+    assert (first["methods"], first["num_speculative_tokens"]) == ("peagle,eagle3,none", [7])
+    assert others["num_speculative_tokens"] == [3, 5, 7]
+    measured = variants.benches(shapes, tiny=False)
+    assert [name for name, _ in measured][:2] == ["fp8", "bf16"]
+    assert all(passes(keys) == [("P-EAGLE K=7", c) for c in (1, 8, 32, 128)] for _, keys in measured)
+    assert passes(steps.keys_of(shapes, tiny=False))[0] == ("P-EAGLE K=7", 1)
+
+
+def test_trainings_are_of_the_heads_that_ship_and_fit_the_block() -> None:
+    found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
+    assert list(found) == ["peagle-5", "peagle-4", "eagle3-1"]
+    for words in found.values():
+        assert words[words.index("--time-budget-s") + 1] == "480"
+        assert sum(word == "--prompts" for word in words) == 5
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[block.BlockBench, list["Fake"]]]:
+    measure_at_once(monkeypatch)
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+
+    def bench(**keys: Any) -> tuple[block.BlockBench, list[Fake]]:
+        values = {
+            "model": str(write_target(tmp_path / "target")), "output": tmp_path / "out", "max_tokens": 20,
+            "dataset": str(write_jsonl([{"prompt": f"p{number}"} for number in range(6)])), "methods": "peagle,none",
+            "drafter": f"peagle={write_head(tmp_path / 'head', 'peagle')}", "num_speculative_tokens": "2",
+            "concurrency": "1,3", "repeats": 1, "rounds": 1, "requests_per_slot": 2,
+        } | keys  # fmt: skip
+        engines: list[Fake] = []
+
+        def start(*_: Any) -> Fake:
+            engines.append(Fake())
+            return engines[-1]
+
+        config = BenchConfig(**values)
+        return block.BlockBench.prepare(config, MeasurementListener(), start, lambda *_: ByteTokenizer()), engines
+
+    return bench
+
+
+class Fake(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__(FakeTraits(token_s=0.0005), num_speculative_tokens=2)
+        self.lengths: list[int] = []
+
+    async def generate(self, request_id: str, token_ids: Any, sampling: Any) -> Any:
+        self.lengths.append(sampling["max_tokens"])
+        return await super().generate(request_id, token_ids, sampling)
+
+
+def test_each_engine_is_warmed_up_once_at_all_concurrencies(bench: Any) -> None:
+    running, engines = bench()
+    running.run()
+    assert len(engines) == 2
+    for engine in engines:
+        assert engine.lengths[:4] == [block._WARM_UP_TOKENS] * (1 + 3)
+        assert engine.lengths[4:] == [20] * (2 * 1 + 2 * 3)
+
+
+def test_a_block_that_is_cut_off_has_a_report_of_all_passes_but_the_last(bench: Any, tmp_path: Path) -> None:
+    running, _ = bench()
+    seen: list[int] = []
+
+    def after_pass() -> None:  # as a kill -9 at that moment leaves it
+        report = json.loads((tmp_path / "out" / "report.json").read_bytes())
+        seen.append(len(report["cells"]))
+        assert (tmp_path / "out" / "report.md").exists()
+
+    running.after_pass = after_pass
+    running.run()
+    assert seen == [1, 2, 3, 4]
+
+
+def cell(method: str, k: int, tokens_per_s: float) -> list[dict[str, Any]]:
+    return [{"method": method, "k": k, "concurrency": c, "output_tokens_per_s": tokens_per_s} for c in (1, 8, 32, 128)]
+
+
+def test_speed_ups_are_next_to_the_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"cells": [*cell("peagle", 7, 300), *cell("eagle3", 7, 200), *cell("none", 0, 100)]}
+    block.write_comparison(tmp_path / "a.md", [first], lambda method, concurrency: 7, tiny=False)
+    text = (tmp_path / "a.md").read_text()
+    assert "| P-EAGLE over no speculation, here | 3.00 | 3.00 | 3.00 | 3.00 |" in text
+    assert "| P-EAGLE over no speculation, published | 2.82 | 2.92 | 2.39 | 2.13 |" in text
+    assert "| P-EAGLE over EAGLE-3, here | 1.50 | 1.50 | 1.50 | 1.50 |" in text
+    assert "DUMMY weights, SYNTHETIC acceptance" in text
+
+    # Another block, on a machine that is twice as fast: each folder is compared with its own baseline.
+    second = {"cells": [*cell("peagle", 11, 800), *cell("eagle3", 11, 440), *cell("none", 0, 200)]}
+    block.write_comparison(tmp_path / "b.md", [second, first], block.published_k, tiny=False)
+    text = (tmp_path / "b.md").read_text()
+    assert "| P-EAGLE over no speculation, here | 4.00 | 4.00 | 4.00 | 3.00 |" in text
+    assert "| EAGLE-3 over no speculation, here | 2.00 | 2.00 | 2.20 | 2.00 |" in text
+    assert "| P-EAGLE over EAGLE-3, here | 2.00 | 2.00 | 1.82 | 1.50 |" in text
+    capsys.readouterr()

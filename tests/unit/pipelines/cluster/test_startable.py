@@ -1,0 +1,130 @@
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from ray._private.utils import validate_socket_filepath
+
+from jobs import doctor
+from jobs.cli import run
+from peagle import hardware
+from peagle.errors import ConfigError
+from pipelines.cluster import startable
+
+GIB = 1024**3
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def limits(monkeypatch, tmp_path):
+    """Limits of this process, all of them absent, to be set by the test."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: values.get(kind, (UNLIMITED, UNLIMITED)))
+    monkeypatch.setattr(startable, "_PIDS", (tmp_path / "pids.max",))
+    return values
+
+
+LIMITS = [
+    (resource.RLIMIT_NOFILE, (256, 256), "the limit of open files is 256, and Ray and an engine need 1,024"),
+    (resource.RLIMIT_AS, (8 * GIB, UNLIMITED), "the limit of address space is 8 GiB"),
+    (resource.RLIMIT_DATA, (8 * GIB, UNLIMITED), "the limit of data is 8 GiB"),
+    (resource.RLIMIT_FSIZE, (GIB // 2, UNLIMITED), "the limit of file size is 0.5 GiB"),
+    (resource.RLIMIT_NPROC, (1000, UNLIMITED), "the limit of processes and threads is 1,000"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "message"), LIMITS)
+def test_a_limit_that_ray_runs_into_is_named_with_the_command_that_raises_it(
+    limits, monkeypatch, kind, values, message
+):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(
+        hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=2)
+    )
+    limits[kind] = values
+    with pytest.raises(ConfigError, match=message) as caught:
+        startable.require_startable()
+    assert "`ulimit -" in caught.value.hint
+    assert [error.message for error in startable.obstacles()] == [caught.value.message]
+
+
+def test_what_ray_raises_by_itself_and_what_binds_nobody_is_no_obstacle(limits, monkeypatch):
+    limits[resource.RLIMIT_NOFILE] = (256, 65536)  # Ray raises the soft limit
+    limits[resource.RLIMIT_NPROC] = (10, 10)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # this limit does not hold for root
+    assert startable.obstacles() == []
+
+
+def test_many_cpus_need_more_open_files(limits, monkeypatch):
+    monkeypatch.setattr(
+        hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=192)
+    )
+    limits[resource.RLIMIT_NOFILE] = (4096, 4096)
+    with pytest.raises(ConfigError, match="need 12,288"):
+        startable.require_startable()
+
+
+@pytest.mark.parametrize(("most", "current", "is_refused"), [("max", 9, False), ("4096", 9, False), ("512", 9, True)])
+def test_a_container_with_too_few_processes_is_refused(limits, tmp_path, most, current, is_refused):
+    (tmp_path / "pids.max").write_text(f"{most}\n")
+    (tmp_path / "pids.current").write_text(f"{current}\n")
+    messages = [error.message for error in startable.obstacles()]
+    assert [True for message in messages if "may have 512 processes" in message] == [True] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("PYTHONOPTIMIZE", "2", True),
+        ("PYTHONOPTIMIZE", "1", False),
+        ("PYTHONOPTIMIZE", "", False),
+        ("PYTHONWARNINGS", "error", True),
+        ("PYTHONWARNINGS", "ignore,error::DeprecationWarning", True),
+        ("PYTHONWARNINGS", "ignore::DeprecationWarning", False),
+    ],
+)
+def test_variables_of_python_that_rays_processes_fail_with_are_refused(limits, monkeypatch, name, value, is_refused):
+    monkeypatch.setenv(name, value)
+    assert [name in error.message for error in startable.obstacles()] == [True] * is_refused
+
+
+def test_doctor_lists_all_obstacles(limits, monkeypatch):
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    monkeypatch.setenv("RAY_TMPDIR", "/" + 100 * "x")
+    limits[resource.RLIMIT_NOFILE] = (64, 64)
+    here = hardware.Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
+    problems = "\n".join(doctor.find_problems(here, dict.fromkeys(("ray", "vllm", "torch"), "1")))
+    for part in ("can use at most", "open files is 64", "PYTHONOPTIMIZE=2"):
+        assert part in problems
+
+
+def test_a_command_says_it_before_a_run_begins(tmp_path):
+    """With a limit of the process itself."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    words = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
+    limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(words)}"
+    found = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "the limit of open files is 200, and Ray and an engine need" in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_begins(monkeypatch, tmp_path, capsys):
+    """Where Ray would fail, and not before."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    room = 107 - len(startable._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (room - 1) * "x"))
+    startable.require_startable()
+    validate_socket_filepath(fits + startable._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", fits + "x")
+    with pytest.raises(Exception, match="107 bytes"):
+        validate_socket_filepath(fits + "x" + startable._RAY_SOCKET)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
+    assert run(["generate", "--engine", "fake", *arguments]) == 2
+    assert f"and Ray can use at most {room}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

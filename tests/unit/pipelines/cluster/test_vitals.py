@@ -1,0 +1,92 @@
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peagle.errors import EngineError
+from pipelines.cluster import vitals
+from pipelines.cluster.vitals import Part, RayDied, Vitals
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def part():
+    """A part of Ray that a test can kill."""
+    process = subprocess.Popen(["sleep", "60"])
+    is_alive = vitals._process_check(psutil.Process(process.pid))
+    yield Part(name="raylet (process 7)", is_alive=is_alive, log="/logs"), process.kill
+    process.kill()
+    process.wait()
+
+
+def test_the_main_thread_is_told_what_died_and_what_was_lost(part):
+    watched, kill = part
+    threading.Timer(0.3, kill).start()
+    began = time.monotonic()
+    with (
+        pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as caught,
+        Vitals([watched], "Units are saved").watching(),
+    ):
+        threading.Event().wait(30)
+    assert time.monotonic() - began < 5
+    assert caught.value.hint.startswith("Units are saved. ")
+    assert "its log is /logs" in caught.value.hint
+    assert caught.value.exit_code == EngineError.exit_code == 1
+
+
+def test_an_error_that_ray_raises_meanwhile_is_said_by_its_cause(part):
+    watched, kill = part
+
+    def fail():
+        kill()
+        time.sleep(0.1)
+        raise RuntimeError("the task's local raylet died")
+
+    with pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died"), Vitals([watched], "").watching():
+        fail()
+
+
+def test_nothing_happens_to_a_command_that_ends_by_itself(part):
+    watched, kill = part
+    with pytest.raises(ValueError, match="its own"), Vitals([watched], "").watching():
+        raise ValueError("its own")
+    kill()
+    time.sleep(1)
+
+
+def test_a_main_thread_that_hangs_is_ended(tmp_path):
+    """A call into a dead Ray may never return: here one that lets no signal through."""
+    script = """
+import signal, time
+from pipelines.cluster import vitals
+vitals._UNWIND_S = 0.5
+part = vitals.Part(name="control service", is_alive=lambda: False)
+with vitals.Vitals([part], "It is safe to run the same command again").watching():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    time.sleep(60)
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert found.returncode == 1
+    assert "Ray's control service died\n  It is safe to run the same command again" in found.stdout
+
+
+def test_a_joined_cluster_may_be_away_for_a_while(monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        part = vitals._reachable("control service", f"127.0.0.1:{port}", patience_s=55)
+        watch = Vitals([part], "")
+        assert watch.look() is None
+    now = [time.monotonic()]
+    monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])
+    assert watch.look() is None
+    now[0] += 10
+    assert watch.look() is None
+    assert "cannot be reached; the command ends if it is not back in 45 s" in capfd.readouterr().out
+    now[0] += 46
+    assert "control service" in str(watch.look())

@@ -1,0 +1,33 @@
+from pipelines.online.serve.parts import PartsWatch
+
+
+def test_what_dies_is_said_with_what_was_lost_and_when_it_is_back():
+    processes, said, now = {("a", 1): "controller", ("b", 2): "proxy"}, [], [0.0]
+    watch = PartsWatch(lambda: processes, said.append, lambda: now[0])
+    watch.look()
+    assert said == []
+    del processes["b", 2]
+    watch.look()
+    (line,) = said
+    assert line.startswith("Serve's proxy died: its connections were cut")
+    now[0] = 11.0
+    processes["c", 3] = "proxy"
+    watch.look()
+    assert said[1:] == ["Serve's proxy is back after 11 s"]
+    del processes["a", 1]
+    processes["a", 9] = "controller"  # Ray restarts it within one look
+    watch.look()
+    assert [line.partition(":")[0] for line in said[2:]] == [
+        "Serve's controller died",
+        "Serve's controller is back after 0 s",
+    ]
+
+
+def test_a_part_that_does_not_come_back_is_said_once():
+    processes, said, now = {("b", 2): "proxy"}, [], [0.0]
+    watch = PartsWatch(lambda: processes, said.append, lambda: now[0])
+    processes.clear()
+    for now[0] in (1.0, 30.0, 61.0, 90.0):
+        watch.look()
+    assert len(said) == 2
+    assert "is not back after 60 s: stop this command and start it again" in said[1]
