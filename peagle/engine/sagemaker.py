@@ -189,7 +189,7 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
     if text.lower() in (*_NO, "[]", "null", "none"):
         return {"drafter": "none"}
     config = _parse(text)
-    method = config.get("method", "eagle3")
+    method = config.get("method") or "eagle3"
     if method != "eagle3":
         raise ConfigError(
             f"{VARIABLE}: peagle does not serve the method {shown(method)}",
