@@ -314,8 +314,7 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
 def _parsers_of(one: Served) -> frozenset[str]:
     """Return the keys of the parsers that vLLM has for a model."""
     names = ("tool_call_parser", "reasoning_parser")
-    # vLLM needs no parser for harmony, and a fake engine has its own words for what it cannot do.
-    if one.keys.engine == "fake" or one.engine.model.config.get("model_type") == "gpt_oss":
+    if one.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
         return frozenset(names)
     configured = {"reasoning_parser"} if "reasoning_config" in one.keys.engine_args else set()
     return frozenset(configured.union(name for name in names if getattr(one.keys, name)))
