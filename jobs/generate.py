@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     request = RunRequest(config=config, command=args.command_line)
     outcome = generate(request, RunProgress(console(soft_wrap=True)))
-    if outcome.did_nothing:
-        print(f"{config.output} is finished: nothing to do.")
+    if outcome.was_already_finished:
+        print(f"{config.output} is already finished.")
     print(text_summary(outcome.report))
     if answers := describe_answers(RunDirectory(config.output)):
         print(answers)

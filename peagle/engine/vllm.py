@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from peagle.engine import vllm_plugin
 from peagle.engine.arguments import NodeRank, engine_args
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, TokenLogprob
@@ -314,8 +313,6 @@ def _prepare(
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
-    if spec.drafter and (hardware.platform == "cpu" or spec.drafter.lookup):
-        vllm_plugin.require()
     arguments = engine_args(
         spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()
     )

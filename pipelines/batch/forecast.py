@@ -76,6 +76,7 @@ class RunForecast:
         return [
             ("run", f"{decided.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
+            *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
             ("answers", f"at most {in_words_count(self.sample.most_output_tokens)} tokens in all"),
             ("model", f"{resolved.model.name}, {resolved.precision.describe()}, context {resolved.spec.max_model_len}"),
@@ -102,6 +103,7 @@ class RunForecast:
         most_s = self.most_s
         return {
             "rows": self.decided.plan.num_rows,
+            "notes": list(self.decided.plan.notes),
             "rows_left": self.num_rows_left,
             "prompt_tokens": round(self.sample.prompt_tokens),
             "most_output_tokens": round(self.sample.most_output_tokens),

@@ -105,6 +105,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
         if _vitals is not None and (lost := _vitals.look()):
             _exit_code = lost.exit_code
             abandon()  # `ray.shutdown` would wait for the part that is dead
+            atexit.register(_vitals.end_leftovers)
         elif not _abandoned:
             ray.shutdown()
         _vitals = None

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import struct
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -29,6 +30,18 @@ def parquet(table=None, **columns):
     sink = io.BytesIO()
     pq.write_table(table or pa.table(columns), sink)
     return sink.getvalue()
+
+
+def int96_near_and_far():
+    """Two moments of 96 bits: one with a nanosecond, and one in the year 9999."""
+    sink, options = io.BytesIO(), {"use_dictionary": False, "compression": "none"}
+    at = pa.array([1, 2_000_000_001], pa.int64()).cast(pa.timestamp("ns"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "at": at}), sink, use_deprecated_int96_timestamps=True, **options)
+    near, far = (struct.pack("<qi", 1, day + 2_440_588) for day in (0, 2_932_896))  # the Julian day of 1970-01-01
+    return sink.getvalue().replace(near, far)
+
+
+INT96_NEAR_AND_FAR = int96_near_and_far()
 
 
 def request(custom_id="a", url="/v1/chat/completions"):
@@ -108,6 +121,8 @@ CASES = [
     of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
     of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
         "in microseconds, or as text"),
+    of_file("Parquet of Spark's with nanoseconds and a moment too far away for them", "a.parquet", INT96_NEAR_AND_FAR,
+        "a value too far away"),
     of_file("Parquet with a type for which Arrow lacks functions", "a.parquet",
         parquet(prompt=["a"], x=pa.nulls(1, pa.list_view(pa.uuid()))), "which rows cannot hold"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
@@ -178,7 +193,7 @@ CASES = [
     bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
-    bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),
+    bad("failed rows of a run that does not exist", "--retry-failed", "has no run"),
     of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
     of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
     of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),

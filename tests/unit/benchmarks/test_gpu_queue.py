@@ -84,7 +84,7 @@ def test_the_other_items_begin_with_p_eagle_too(shapes: Path) -> None:
 
 def test_trainings_are_of_the_heads_that_ship_and_fit_the_block() -> None:
     found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
-    assert list(found) == ["peagle-5", "peagle-4", "eagle3-1"]
+    assert list(found) == ["peagle-5", "peagle-3", "eagle3-1"]
     for words in found.values():
         assert words[words.index("--time-budget-s") + 1] == "480"
         assert sum(word == "--prompts" for word in words) == 5
