@@ -1,8 +1,8 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
 
 They fix compiled code, sampling with drafts on CPUs, requests that cannot be drafted for, the priority of grammar
-compilation, prompt lookup next to a head, where answers with drafts end, and cores that outlive the process that started
-them. docs/upstream.md lists the purpose of each, the versions, and the test that fails once vLLM has fixed it.
+compilation, prompt lookup next to a head, where answers with drafts end, and cores that outlive the process that
+started them. docs/upstream.md lists the purpose of each, the versions, and the test that fails once vLLM has fixed it.
 """
 
 import contextlib
