@@ -105,8 +105,8 @@ def _run(args: argparse.Namespace) -> int:
     except PeagleError as error:
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
-        if code == ConfigError.exit_code and (variables := getattr(args, "variables", ())):
-            print(f"  set in the environment: {', '.join(variables)}", file=sys.stderr)
+        if code == ConfigError.exit_code and (variables := getattr(args, "variables", {})):
+            print(f"  set in the environment: {', '.join(dict.fromkeys(variables.values()))}", file=sys.stderr)
         result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     if args.json:
         _write_result(args.json, result)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jobs import flags
 from jobs.output import DRY_RUN_HELP, print_forecast
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
+from peagle.engine.sagemaker import variable_of
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
+from peagle.quiet import QuietStderr
 from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
 
@@ -35,8 +37,8 @@ Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this mach
 listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
 RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
 the endpoint: new requests are refused, those under way get --drain-s; a second one stops it at once.
-`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true makes it a container as
-SageMaker runs it: docs/deploy.md.
+`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true keeps SageMaker's contract
+for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
 EPILOG = """\
 each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
@@ -113,14 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
-    config = flags.load(sagemaker.config_class(os.environ), args, beside=sagemaker.variables(os.environ))
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
+    if note := sagemaker.ignored_variables(os.environ):
+        print(note, flush=True)
+    with QuietStderr():  # vLLM, whose parser reads them, logs what it is missing
+        variables = sagemaker.variables(os.environ)
+    config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
     from peagle import hardware
     from peagle.machine import identified
     from peagle.ports import require_free
-    from peagle.quiet import QuietStderr
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect

@@ -74,7 +74,7 @@ class TargetKeys(BaseModel):
     @classmethod
     def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
-            check_extra({name: one for name, one in value.items() if name not in _SPEC_FIELDS})
+            check_extra({name: one for name, one in value.items() if name not in SPEC_FIELDS})
         except ConfigError as error:
             raise ValueError(f"{error.message}; {error.hint}" if error.hint else error.message) from error
         return value
@@ -85,7 +85,7 @@ TARGET_SIZES = tuple(
 )
 DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
 # Fields of an EngineSpec that no key of a run or an endpoint names; measurements set them themselves.
-_SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
+SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
 
 def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def extra_arguments(
     slides = "sliding_attention" in (text.get("layer_types") or ())
     # Small windows stay small: FP8 saves little there and costs as much as elsewhere (vLLM blog, 2026-04-22).
     skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]} if on_gpu and slides else {}
-    free = {name: value for name, value in keys.engine_args.items() if name not in _SPEC_FIELDS}
+    free = {name: value for name, value in keys.engine_args.items() if name not in SPEC_FIELDS}
     return {**(skipped if precision.kv_cache == "fp8" else {}), **free}
 
 
@@ -142,7 +142,7 @@ def widest_head(config: Mapping[str, Any]) -> int:
 
 def spec_fields(keys: TargetKeys) -> dict[str, Any]:
     """The arguments that an EngineSpec has fields of its own for."""
-    return {name: value for name, value in keys.engine_args.items() if name in _SPEC_FIELDS}
+    return {name: value for name, value in keys.engine_args.items() if name in SPEC_FIELDS}
 
 
 def require_known(arguments: Mapping[str, Any]) -> None:

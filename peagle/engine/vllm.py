@@ -18,6 +18,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
 from peagle.engine.trials import guard_engine, trials_of
 from peagle.engine.vllm_internals import (
+    client_text,
     counters,
     drafts_of,
     engine_death,
@@ -110,7 +111,7 @@ async def generate(
     except engine_death() as error:
         raise EngineError("the vLLM engine process died") from error
     except refusals() as error:
-        raise RequestRefused(str(error)) from error
+        raise RequestRefused(client_text(error)) from error
     except request_failure() as error:  # this request's only: the engine goes on
         raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
     if not outputs:

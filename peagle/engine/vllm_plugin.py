@@ -1,8 +1,8 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
 
-They fix compiled code, sampling with drafts on CPUs, the priority of grammar compilation, prompt lookup next to a head,
-where answers with drafts end, and cores that outlive the process that started them. docs/upstream.md lists the purpose
-of each, the versions, and the test that fails once vLLM has fixed it.
+They fix compiled code, sampling with drafts on CPUs, requests that cannot be drafted for, the priority of grammar
+compilation, prompt lookup next to a head, where answers with drafts end, and cores that outlive the process that
+started them. docs/upstream.md lists the purpose of each, the versions, and the test that fails once vLLM has fixed it.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +39,14 @@ def register() -> None:
 
     compile_behind_steps()
 
-    look_up_drafts()
-
     cut_at_stop_strings()
     count_drafts_toward_min_tokens()
 
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        skip_drafts()  # before the lookup, which would add drafts again
+    look_up_drafts()
     if current_platform.is_cpu():
         load_compiled()
         share_between_cores()
@@ -244,6 +246,57 @@ def compile_behind_steps() -> None:
 
 def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def skip_drafts() -> None:
+    """Run requests with `logit_bias` or `min_p` without drafts, in an engine that drafts for the others.
+
+    vLLM (0.29) refuses them, because it applies neither to the logits that verify drafts. A request without drafts has
+    only the last row of its step, whose token vLLM samples as it does without a drafter. So the scheduler drops the
+    drafts of such a request, and the worker has the processors of both parameters.
+
+    Only for schedulers that get drafts as lists, as on CPUs: elsewhere drafts never leave the device.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.sample import logits_processor
+
+    take, build = Scheduler.update_draft_token_ids, logits_processor.build_logitsprocs
+    if getattr(take, "skips_drafts", False):
+        return
+
+    @functools.wraps(take)
+    def take_if_verifiable(self: Any, draft_token_ids: Any) -> None:
+        for place, request_id in enumerate(draft_token_ids.req_ids):
+            request = self.requests.get(request_id)
+            if request is not None and is_unverifiable(request.sampling_params):
+                draft_token_ids.draft_token_ids[place] = []
+        take(self, draft_token_ids)
+
+    @functools.wraps(build)
+    def build_all(vllm_config: Any, device: Any, *arguments: Any, **options: Any) -> Any:
+        processors = build(vllm_config, device, *arguments, **options)
+        if vllm_config.speculative_config is None or vllm_config.model_config.runner_type == "pooling":
+            return processors
+        kinds = (logits_processor.LogitBiasLogitsProcessor, logits_processor.MinPLogitsProcessor)
+        own = [kind(vllm_config, device, False) for kind in kinds]
+        return logits_processor.LogitsProcessors([*processors.all, *own])
+
+    take_if_verifiable.skips_drafts = True  # type: ignore[attr-defined]
+    Scheduler.update_draft_token_ids = take_if_verifiable
+    SamplingParams._validate_spec_decode = _accept
+    logits_processor.build_logitsprocs = build_all
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # it has the function by name
+        runner.build_logitsprocs = build_all  # type: ignore[attr-defined]
+
+
+def is_unverifiable(sampling: Any) -> bool:
+    """Return whether vLLM cannot verify drafts of a request with these sampling parameters."""
+    return sampling is not None and bool(sampling.min_p > 0 or sampling.logit_bias)
+
+
+def _accept(self: Any, speculative_config: Any) -> None:
+    """Replace vLLM's refusal of `logit_bias` and `min_p` next to a drafter."""
 
 
 class DraftLookup:

@@ -176,7 +176,9 @@ class PromptBuilder:
         try:
             token_ids = self._encode(body)
         except Exception as error:  # it refuses roles, and its filters raise whatever they meet
-            return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
+            # A client of a batch reads this: a template's own words, and none of Python's.
+            reason = str(error) if type(error).__name__ == "TemplateError" else "a value that it does not expect"
+            return RowError(reason="template_error", message=f"the chat template refuses the row: {reason}")
         return self._fitting(token_ids)
 
     def _fitting(self, token_ids: list[int]) -> list[int] | RowError:

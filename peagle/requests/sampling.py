@@ -146,7 +146,7 @@ class SamplingLimits:
 
     Attributes:
         max_model_len: context in tokens.
-        has_drafter: whether it speculates.
+        has_drafter: whether it drafts for every request, so that it takes neither `logit_bias` nor `min_p`.
         can_seed: whether a sampling seed works.
         vocab_size: token ids that the model has; None if unknown.
         max_answer_bytes: of one row's responses, by `AnswerShape`.
@@ -171,9 +171,9 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     if sampling.get("n", 1) > 1 and greedy:
         return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
-        return "min_p: vLLM does not take it together with a drafter; use top_p, or drafter: none"
+        return "min_p: on a GPU vLLM does not take it together with a drafter; use top_p, or drafter: none"
     if sampling.get("logit_bias") and limits.has_drafter:
-        return "logit_bias: vLLM does not take it together with a drafter; use drafter: none"
+        return "logit_bias: on a GPU vLLM does not take it together with a drafter; use drafter: none"
     if sampling.get("min_tokens", 0) > sampling["max_tokens"]:
         return f"min_tokens: {sampling['min_tokens']} are more than max_tokens, {sampling['max_tokens']}"
     if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:

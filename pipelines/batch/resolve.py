@@ -223,7 +223,7 @@ def _sampling(
     assert spec.max_model_len is not None, "compose_engine() sets it"
     limits = SamplingLimits(
         max_model_len=spec.max_model_len,
-        has_drafter=spec.drafter is not None,
+        has_drafter=spec.drafter is not None and hardware.platform != "cpu" and config.engine != "fake",
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
         vocab_size=engine.model.vocab_size,
     )

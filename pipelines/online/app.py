@@ -307,7 +307,17 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
         vocab_size=one.engine.model.vocab_size,
+        parsers=_parsers_of(one),
     )
+
+
+def _parsers_of(one: Served) -> frozenset[str]:
+    """Return the keys of the parsers that vLLM has for a model."""
+    names = ("tool_call_parser", "reasoning_parser")
+    if one.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
+        return frozenset(names)
+    configured = {"reasoning_parser"} if "reasoning_config" in one.keys.engine_args else set()
+    return frozenset(configured.union(name for name in names if getattr(one.keys, name)))
 
 
 def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:

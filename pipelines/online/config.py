@@ -155,7 +155,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
     log_prompts: bool = Field(
-        False, description="write every request that is let in, with its prompt, into the folder prompts of --state"
+        False, description="write each accepted request, with its prompt, into the folder prompts of --state"
     )
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     share_prefix_cache: bool = Field(

@@ -168,7 +168,7 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
     except ValidationError as error:
         first = error.errors()[0]
         param = f"expires_after[{first['loc'][0]}]"
-        raise ApiError(422, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
+        raise ApiError(400, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
 
 
 def require_form(content_type: str) -> None:

@@ -164,7 +164,6 @@ CASES = [
     bad("a negative seed", "--seed -1", "seed"),
     bad("an empty stop string", "--stop ''", "an empty string ends nothing"),
     bad("too many log-probabilities", "--logprobs 50", "logprobs"),
-    bad("min_p with a drafter", "--min-p 0.1 --num-speculative-tokens 3", "min_p"),
     bad("a JSON schema that is not there", "--json-schema nothing.json", "no schema can be read there"),
     bad("a JSON schema that is no JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
     bad("a JSON schema with a NaN", "--json-schema s.json", "is no JSON", files={"s.json": b'{"maximum": NaN}'}),

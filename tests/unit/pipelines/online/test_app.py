@@ -30,7 +30,7 @@ def served(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
-        model=SimpleNamespace(name="m", card=None, vocab_size=100),
+        model=SimpleNamespace(name="m", card=None, vocab_size=100, config={}),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
     )
     return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]
@@ -89,8 +89,10 @@ def test_keys_have_prefix_caches_of_their_own_unless_the_operator_says_otherwise
 
 
 def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
-    (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
+    has_parser = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
+    (one, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
     assert (one.name, two.name) == ("a", "b")
+    assert (one.parsers, two.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
     assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
     assert one.max_choices == 128
 

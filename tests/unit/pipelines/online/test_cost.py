@@ -214,4 +214,4 @@ def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
 def test_a_period_that_makes_no_sense_is_refused(period, param):
     with pytest.raises(ApiError) as caught:
         asked_period(*period)
-    assert (caught.value.status, caught.value.param) == (422, param)
+    assert (caught.value.status, caught.value.param) == (400, param)
