@@ -8,10 +8,12 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs import removed
+
 if TYPE_CHECKING:
     from peagle.economics.spending import Days
 
-FORMATS = ("table", "csv", "json", "html", "md", "focus")
+FORMATS = ("table", "csv", "json", "html", "focus")
 HELP = """\
 Say what runs and endpoints cost in a period: work, overhead and losses, by key, model, tag or day. The lines add up to
 the cent.
@@ -60,14 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--currency", metavar="CODE", help="convert amounts to this currency; FOCUS uses only this one")
     parser.add_argument("--rate", type=float, metavar="X", help="of that currency for a dollar")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="(default: %(default)s)")
+    parser.add_argument("--format", type=_format, choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add up, and print."""
     from peagle.economics.other_nodes import node_charges
     from peagle.economics.report.focus import focus_csv
-    from peagle.economics.report.spending import FORMATS as WRITERS
+    from peagle.economics.report.spending import csv_statement, text_statement
     from peagle.economics.report.spending_page import html_statement
     from peagle.economics.spending import charges
     from peagle.economics.statement import dimensions, in_currency, statement
@@ -94,8 +96,14 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         layer = next((name for name in by if name != "day"), "key")
         print(html_statement(result, statement(charged, ("day", layer), days)))
     else:
-        print(WRITERS[args.format](result))
+        print(csv_statement(result) if args.format == "csv" else text_statement(result))
     return 0, result
+
+
+def _format(text: str) -> str:
+    if instead := removed.VALUES.get(("format", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} was removed: {instead}")
+    return text
 
 
 def _currency(args: argparse.Namespace) -> tuple[str, float] | None:

@@ -208,6 +208,10 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
         return f"--{where.replace('_', '-')} is needed"
     if error["type"] == "unexpected_keyword_argument":
         return f"{where}: no such key"
+    if isinstance(error["input"], str) and (
+        instead := removed.VALUES.get((str(error["loc"][-1]) if error["loc"] else "", error["input"]))
+    ):
+        return f"{where}: {error['input']!r} was removed: {instead}"
     message = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return message

@@ -1,4 +1,4 @@
-"""Commands, flags and YAML keys that earlier versions had, and what to use instead."""
+"""Commands, flags, YAML keys and values that earlier versions had, and what to use instead."""
 
 COMMANDS = {
     "deploy skypilot": "edit examples/skypilot.yaml and run `sky jobs launch examples/skypilot.yaml`",
@@ -7,5 +7,12 @@ KEYS = {
     "seeds": "plans are computed in closed form; leave it out",
     "machines_per_min": "plans assume that all machines arrive together; raise provision_s instead",
     "notice_s": "plans count interruptions without notice; leave it out",
+    "renew": "run `python benchmarks/prices/renew.py CLONE` in a clone of this repository",
 }
 """By key; the flag has the same name."""
+VALUES = {
+    ("format", "md"): "use --format table, html, csv or json",
+    ("market", "reserved"): "state the price of a machine with --usd-per-hour, or put it into the column "
+    "usd_per_hour_on_demand of a table for --prices",
+}
+"""By key and value."""

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import numpy as np
+
 from peagle.bench.closed_loop import Answer, Loop
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
@@ -212,19 +214,6 @@ def _times(answer: Answer) -> RequestTimes:
 PERCENTILES = (50, 95, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values in proportion, as numpy does it.
-
-    >>> percentile([4.0, 1.0, 3.0, 2.0], 50), percentile([1.0, 2.0], 95)
-    (2.5, 1.95)
-    """
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def spread(values: Sequence[float]) -> float:
     """The range over the median.
 
@@ -315,4 +304,4 @@ def _num_steps(record: PassRecord) -> int:
 
 def _percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
-    return {f"p{percent}": percentile(known, percent) for percent in PERCENTILES} if known else None
+    return {f"p{percent}": float(np.percentile(known, percent)) for percent in PERCENTILES} if known else None

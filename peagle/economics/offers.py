@@ -28,12 +28,11 @@ COLUMNS = (
     "memory_gib",
     "usd_per_hour_on_demand",
     "usd_per_hour_spot",
-    "usd_per_hour_reserved",
     "as_of",
     "source",
     "doubt_on_demand",
 )
-MARKETS = ("on_demand", "spot", "reserved")
+MARKETS = ("on_demand", "spot")
 PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 
 
@@ -59,7 +58,6 @@ class Offer:
     memory_gib: float | None = None
     usd_per_hour_on_demand: float | None = None
     usd_per_hour_spot: float | None = None
-    usd_per_hour_reserved: float | None = None
     as_of: str = ""
     source: str = ""
     doubt_on_demand: str = ""
@@ -130,7 +128,10 @@ def read_offers(path: Path) -> list[Offer]:
 def _check_columns(path: Path, names: list[str]) -> None:
     for name in names:
         if name not in COLUMNS:
-            raise PriceError(f"{path}: unknown column {name!r}", hint=did_you_mean(name, COLUMNS))
+            hint = did_you_mean(name, COLUMNS)
+            if name == "usd_per_hour_reserved":  # a column of earlier versions
+                hint = "reserved prices were removed: write the price into usd_per_hour_on_demand"
+            raise PriceError(f"{path}: unknown column {name!r}", hint=hint)
     if "instance_type" not in names or not set(PRICE_COLUMNS) & set(names):
         raise PriceError(
             f"{path}: a price table needs the column instance_type and one of {', '.join(PRICE_COLUMNS)}",

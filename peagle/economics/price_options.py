@@ -24,9 +24,7 @@ class PriceKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     instance_type: str | None = Field(None, description="instance type that the engines run on, as in the price table")
-    market: Literal["on_demand", "spot", "reserved"] = Field(
-        "on_demand", description="which of the instance's prices; reserved ones are in a table of yours"
-    )
+    market: Literal["on_demand", "spot"] = Field("on_demand", description="price of the instance type to use")
     provider: str | None = Field(None, description="provider, if several sell that instance type")
     region: str | None = Field(None, description="where, if the price depends on it")
     usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, instead of the table's")

@@ -16,7 +16,7 @@ from peagle.economics.offers import MARKETS, Offer, is_accelerator, packaged_off
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 
-Market = Literal["on_demand", "spot", "reserved", "fixed"]
+Market = Literal["on_demand", "spot", "reserved", "fixed"]  # "reserved" only in records of earlier versions
 Device = Literal["accelerator", "vcpu"]
 Basis = Literal["stated", "detected", "assumed"]
 

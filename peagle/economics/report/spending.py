@@ -1,11 +1,11 @@
-"""A statement for people and for tools: a table, Markdown or CSV.
+"""A statement as a text table or CSV.
 
 It knows statements as data only (`statement.py`). The page is in `spending_page.py`.
 """
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peagle.economics.report.figures import in_words_count, in_words_usd
@@ -13,7 +13,7 @@ from peagle.economics.report.saved import saved_lines
 from peagle.economics.spending import KINDS
 from peagle.economics.statement import DIGITS, in_currency, shown
 from peagle.economics.work import COUNTS
-from peagle.tables import aligned, markdown
+from peagle.tables import aligned
 
 UNKNOWN = "unknown"
 _NOBODY = "-"
@@ -31,17 +31,6 @@ def text_statement(one: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
 
 
-def markdown_statement(one: Mapping[str, Any]) -> str:
-    """The statement as Markdown: the same, as tables."""
-    one = for_people(one)
-    notes = [f"- {note}" for note in one["notes"]]
-    heads = ("where the money went", "USD", *_beside(one))
-    summary, saved = [heads, *summary_rows(one)], [("saved", ""), *saved_rows(one)]
-    tables: list[Sequence[Sequence[str]]] = [statement_table(one), summary, saved]
-    lines = [line for table in tables for line in ("", *markdown(table))]
-    return "\n".join([f"# {period_in_words(one)}", *lines, "", *notes]).rstrip()
-
-
 def csv_statement(one: Mapping[str, Any]) -> str:
     """A line for each group, with a head; the lines add up to the whole."""
     sink = io.StringIO()
@@ -53,13 +42,6 @@ def csv_statement(one: Mapping[str, Any]) -> str:
         names = [row[dimension] for dimension in one["by"]]
         writer.writerow([*names, *(row[name] for name in COUNTS), *amounts, decimal(row["usd_per_million_tokens"])])
     return sink.getvalue().rstrip("\n")
-
-
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "table": text_statement,
-    "md": markdown_statement,
-    "csv": csv_statement,
-}
 
 
 def decimal(usd: float | None) -> str:

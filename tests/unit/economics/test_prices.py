@@ -121,12 +121,12 @@ def test_an_override_extends_the_table(write):
         own.price("rack-7")
 
 
-def test_a_reserved_price_is_one_of_the_users_own(write, table):
-    head = "instance_type,accelerator,accelerator_count,usd_per_hour_on_demand,usd_per_hour_reserved\n"
-    price = PriceTable.load(write(f"{head}p5.48xlarge,H100,8,55.04,31.5\n")).price("p5.48xlarge", market="reserved")
-    assert (price.usd_per_hour, price.market, price.on_demand_usd_per_hour) == (31.5, "reserved", None)
-    with pytest.raises(PriceError, match=r"no reserved price is known for p5\.4xlarge"):
-        table.price("p5.4xlarge", market="reserved")
+def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
+    with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as refused:
+        PriceTable.load(write("instance_type,vcpus,usd_per_hour_reserved\nrack-7,64,1.5\n"))
+    assert "usd_per_hour_on_demand" in refused.value.hint
+    recorded = table.price("p5.48xlarge", region="us-east-1").to_dict() | {"market": "reserved"}
+    assert Price.from_dict(recorded).market == "reserved"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_documented_columns_are_the_packaged_ones(write):
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerow(["aws", "mars", "x", "H100", 4, 8, 16, 8.0, 4.0, 6.0, "2026-05", "me", "a rumour"])
+        writer.writerow(["aws", "mars", "x", "H100", 4, 8, 16, 8.0, 4.0, "2026-05", "me", "a rumour"])
     assert read_offers(path) == [
         Offer(
             provider="aws",
@@ -180,7 +180,6 @@ def test_the_documented_columns_are_the_packaged_ones(write):
             memory_gib=16,
             usd_per_hour_on_demand=8.0,
             usd_per_hour_spot=4.0,
-            usd_per_hour_reserved=6.0,
             as_of="2026-05",
             source="me",
             doubt_on_demand="a rumour",

@@ -37,3 +37,20 @@ def test_own_prices_are_listed_with_the_file_as_their_source(capsys, tmp_path):
 def test_a_name_that_the_table_does_not_have_is_an_error_with_the_nearest(capsys, name, near):
     assert cli.run(["prices", name]) != 0
     assert f"did you mean {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["prices", "--renew", "clone"], "--renew was removed: run `python benchmarks/prices/renew.py CLONE`"),
+        (["cost", "runs", "--format", "md"], "'md' was removed: use --format table"),
+        (["generate", "--market", "reserved"], "market: 'reserved' was removed: state the price"),
+    ],
+)
+def test_what_was_removed_names_its_replacement(capsys, command, message):
+    try:
+        code = cli.run(command)
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in capsys.readouterr().err

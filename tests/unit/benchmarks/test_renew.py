@@ -3,13 +3,11 @@ import subprocess
 
 import pytest
 
+from benchmarks.prices.renew import offers_csv, renew
 from peagle.economics.offers import packaged_offers, read_offers
-from peagle.economics.price_renewal import offers_csv, renewed
-from peagle.errors import ConfigError
 
 HEAD = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone\n"
 DAY = "2027-01-02"
-OWN = "instance_type,vcpus,usd_per_hour_on_demand\nrack-7,64,1.5\n"
 
 
 def git(folder, *arguments):
@@ -20,7 +18,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A catalogue of two versions; c7a.large has three zones in the newest."""
+    """A catalogue with two versions; c7a.large has three zones in the newest."""
     folder = tmp_path / "catalogue"
     old, new = (folder / "catalogs" / version / "aws" / "vms.csv" for version in ("v9", "v10"))
     for file in (old, new):
@@ -34,42 +32,23 @@ def clone(tmp_path):
     return folder
 
 
-def test_prices_are_those_of_the_newest_version_with_its_commit_and_its_date(clone):
+def test_prices_come_from_the_newest_version(clone):
     (offer,) = (one for one in packaged_offers() if one.place == "aws us-east-1" and one.instance_type == "c7a.large")
-    ((new,), missing) = (renewal := renewed([offer], clone)).offers, renewal.missing
-    assert (new.usd_per_hour_on_demand, new.usd_per_hour_spot, missing) == (0.2, 0.045, ())
+    (new,), missing = renew([offer], clone)
+    assert (new.usd_per_hour_on_demand, new.usd_per_hour_spot, missing) == (0.2, 0.045, [])
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert new.source == f"skypilot-org/skypilot-catalog catalogs/v10/aws/vms.csv@{commit[:12]}"
     assert new.as_of == DAY
     assert (new.num_vcpus, new.memory_gib) == (offer.num_vcpus, offer.memory_gib)
 
 
-def test_what_the_catalogue_lacks_and_what_is_not_its_own_stays_as_it_was(clone, tmp_path):
-    (tmp_path / "own.csv").write_text(OWN)
+def test_offers_that_are_not_in_the_catalogue_stay(clone, tmp_path):
+    (tmp_path / "own.csv").write_text("instance_type,vcpus,usd_per_hour_on_demand\nrack-7,64,1.5\n")
     gone = [one for one in packaged_offers() if one.provider == "aws" and one.instance_type != "c7a.large"]
     offers = [*gone, *read_offers(tmp_path / "own.csv")]
-    renewal = renewed(offers, clone)
-    assert list(renewal.offers) == offers
-    assert list(renewal.missing) == gone
+    assert renew(offers, clone) == (offers, gone)
 
 
-def test_a_table_that_is_written_is_read_again(tmp_path):
+def test_the_csv_is_a_price_table(tmp_path):
     (tmp_path / "again.csv").write_text(offers_csv(packaged_offers()))
     assert read_offers(tmp_path / "again.csv") == packaged_offers()
-
-
-@pytest.mark.parametrize(
-    ("provider", "table", "reason"),
-    [
-        ("aws", None, "no clone"),
-        ("gcp", HEAD, r"no catalogs/v\*/gcp"),
-        ("aws", "InstanceType,Price\n", "no column Region"),
-        ("aws", HEAD + "c7a.large,,,2.0,4.0,,free,,us-east-1,a\n", "line 2: 'free' is no price"),
-    ],
-)
-def test_a_folder_that_is_no_catalogue_is_refused(clone, tmp_path, provider, table, reason):
-    folder = tmp_path if table is None else clone
-    if table is not None:
-        (clone / "catalogs" / "v10" / "aws" / "vms.csv").write_text(table)
-    with pytest.raises(ConfigError, match=reason):
-        renewed([one for one in packaged_offers() if one.provider == provider], folder)
