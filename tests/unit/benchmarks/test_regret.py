@@ -23,7 +23,7 @@ def write_profile(path: Path, *, num_slots: int, objective: str = "throughput") 
             "model": "m", "drafter": "none", "precision": "auto", "max_num_seqs": 4,
             "max_num_batched_tokens": num_slots,
         },
-        tuned=Tuned.of(cell, [cell]),
+        tuned=Tuned(concurrency=4, acceptance_length=None),
         target={"name": "m", "revision": "abc"},
         hardware="a machine",
         versions={},

@@ -920,7 +920,7 @@ def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_wai
         post(keys["small"], stream=True, **few), post(keys["small"], **few), app=Engine(breaks_off=True)
     )
     assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
-    assert "held by its requests" in second.json()["error"]["message"]
+    assert "reserved by running requests" in second.json()["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
