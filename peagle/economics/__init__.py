@@ -1,5 +1,4 @@
-"""The cost of generation: prices, usage records, the account, the report.
+"""The cost of generation: prices, usage records, accounts, statements and reports.
 
-Read in this order: `usage` (what an engine did), `prices` (what an hour of it costs), `cost` (both put
-together), `report` (the result, for people and for programs). Nothing here knows engines, clusters or HTTP.
+Read `usage` (what an engine did), `prices` (what an hour of it costs) and `account` (both together) first.
 """

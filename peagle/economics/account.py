@@ -1,13 +1,11 @@
-"""One ledger: what a run used, times what it costs, over what it delivered.
+"""The account of a run: usage times price, over committed output.
 
-Pure: records and a price in, an account out. It knows no files and no formats.
+Every device-second of an engine belongs to one share: load, compile, busy (it became committed output), idle, or lost
+(work that was not committed). All seconds are paid; only committed tokens are output.
 
-Every device-second an engine lived belongs to one share: load, compile, busy (it became committed output),
-idle, or lost (killed engines, units done twice). Only committed tokens are output; all seconds are paid.
-
-Worked by hand: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10
-idle. One unit commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20
-lost; 200 in all, 200 / 3600 * 0.10 = 0.00556 USD; 1,500 / 0.00556 = 270,000 tokens per USD.
+Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
+commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total. The cost
+is 200 / 3600 * 0.10 = 0.00556 USD, and 1,500 / 0.00556 = 270,000 tokens per USD.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """A total and where it went; device-seconds or USD alike."""
+    """Device-seconds or USD by share."""
 
     load: float = 0.0
     compile: float = 0.0
@@ -36,7 +34,7 @@ class Shares:
         return self.load + self.compile + self.busy + self.idle + self.lost
 
     def times(self, factor: float) -> "Shares":
-        """Every share multiplied: device-seconds become USD."""
+        """Return every share multiplied by `factor`."""
         return Shares(**{name: value * factor for name, value in asdict(self).items()})
 
     def __add__(self, other: "Shares") -> "Shares":
@@ -47,14 +45,14 @@ class Shares:
 class Account:
     """The output of a run and its cost.
 
-    Args:
-        device_s: device-seconds by share (one accelerator or vCPU for one second).
-        num_output_tokens: committed tokens only.
-        num_lost_tokens: tokens that were generated and never committed.
-        busy_s: seconds that engines were busy with committed work, summed over engines; not times devices.
-        wall_s: seconds in which at least one engine lived. A pause between two attempts is not counted.
-        num_sessions: engine processes, restarted ones counted again.
-        num_unended_sessions: those whose last heartbeat did not say that they ended: killed, or still alive.
+    Attributes:
+        device_s: seconds of one accelerator or vCPU, by share.
+        num_output_tokens: committed tokens.
+        num_lost_tokens: tokens that were generated but not committed.
+        busy_s: committed busy seconds of all engines, not multiplied by devices.
+        wall_s: seconds with at least one live engine; pauses between attempts do not count.
+        num_sessions: engine processes, including restarts.
+        num_unended_sessions: sessions without a final heartbeat: crashed, or still running.
     """
 
     price: Price
@@ -74,44 +72,41 @@ class Account:
 
     @property
     def usd(self) -> Shares:
-        """Dollars by share."""
+        """US dollars by share."""
         return self.device_s.times(self.price.usd_per_device_s)
 
     @property
     def total_usd(self) -> float:
-        """Dollars for every second the engines lived."""
+        """The cost of all engine time."""
         return self.usd.total
 
     @property
     def tokens_per_usd(self) -> float | None:
-        """Committed output tokens over all dollars; None while there are none of either."""
+        """Committed output tokens per dollar, or None if there are no tokens or no cost."""
         return self.num_output_tokens / self.total_usd if self.total_usd and self.num_output_tokens else None
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """The same the other way round."""
+        """US dollars per million committed output tokens."""
         return 1e6 / self.tokens_per_usd if self.tokens_per_usd else None
 
     @property
     def tokens_per_busy_usd(self) -> float | None:
-        """Committed tokens per dollar of busy time.
-
-        `tokens_per_usd` nears it as a run grows longer.
-        """
+        """Committed tokens per dollar of busy time: the limit of `tokens_per_usd` for long runs."""
         return self.num_output_tokens / self.usd.busy if self.usd.busy else None
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Committed tokens per busy second, without loading and idling."""
+        """Committed tokens per busy second."""
         return self.num_output_tokens / self.busy_s if self.busy_s else None
 
     @property
     def output_tokens_per_wall_s(self) -> float | None:
-        """Committed tokens per second of the whole run, everything included."""
+        """Committed tokens per second with a live engine."""
         return self.num_output_tokens / self.wall_s if self.wall_s else None
 
     def to_dict(self) -> dict[str, object]:
-        """Every figure, the derived ones too, ready for JSON."""
+        """Return all figures, including derived ones, for JSON."""
         speculation = {
             **self.speculation.to_dict(),
             "num_accepted_tokens": self.speculation.num_accepted_tokens,
@@ -134,17 +129,17 @@ class Account:
 
 
 def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price: Price) -> Account:
-    """Put units, sessions and a price together.
+    """Compute the account of a run.
 
-    A committed unit is never lost: where a killed session's last heartbeat is older than its last commit, the
-    units' busy seconds count and the session's total grows by the difference.
+    A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
+    seconds count and extend the session.
 
     Args:
-        units: gone through once, before `sessions`.
+        units: iterated once, before `sessions`.
 
     Raises:
-        PeagleError: a unit names no session of the ledger, or a session is there twice.
-        PriceError: the price is for another kind of device than the engines held.
+        PeagleError: a unit belongs to an unknown session, or a session is listed twice.
+        PriceError: the price is for another kind of device.
     """
     num_units, work_of = _work_by_session(units)
     sessions = list(sessions)
@@ -170,10 +165,6 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
 
 
 def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsage]]:
-    """Number of units, and the sum of each session's.
-
-    Units are not kept: a run may have more than memory holds.
-    """
     num_units, work_of = 0, dict[str, UnitUsage]()
     for unit in units:
         num_units += 1
@@ -183,36 +174,33 @@ def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsa
 
 
 def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
-    """Require every session that committed units, each once.
-
-    Args:
-        committing: ids of the sessions that units name.
+    """Require unique sessions that include every committing one.
 
     Raises:
-        PeagleError: a unit names no session of the ledger, or a session is there twice.
+        PeagleError: they do not.
     """
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
-        raise PeagleError("the ledger holds the same engine session twice, and would be paid twice")
+        raise PeagleError("the ledger contains an engine session twice")
     if orphans := sorted(set(committing) - known):
         raise PeagleError(
             f"units were committed by engine sessions that are not in the ledger: {', '.join(orphans)}",
-            hint="without ledger/session-<id>.parquet of each their cost is unknown; restore these files",
+            hint="restore ledger/session-<id>.parquet of each session",
         )
 
 
 def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
-    """Require engines on the devices that the price is for.
+    """Require that the price is for the devices of the engines.
 
     Raises:
-        PriceError: one held another kind.
+        PriceError: an engine held another kind of device.
     """
     for session in sessions:
         if session.device != price.device:
             raise PriceError(
                 f"the price of {price.instance_type} is per {price.device}, but an engine on "
                 f"{session.hostname} ran on {session.num_devices} x {session.device}",
-                hint="name the instance type it ran on with --instance-type",
+                hint="set --instance-type to the machine that it ran on",
             )
 
 
@@ -222,21 +210,21 @@ def _shares(session: EngineSession, work: UnitUsage | None) -> Shares:
 
 
 def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
-    """An engine's seconds in consecutive periods of its life, by share.
+    """Return the seconds of an engine in consecutive periods of its life, by share.
 
-    Work counts when it is committed: seconds of what is under way at the end of a period belong to the period in which
-    it is committed, or is seen to be lost. So no share is negative, and periods add up to the life however it is cut.
+    Work counts when it is committed: busy seconds of an open unit belong to the period in which the unit is committed
+    or lost. So no share is negative, and the periods add up to the whole life.
 
-    Worked by hand: a day ends 10 s into a unit that takes 30 s and is committed the day after. Busy seconds at the two
-    ends are 10 and 30, committed are 0 and 30: the first day has none of them, the second has all, and none is lost.
+    Example: a unit of 30 s is open for 10 s when the day ends. Busy seconds at the ends of the two days are 10 and 30,
+    committed ones are 0 and 30. All 30 belong to the second day, and none are lost.
 
     Args:
-        ends: the session as it stood at the end of each period.
-        committed_s: busy seconds of the work that was committed in each.
+        ends: the session at the end of each period.
+        committed_s: busy seconds of the work committed in each period.
     """
     total_s = accumulate(committed_s)
     lost_s = _for_good([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
-    # While an engine starts all its seconds are load; when it is up, some of them turn out to be compile.
+    # All seconds are load until an engine is ready; then some of them become compile.
     load_s = _for_good([end.load_s for end in ends])
     compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
     idle_s = [end.idle_s for end in ends]
@@ -248,7 +236,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
 
 
 def _for_good(totals: Sequence[float]) -> list[float]:
-    """The part of each running total that no later one takes back."""
+    """Return the part of each running total that no later total takes back."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 
@@ -261,9 +249,8 @@ def _num_lost_tokens(session: EngineSession, work: UnitUsage | None) -> int:
 
 
 def _wall_s(sessions: list[EngineSession], work_of: Mapping[str, UnitUsage]) -> float:
-    """The length of the union of the sessions' lives."""
     wall_s, seen_until = 0.0, float("-inf")
-    for session in sorted(sessions, key=lambda one: one.started_at):
+    for session in sorted(sessions, key=lambda session: session.started_at):
         work = work_of.get(session.session_id)
         end = max(session.last_seen_at, work.finished_at if work else session.last_seen_at)
         wall_s += max(end - max(session.started_at, seen_until), 0.0)

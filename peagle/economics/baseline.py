@@ -1,7 +1,6 @@
-"""Baselines of savings: measured times of steps, with a drafter and without.
+"""Measured step times with and without a drafter, from which savings are computed.
 
-An engine carries the one that fits it from its start on, as JSON in its ledger. It knows neither who measured nor what
-is compared with it (`gain.py`).
+An engine session in the ledger contains the baseline of its engine as JSON.
 """
 
 import json
@@ -16,16 +15,15 @@ from peagle.speculation import break_even_acceptance_length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The time of a decoding step of an engine with so many requests at once.
+    """The step times at one concurrency.
 
     Attributes:
-        concurrency: requests at once.
-        step_s: as the engine decodes, drafting and verifying included.
-        plain_step_s: without its drafter; the same for an engine that has none.
-        error: of the ratio of both, as a share of it; None where nobody measured twice.
+        step_s: seconds of a decoding step, including drafting and verification.
+        plain_step_s: seconds without the drafter; equal to `step_s` if there is none.
+        error: relative error of the ratio of the two, or None if it is unknown.
 
     Raises:
-        ValueError: a number is not of its kind.
+        ValueError: a number is out of range.
     """
 
     concurrency: float
@@ -44,16 +42,16 @@ class Step:
 
     @property
     def break_even(self) -> float:
-        """The acceptance length at which drafting costs what it saves."""
+        """The acceptance length at which the drafter costs as much as it saves."""
         return break_even_acceptance_length(self.step_s, self.plain_step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """Steps by concurrency, ascending, and the measurement that they are from.
+    """Step times by ascending concurrency, and the measurement that they come from.
 
     Raises:
-        ValueError: there is none, or they are in another order.
+        ValueError: there are no steps, or their order is wrong.
     """
 
     source: str
@@ -64,9 +62,9 @@ class Baseline:
             raise ValueError("a baseline has steps of ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
-        """The step at a concurrency.
+        """Return the step times at a concurrency: interpolated, or those of the nearest end.
 
-        Between two measured ones its times lie on a line; beyond them it is the nearest one's. The larger error counts.
+        An interpolated step has the larger error of its neighbours.
 
         >>> steps = (Step(concurrency=1, step_s=0.03, plain_step_s=0.02), Step(concurrency=3, step_s=0.05,
         ...     plain_step_s=0.02))
@@ -87,24 +85,24 @@ class Baseline:
         )
 
     def to_text(self) -> str:
-        """As a ledger keeps it: JSON."""
+        """Return the JSON text for the ledger."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """The inverse of `to_text`; None of an empty text.
+        """Parse `to_text`; an empty text is None.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: the text is invalid.
         """
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The same of JSON that has been read.
+        """Build a baseline from parsed JSON.
 
         Raises:
-            ValueError: it is of another form.
+            ValueError: the data is invalid.
         """
         try:
             return cls(source=str(data["source"]), steps=tuple(Step(**step) for step in data["steps"]))
@@ -113,7 +111,7 @@ class Baseline:
 
 
 def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
-    """The baseline among the facts of a run, as `run.json` has them.
+    """Return the baseline in `run.json`, or None.
 
     Raises:
         PeagleError: it is damaged.
@@ -125,10 +123,7 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """The error of a ratio, of the spreads of its two sides.
-
-    Half of each, added: the ratio is no farther off where both sides are as far off as they were measured. None where
-    one is not known.
+    """Return the error of a ratio from the spreads of both sides: half of each, added. None if one is unknown.
 
     >>> ratio_error([0.04, 0.06])
     0.05

@@ -1,10 +1,8 @@
-"""Many small files of a ledger put into few, beside whoever writes and reads it.
+"""Merging of small ledger files, while others read and write the ledger.
 
-    new file, whole  ->  old files deleted
-
-Killed at any moment it leaves a ledger that says the same: readers find each process's lines once (`segments.py`), and
-each session once. Running it again finishes the work. Only files of processes that have ended are taken: those that
-said so an hour ago, and those of which nothing was heard for a day. A file that has changed meanwhile stays.
+The merged file is written completely before the old files are deleted, so a crash at any point leaves an equivalent
+ledger, and the next run finishes the work. Only files of processes that have ended are merged: one hour after their
+last record, or one day after the last sign of life. A file that changes meanwhile stays.
 """
 
 import hashlib
@@ -42,22 +40,22 @@ _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """How many files a ledger had, and has."""
+    """The number of ledger files before and after."""
 
     num_before: int
     num_after: int
 
 
 def compact(ledger: Place, now: float) -> Compacted:
-    """Put the small files of a ledger together.
+    """Merge the small files of a ledger.
 
     Args:
         now: Unix time.
 
     Raises:
-        FileNotFoundError: another compaction is at work.
+        FileNotFoundError: another compaction is running.
         PeagleError: a file is damaged.
-        OSError, StorageError: it cannot be written.
+        OSError, StorageError: the ledger cannot be written.
     """
     num_before = _num_files(ledger)
     sessions = {session.session_id: session for session in read_sessions(ledger)}
@@ -89,7 +87,7 @@ def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession],
         return
     written, copied = set[str](), list[tuple[Segment, int]]()
     for group in _groups(chosen):
-        name, sizes = _put_together(ledger, kind, group)
+        name, sizes = _write_merged(ledger, kind, group)
         written.add(name)
         copied += zip(group, sizes, strict=True)
     for segment, size in copied:
@@ -101,11 +99,11 @@ def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession],
             remove(path)
 
 
-def _put_together(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
+def _write_merged(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
     """Write the merged file of these segments.
 
     Returns:
-        Its name, and the bytes that each segment had, a torn last line included.
+        Its name, and the size of each segment, including a torn last line.
     """
     parts = [segment.read() for segment in group]
     whole = [part[: part.rfind(b"\n") + 1] for part in parts]
@@ -118,9 +116,9 @@ def _put_together(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, 
 
 
 def _remove_leftovers(ledger: Place, files: Files) -> None:
-    """Delete what a compaction that was killed would have deleted next."""
+    """Delete what an interrupted compaction left behind."""
     for orphan in files.orphans:
-        if not (ledger / (orphan.name + INDEX)).exists():  # a list may have missed it
+        if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
             remove(orphan)
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):
@@ -131,7 +129,6 @@ def _remove_leftovers(ledger: Place, files: Files) -> None:
 
 
 def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
-    """Segments for one merged file each: it is no longer small when it is full."""
     group: list[Segment] = []
     num_bytes = 0
     for segment in chosen:
@@ -145,10 +142,7 @@ def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
 
 
 def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession], now: float) -> bool:
-    """Whether nobody appends to a file any more.
-
-    A batch's is written once, and no session is of its name.
-    """
+    """Return whether no process appends to this file. The file of a batch has no session."""
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
         return _is_over(session, now)
@@ -165,7 +159,6 @@ def _is_over(session: EngineSession, now: float) -> bool:
 
 
 def _compact_sessions(ledger: Place, now: float) -> None:
-    """Put the last heartbeats of engines that have ended into one file."""
     before = {path: path.read_bytes() for path in session_files(ledger)}
     found = {path: sessions_of(path) for path in before}
     over = [path for path, sessions in found.items() if all(_is_over(session, now) for session in sessions)]

@@ -1,18 +1,16 @@
-"""Savings of drafters and spot machines; the cost of prompts and generation.
+"""Savings from drafters and spot machines, and the cost of prompts and generation.
 
-Pure: work and a measured baseline in, dollars out. Each sum adds up, and what is not known is a sum of its own, so that
-it is never taken for nothing.
-
-A request has a step for each draft. As one of `n` at once it pays an nth of the `step_s` seconds of each. The rest of
-its busy seconds were its prompt's. Without the drafter it would have had a step for each token:
+A request has one step per draft. With `n` concurrent requests it pays 1/n of each step of `step_s` seconds. The rest of
+its busy seconds is its prompt. Without the drafter it would need one step per token:
 
     generation     drafts x step_s / n
     without        generation x acceptance length / break-even acceptance length
 
-Worked by hand: 8 at once, steps of 80 ms with the drafter and 40 ms without, so that drafts break even at 2.0. A
-request of 12 busy seconds had 1,000 drafts with 1,500 accepted tokens, an acceptance length of 2.5. Its generation took
-1,000 x 0.08 / 8 = 10 s, its prompt 2 s. Without the drafter generation would have taken 10 x 2.5 / 2.0 = 12.5 s: 2.5 s
-are saved.
+Example: 8 concurrent requests, steps of 80 ms with the drafter and 40 ms without, so the break-even is 2.0. A request
+of 12 busy seconds has 1,000 drafts with 1,500 accepted tokens: an acceptance length of 2.5. Its generation takes
+1,000 x 0.08 / 8 = 10 s, its prompt 2 s. Without the drafter, generation would take 10 x 2.5 / 2.0 = 12.5 s; 2.5 s are saved.
+
+Unknown amounts are sums of their own, so they are never counted as zero.
 """
 
 from dataclasses import dataclass, fields
@@ -29,17 +27,18 @@ class Gain:
     """Dollars to compare; they add up with `+`.
 
     Attributes:
-        prompt_usd, generation_usd: of work with measured step times.
-        unsplit_usd: of all other work.
-        drafted_usd: generation with a drafter that can be compared; `undrafted_usd` is what it would have cost without.
-        error_usd: by so much `undrafted_usd` may be wrong.
-        is_error_known: False where a part of it has no error.
+        prompt_usd, generation_usd: work with measured step times.
+        unsplit_usd: all other work.
+        drafted_usd: generation with a drafter that can be compared.
+        undrafted_usd: its estimated cost without the drafter.
+        error_usd: the error of `undrafted_usd`.
+        is_error_known: whether all of it has an error.
         uncompared_usd: work with a drafter that cannot be compared.
-        num_drafts, num_accepted_tokens: of what is compared.
-        spot_usd: engines on spot machines, their lost work included; `on_demand_usd` is what they would have cost on
-            demand, where nothing is lost.
-        unpriced_spot_usd: engines on spot machines whose price on demand is not known.
-        sources: of the step times.
+        num_drafts, num_accepted_tokens: over the compared work.
+        spot_usd: spot machines, including lost work.
+        on_demand_usd: the same without lost work, at the on-demand price.
+        unpriced_spot_usd: spot machines without a known on-demand price.
+        sources: where the step times come from.
     """
 
     prompt_usd: float = 0.0
@@ -67,25 +66,23 @@ class Gain:
 
     @property
     def saved_usd(self) -> float:
-        """By speculation; negative where it costs more than it saves."""
+        """Dollars saved by speculation; negative if it costs more than it saves."""
         return self.undrafted_usd - self.drafted_usd
 
     @property
     def acceptance_length(self) -> float | None:
-        """Of what is compared."""
+        """Mean tokens per step over the compared work."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def break_even(self) -> float | None:
-        """The acceptance length at which it would have cost the same without a drafter."""
+        """The acceptance length at which the drafter would have cost as much as it saved."""
         if self.acceptance_length is None or not self.undrafted_usd:
             return None
         return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DIGITS)
 
     def loss_note(self, whose: str) -> str | None:
-        """The sentence for speculation that costs more than it saves.
-
-        None for any other, and where the error reaches to nothing saved.
+        """Return a warning if speculation costs more than it saves, beyond the error; else None.
 
         Args:
             whose: the drafter and its model.
@@ -95,19 +92,16 @@ class Gain:
         return (
             f"Speculation loses money: generation with {whose} cost ${-self.saved_usd:.3g} more than without, at an "
             f"acceptance length of {self.acceptance_length:.2f} where {self.break_even:.2f} breaks even. "
-            "--drafter none does without it; a smaller --num-speculative-tokens costs less."
+            "Use --drafter none, or a smaller --num-speculative-tokens."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The savings, ready for JSON.
-
-        None is unknown, and where there was nothing to save.
+        """Return the savings for JSON; None is unknown or not applicable.
 
         Returns:
-            `speculation` (`usd` and its `error_usd`; `with_usd` of generation with the drafter and `without_usd` of the
-            same without; `acceptance_length`, `break_even_acceptance_length`; `unknown_usd` of work that is not in it),
-            `spot` (`usd`; `spot_usd`, and `on_demand_usd` of the same on demand; `unknown_usd`), `prompt_usd`,
-            `generation_usd` and `unsplit_usd`, and `sources` of the step times.
+            `speculation` (`usd` saved, `error_usd`, `with_usd` and `without_usd` of generation, `acceptance_length`,
+            `break_even_acceptance_length`, `unknown_usd`), `spot` (`usd` saved, `spot_usd`, `on_demand_usd`,
+            `unknown_usd`), `prompt_usd`, `generation_usd`, `unsplit_usd` and `sources`.
         """
         is_compared, is_spot, is_split = self.drafted_usd > 0, self.spot_usd > 0, bool(self.sources)
 
@@ -142,14 +136,11 @@ _ADDED = tuple(field.name for field in fields(Gain) if field.name not in ("is_er
 
 
 def gain_of(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Gain:
-    """The gain of work with a drafter or without: its saving, and its generation.
-
-    Without a drafter each token after a request's first one is a step.
-    """
+    """Return the savings of work. Without a drafter, each token after a request's first one is a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
-    is_told = num_steps > 0 or num_later_tokens == 0
-    if baseline is None or not is_told or not work.busy_s or not work.request_s:
+    is_counted = num_steps > 0 or num_later_tokens == 0
+    if baseline is None or not is_counted or not work.busy_s or not work.request_s:
         return Gain(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
     step = baseline.at(work.request_s / work.busy_s)
     generation_s = num_steps * step.step_s / step.concurrency
@@ -171,10 +162,7 @@ def gain_of(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Gain
 
 
 def spot_gain(paid: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Gain:
-    """The gain of engines on a spot machine.
-
-    On demand no machine is taken away, so what was lost is on the one side alone.
-    """
+    """Return the savings of a spot machine. On demand nothing would have been lost."""
     if paid.market != "spot":
         return Gain()
     usd = kept_usd + lost_usd

@@ -1,14 +1,11 @@
 """The files of a ledger.
 
-    session-ID.parquet     the last heartbeat of an engine process; replaced by the next
-    beats-ID.jsonl         the endpoint only: a heartbeat a minute, kept; what an hour cost is read from them
-    requests-ID.jsonl      the endpoint only: a line for each request that the process had; appended
-                           (of a batch: one line for all of it, written once)
+    session-ID.parquet     the latest heartbeat of an engine process; each heartbeat replaces it
+    beats-ID.jsonl         endpoints only: one heartbeat per minute, from which costs per hour are computed
+    requests-ID.jsonl      endpoints only: one line per request of the process; a batch has a file with one line
 
-`peagle ledger compact` puts files of processes that have ended together (`segments.py`, `compaction.py`).
-
-Bulk keeps a ledger in its run directory and the endpoint in a folder of its own. It knows files and records; what they
-cost is `account.py`.
+A bulk run has its ledger in the run directory, an endpoint in a folder of its own. `peagle ledger compact` merges the
+files of ended processes (`segments.py`, `compaction.py`).
 """
 
 import io
@@ -29,19 +26,19 @@ from peagle.storage import Place, open_to_read, write_atomic, write_once
 
 T = TypeVar("T")
 SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
-_TAIL_BYTES = 1024 * 1024  # of each file, where a request is looked for that another process has just had
-_PIECE_BYTES = 64 * 1024  # of a file that is read from its end
-_CLOCKS_S = 60.0  # so far apart two machines' clocks may be
+_TAIL_BYTES = 1024 * 1024  # of each file, searched for a recent request of another process
+_PIECE_BYTES = 64 * 1024  # read size when reading a file backwards
+_CLOCKS_S = 60.0  # tolerated difference between the clocks of two machines
 _log = logging.getLogger(__name__)
 
 
 def write_session(folder: Place, session: EngineSession) -> None:
-    """Replace the heartbeat of one engine process."""
+    """Write the heartbeat of an engine process, replacing the previous one."""
     write_atomic(folder / f"session-{session.session_id}.parquet", sessions_bytes([session]))
 
 
 def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
-    """A file of sessions."""
+    """Return sessions as a Parquet file."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -50,21 +47,21 @@ def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
 
 
 def read_sessions(folder: Place) -> list[EngineSession]:
-    """The last heartbeat of every engine process that ever wrote here.
+    """Return the latest heartbeat of every engine process.
 
     Raises:
-        PeagleError: a file is no such record.
+        PeagleError: a file is damaged.
     """
     return look_again(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
 def session_files(folder: Place) -> list[Place]:
-    """The files of heartbeats, by name."""
+    """Return the session files, sorted by name."""
     return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
 
 
 def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
-    """Each session once, though it is in two files while they are put together."""
+    """Return the latest record of each session; during compaction a session may be in two files."""
     found: dict[str, EngineSession] = {}
     for session in sessions:
         before = found.get(session.session_id)
@@ -74,10 +71,10 @@ def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def sessions_of(path: Place) -> list[EngineSession]:
-    """The sessions of one file.
+    """Return the sessions in one file.
 
     Raises:
-        PeagleError: it is no such record.
+        PeagleError: the file is damaged.
     """
     import pyarrow as pa
 
@@ -89,7 +86,7 @@ def sessions_of(path: Place) -> list[EngineSession]:
 
 
 def append_beat(folder: Path, session: EngineSession) -> None:
-    """Keep a heartbeat beside those before it.
+    """Append a heartbeat to the history of its engine.
 
     Raises:
         OSError: it could not be written.
@@ -98,20 +95,17 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 class SessionReader:
-    """Reader of a live ledger's engine processes.
-
-    Unchanged files are not read again.
-    """
+    """Reads the sessions of a live ledger. Unchanged files are read once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
 
     def all(self) -> list[EngineSession]:
-        """The last heartbeat of each.
+        """Return the latest heartbeat of each engine.
 
         Raises:
-            PeagleError: a file is no such record.
+            PeagleError: a file is damaged.
         """
         return look_again(self._all)
 
@@ -119,21 +113,21 @@ class SessionReader:
         known = {}
         for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
-            version = (status.st_ino, status.st_mtime_ns)  # each heartbeat is a new file
+            version = (status.st_ino, status.st_mtime_ns)  # each heartbeat creates a new file
             before = self._known.get(path)
             known[path] = before if before and before[0] == version else (version, sessions_of(path))
         self._known = known
         return latest(session for _, sessions in known.values() for session in sessions)
 
     def then(self, session: EngineSession, moment: float) -> EngineSession:
-        """A session as it stood at a Unix time of its life."""
+        """Return a session at a Unix time in its life."""
         return session_then(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
-        """The usage of each session after a Unix time, without those that had ended.
+        """Return the usage of each session since a Unix time. Sessions that ended before it are left out.
 
         Raises:
-            PeagleError: a file is no such record.
+            PeagleError: a file is damaged.
         """
         alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
@@ -143,11 +137,7 @@ class SessionReader:
 
 
 def session_then(folder: Place, session: EngineSession, moment: float) -> EngineSession:
-    """A session at a Unix time in its life, between the two nearest heartbeats.
-
-    Args:
-        folder: of the ledger.
-    """
+    """Return a session at a Unix time in its life, interpolated between heartbeats."""
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     ends = [one for one in (later, session) if one is not None and one.last_seen_at > moment]
@@ -156,7 +146,7 @@ def session_then(folder: Place, session: EngineSession, moment: float) -> Engine
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
-    """The last heartbeat until a Unix time and the first one after it, by bisection."""
+    """Return the last heartbeat until a Unix time and the first one after it, by bisection."""
     earlier = later = None
     with open_to_read(beats.path) as file:
         # Lines that begin before `low` are earlier, from `high` on later.
@@ -174,22 +164,22 @@ def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, 
 
 
 def _beat_from(path: Place, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
-    """Begin and end of the first readable heartbeat from a byte on, and itself."""
+    """Return start, end and value of the first valid heartbeat at or after a byte offset."""
     file.seek(max(0, position - 1))
     if position:
         file.readline()
     while True:
         start, line = file.tell(), file.readline()
-        if not line.endswith(b"\n"):  # the end, or a line that is being written
+        if not line.endswith(b"\n"):  # the end, or an unfinished line
             return start, start, None
         for beat in readable(path, [line], lambda line: EngineSession(**json.loads(line))):
             return start, start + len(line), beat
 
 
 def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
-    """The lines of a segment backwards from a byte of it before which one ends."""
+    """Yield the lines of a segment that end at or before a byte offset, last first."""
     with open_to_read(segment.path) as file:
-        start, rest = segment.begin + end - 1, b""  # without that line's end
+        start, rest = segment.begin + end - 1, b""  # without the line end
         while start > segment.begin:
             size = min(start - segment.begin, _PIECE_BYTES)
             start -= size
@@ -201,16 +191,14 @@ def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
 
 
 def requests_file(folder: Path, session_id: str) -> Path:
-    """The file of one process's requests."""
+    """Return the request file of a process."""
     return folder / f"requests-{session_id}.jsonl"
 
 
 def append_request(folder: Path, request: RequestUsage) -> None:
-    """Append a request to its process's file, in one write.
+    """Append a request to the file of its process, in one write.
 
-    A killed process leaves at most its last line torn.
-
-    A power cut may lose the line until the file is synced (`GroupSync`).
+    A crash leaves at most a torn last line. A power failure may lose the line until the file is synced (`GroupSync`).
 
     Raises:
         OSError: it could not be written.
@@ -219,13 +207,11 @@ def append_request(folder: Path, request: RequestUsage) -> None:
 
 
 def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -> bool:
-    """Whether another process's record of this request is billed.
-
-    Only that process's last records are read.
+    """Return whether another process has billed this request. Only the end of each file is read.
 
     Args:
-        since: Unix time, by any machine's clock, before which the request was nowhere; older files are not read.
-        session_id: of whoever asks.
+        since: Unix time before which the request did not exist; older files are skipped.
+        session_id: the process to skip.
     """
     own = requests_file(folder, session_id)
     return any(
@@ -244,37 +230,32 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
 
 
 def readable(path: Place, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
-    """The records of these lines of a file.
-
-    One that is none is logged and left out: what all the others say still holds.
-    """
+    """Yield the valid records of these lines; log and skip invalid ones."""
     for line in lines:
         try:
             yield read(line)
         except (PeagleError, ValueError, TypeError) as error:
-            _log.error("%s: a line is left out: %s", path, error)
+            _log.error("%s: skipped an invalid line: %s", path, error)
 
 
 def write_batch(folder: Path, batch: RequestUsage) -> None:
-    """Write a batch's usage as the one request of its own session.
-
-    Writing it again changes nothing.
-    """
+    """Write the usage of a batch as the only request of its session. Idempotent."""
     make_folder(folder)
     write_once(requests_file(folder, batch.usage.session_id), batch.to_json() + b"\n")
 
 
 class RequestReader:
-    """The requests of a ledger that is still being written; each is read once."""
+    """Reads the requests of a live ledger, each once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read_bytes: dict[str, int] = {}  # by segment
 
     def new(self) -> list[RequestUsage]:
-        """The requests since the last call, all at once.
+        """Return the requests since the last call.
 
-        Where a file cannot be read, all of them are read again.
+        Raises:
+            OSError: a file cannot be read; the next call returns the same requests again.
         """
         before = dict(self._read_bytes)
         try:
@@ -284,9 +265,9 @@ class RequestReader:
             raise
 
     def each(self) -> Iterator[RequestUsage]:
-        """The requests since the last call, one after the other, each once.
+        """Yield the requests since the last call, each once.
 
-        A line without its end is left for the next call; an invalid record is logged and left out.
+        An unfinished line is left for the next call; an invalid one is logged and skipped.
         """
         is_whole = False
         while not is_whole:
@@ -298,23 +279,23 @@ class RequestReader:
                         position += len(line)
                         self._read_bytes[segment.name] = position
                         yield from readable(segment.path, [line], RequestUsage.from_json)
-                except FileNotFoundError:  # it has gone into another file
+                except FileNotFoundError:  # compaction moved it
                     is_whole = False
 
     def again(self, since: float) -> Iterator[RequestUsage]:
-        """Earlier requests that ended after a Unix time, from the end of each file."""
+        """Yield requests that were already read and ended after a Unix time, from the end of each file."""
         for segment in segments(self._folder, REQUESTS):
             position, path = self._read_bytes.get(segment.name, 0), cast(Path, segment.path)
             if not position or path.stat().st_mtime < since - _CLOCKS_S:
                 continue
             for request in readable(path, _lines_backwards(segment, position), RequestUsage.from_json):
-                if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly in the order of their ends
+                if request.usage.finished_at < since - _CLOCKS_S:  # lines are nearly sorted by end time
                     break
                 if request.usage.finished_at >= since:
                     yield request
 
     def marks(self) -> dict[str, tuple[int, str]]:
-        """How far each file has been read, and by what that place is known again.
+        """Return the offset read in each file, with a checksum that identifies the offset.
 
         Raises:
             OSError: a file cannot be read.
@@ -326,10 +307,10 @@ class RequestReader:
         return {name: (position, there[name].mark(position)) for name, position in self._read_bytes.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
-        """Go on where another reader of this ledger was.
+        """Continue at the offsets of another reader.
 
-        False, and nothing is changed, where the files are not those that it read: one is gone, or shorter, or has
-        something else at that place.
+        Returns:
+            False, and nothing changes, if a file is missing, shorter or different at its offset.
         """
         try:
             there = {segment.name: segment for segment in segments(self._folder, REQUESTS)}

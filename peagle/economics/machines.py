@@ -1,7 +1,7 @@
-"""The hardware of a machine that is not here, by its instance type or its card.
+"""The hardware of a machine that is not available here, from its instance type or accelerator.
 
-The price table says what an instance type has, and `CARDS` what its card is. Nothing of it was looked at: whoever plans
-with it says so.
+The price table lists the devices of an instance type, and `CARDS` the properties of each accelerator. Nothing is
+detected, so plans state that.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ _ANY = "any"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """An accelerator as `nvidia-smi` names and measures it.
+    """An accelerator as `nvidia-smi` reports it.
 
     Attributes:
-        name: without the maker's.
-        memory_mib: as `nvidia-smi --query-gpu=memory.total` says it.
+        name: without the manufacturer.
+        memory_mib: `nvidia-smi --query-gpu=memory.total`.
     """
 
     name: str
@@ -46,23 +46,23 @@ CARDS = {
 
 
 def machine_for(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
-    """The machine of engines that nothing is started for, and whether it is this one.
+    """Return the configured machine, else this one, and whether it is this one.
 
-    The arguments and errors are those of `named_machine`.
+    Arguments and errors are those of `named_machine`.
     """
     named = named_machine(keys, accelerator, num_accelerators=num_accelerators)
     return (named, False) if named else (identified(detect()), True)
 
 
 def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
-    """The machine with accelerators that a configuration names, or None.
+    """Return the machine that a configuration names, or None.
 
     Args:
-        accelerator: the kind that engines need, by Ray's name; None and `any` name none.
-        num_accelerators: of a machine, where the kind alone is named.
+        accelerator: accelerator type by Ray's name; None and `any` name none.
+        num_accelerators: per machine, used if no instance type is named.
 
     Raises:
-        ConfigError: the instance type has other accelerators, or nobody has written down what its card is.
+        ConfigError: the instance type has other accelerators, or the accelerator is unknown.
     """
     kind = None if accelerator == _ANY else accelerator
     offer = _offer(keys)
@@ -73,12 +73,12 @@ def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators:
                 hint="name another instance type, or leave accelerator_type out",
             )
         return _machine(offer.accelerator, offer.num_accelerators, offer.num_vcpus)
-    # Placement asks for one CPU an engine, and nothing else is asked of them.
+    # An engine needs one CPU for placement.
     return None if kind is None else _machine(kind, num_accelerators, num_cpus=num_accelerators)
 
 
 def names_accelerators(keys: PriceKeys) -> bool:
-    """Whether the instance type that is named, if one is, has accelerators."""
+    """Return whether the configured instance type has accelerators."""
     offer = _offer(keys)
     return offer is not None and offer.accelerator is not None
 
@@ -88,10 +88,7 @@ def _offer(keys: PriceKeys) -> Offer | None:
 
 
 def hardware_of(offer: Offer) -> Hardware | None:
-    """The accelerators of a machine.
-
-    None where it has none, or nobody has written down what its card is.
-    """
+    """Return the hardware of an offer, or None if it has no accelerator or an unknown one."""
     card = _card(offer.accelerator) if offer.accelerator else None
     return None if card is None else _of_cards(card, offer.num_accelerators, offer.num_vcpus)
 

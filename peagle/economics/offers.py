@@ -1,12 +1,7 @@
 """Rows of a price table: an instance type in a region, read from CSV.
 
-It knows the columns, what makes a row believable, and whether its accelerator is the one that a driver names; which row
-answers a question is `prices`' business.
-
-The packaged table, prices.csv, is taken from a public catalogue of cloud prices. Each row names the catalogue
-file and its commit in `source`. The dates of those commits are not known: `as_of` is the day on which they were read,
-and the price is that day's or somewhat older.
-Spot prices are the median over a region's zones.
+The packaged prices.csv comes from a public catalogue of cloud prices. `source` names the catalogue file and commit,
+`as_of` the day of that commit. Spot prices are medians over the zones of a region.
 """
 
 import csv
@@ -38,15 +33,13 @@ PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One instance type in one region, priced in USD per hour.
+    """An instance type in one region, priced in USD per hour. A price is None if it is not sold that way.
 
-    None: not sold that way.
-
-    Args:
-        doubt_on_demand: why the on-demand price may be wrong; empty when nothing speaks against it.
+    Attributes:
+        doubt_on_demand: why the on-demand price may be wrong; empty if nothing suggests it.
 
     Raises:
-        ValueError: no device, no price, or a price that is not positive.
+        ValueError: there is no device or no price, or a price is not positive.
     """
 
     instance_type: str
@@ -66,23 +59,23 @@ class Offer:
         if not self.instance_type:
             raise ValueError("instance_type is empty")
         if self.num_accelerators < 0 or self.num_vcpus < 0 or not (self.num_accelerators or self.num_vcpus):
-            raise ValueError("accelerator_count or vcpus must say how many devices the price is for")
+            raise ValueError("accelerator_count or vcpus must be at least 1")
         prices = {name: usd for name in PRICE_COLUMNS if (usd := getattr(self, name)) is not None}
         for name, usd in prices.items():
             if not 0 < usd < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {usd}")
         if not prices:
-            raise ValueError(f"{' or '.join(PRICE_COLUMNS)} must hold a price")
+            raise ValueError(f"{' or '.join(PRICE_COLUMNS)} must contain a price")
 
     @property
     def place(self) -> str:
-        """Where it is sold: "aws us-east-1"."""
+        """Provider and region, as "aws us-east-1"."""
         return f"{self.provider} {self.region}".strip()
 
     def usd_per_hour(self, market: str) -> float | None:
-        """The price in that market, or None.
+        """Return the price in a market, or None.
 
-        A spot price equal to the on-demand price is none: catalogues repeat it where they have no spot price.
+        Catalogues repeat the on-demand price if they have no spot price, so an equal spot price is None.
         """
         if market == "spot" and self.usd_per_hour_spot == self.usd_per_hour_on_demand:
             return None
@@ -90,10 +83,7 @@ class Offer:
         return usd
 
     def replaces(self, other: "Offer") -> bool:
-        """Whether this row of a user's table replaces `other`.
-
-        An empty region means everywhere.
-        """
+        """Return whether this row of a user's table replaces `other`. An empty region means everywhere."""
         return (
             self.instance_type == other.instance_type
             and self.provider in ("", other.provider)
@@ -102,17 +92,15 @@ class Offer:
 
 
 def packaged_offers() -> list[Offer]:
-    """The table that ships with the package."""
+    """Return the price table in the package."""
     return read_offers(Path(str(files("peagle.economics") / "prices.csv")))
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """Read a price table.
-
-    instance_type, a price and a number of devices are required, the rest is optional.
+    """Read a price table. It needs instance_type, a price and a number of devices.
 
     Raises:
-        PriceError: the file cannot be read, or a column or row is wrong; it names the file and the line.
+        PriceError: the file cannot be read, or is invalid; the message names file and line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -141,7 +129,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
     if None in row or None in row.values():
-        raise PriceError(f"{path}, line {line}: the row has not as many fields as the header")
+        raise PriceError(f"{path}, line {line}: the number of fields differs from the header")
     cells = {str(name): (value or "").strip() for name, value in row.items()}
     try:
         return Offer(
@@ -170,23 +158,23 @@ def _check_unique(path: Path, offers: list[Offer]) -> None:
     for offer in offers:
         key = (offer.provider, offer.region, offer.instance_type)
         if key in seen:
-            raise PriceError(f"{path}: {offer.instance_type} is priced twice for {offer.place or 'everywhere'}")
+            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'everywhere'}")
         seen.add(key)
 
 
-# Catalogues write "A100-80GB" and "RTXPRO6000", drivers "NVIDIA A100-SXM4-80GB" and "NVIDIA RTX PRO 6000 Blackwell",
-# Ray "A100-80G".
-_FORM = re.compile(r"SXM\d*")  # drivers put the form between the model and its memory
+# The same accelerators have different names in catalogues ("A100-80GB", "RTXPRO6000"), in drivers
+# ("NVIDIA A100-SXM4-80GB", "NVIDIA RTX PRO 6000 Blackwell") and in Ray ("A100-80G").
+_FORM = re.compile(r"SXM\d*")  # drivers put the form factor between model and memory
 _OTHER_FORMS = {"PCIE", "NVL"}
 _MEMORY = re.compile(r"(\d+)GB?")
-# A catalogue's name without memory means the card that came first, where there are several.
+# A name without memory means the variant that was released first.
 _PLAIN_MEMORY = {"A100": "40GB"}
 
 
 def is_accelerator(name: str | None, device_name: str) -> bool:
-    """Whether a table's name and a driver's mean the same accelerator.
+    """Return whether an accelerator of a price table is the one that a driver reports.
 
-    A run of the device's words has to spell the name, so "L4" is no "NVIDIA L40S".
+    The name must be a sequence of whole words of the device name, so "L4" is not "NVIDIA L40S".
 
     >>> [is_accelerator(name, "NVIDIA A100-SXM4-80GB") for name in ("A100-80GB", "A100", None)]
     [True, False, False]
@@ -203,6 +191,5 @@ def is_accelerator(name: str | None, device_name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name, without its form, and with memory in one spelling."""
     words = [word for word in re.findall(r"[A-Z0-9]+", name.upper()) if not _FORM.fullmatch(word)]
     return [_MEMORY.sub(r"\1GB", word) if _MEMORY.fullmatch(word) else word for word in words]

@@ -1,6 +1,6 @@
-"""Overhead of machines that hold no engine: a cluster's head and CPU nodes.
+"""The cost of cluster nodes without engines: head and CPU nodes.
 
-No ledger has them. They are paid at a price that the user names, for as long as an engine lived.
+They are not in any ledger. They are charged at a price that the user states, while any engine is live.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,11 @@ NAME = "head and CPU nodes"
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
-    """The charges of the hours in which an engine lived, by day.
+    """Yield the charges by day of the hours with a live engine.
 
     Args:
-        sessions: of all ledgers; where several lived at once, their time counts once.
-        usd_per_hour: of all these machines together.
+        sessions: of all ledgers; overlapping lives count once.
+        usd_per_hour: all nodes together.
     """
     for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
         yield from _charges(begin, end, days, usd_per_hour)

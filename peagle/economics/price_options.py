@@ -1,7 +1,4 @@
-"""Options for the price of this hardware: an instance type or a sum.
-
-It knows prices and what a node is; it does not know what runs there.
-"""
+"""Options for the price of the hardware: an instance type or a stated price."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,23 +16,25 @@ PRICE_KEYS = ("instance_type", "market", "provider", "region", "usd_per_hour", "
 
 
 class PriceKeys(BaseModel):
-    """The keys of a price, among those of commands that run engines."""
+    """Price options of commands that run engines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    instance_type: str | None = Field(None, description="instance type that the engines run on, as in the price table")
+    instance_type: str | None = Field(None, description="instance type of the engines, as in the price table")
     market: Literal["on_demand", "spot"] = Field("on_demand", description="price of the instance type to use")
-    provider: str | None = Field(None, description="provider, if several sell that instance type")
-    region: str | None = Field(None, description="where, if the price depends on it")
-    usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, instead of the table's")
+    provider: str | None = Field(None, description="cloud provider, if several have the instance type")
+    region: str | None = Field(None, description="region, if the price depends on it")
+    usd_per_hour: float | None = Field(
+        None, gt=0, description="price of one machine per hour, instead of the price table"
+    )
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 
 
 def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
-    """The price of the hardware, and how it is known: stated, detected or assumed.
+    """Return the price of the hardware, and whether it is stated, detected or assumed.
 
     Raises:
-        PriceError: there is none; it is never taken to be zero.
+        PriceError: there is no price.
     """
     if keys.usd_per_hour is not None:
         on_gpu = hardware.platform == "cuda"
@@ -48,7 +47,7 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
 
 
 def settled_price(keys: PriceKeys, price: Price) -> dict[str, tuple[Any, str]]:
-    """The keys of the price that a user left open: value, and how it is known."""
+    """Return the price options that the user left open: value, and how it was determined."""
     if price.market == "fixed":
         return {}
     found = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}
@@ -57,30 +56,25 @@ def settled_price(keys: PriceKeys, price: Price) -> dict[str, tuple[Any, str]]:
 
 
 def require_price(keys: PriceKeys, accelerator: str | None) -> None:
-    """Require a price for machines that are not there yet, before any is bought.
+    """Require a price for machines that do not exist yet.
 
     Args:
-        accelerator: by Ray's name; None where any will do.
+        accelerator: by Ray's name; None if any will do.
 
     Raises:
-        PriceError: nothing is stated, and there is not one instance type only with that accelerator.
+        PriceError: no price is stated, and several instance types have that accelerator, or none.
     """
     if keys.usd_per_hour is not None:
         return
     if keys.instance_type is None and accelerator is None:
         raise PriceError(
-            "no price without an instance type for machines that are not there yet",
-            hint=f"name the one that the cluster adds with --instance-type, {WAYS_OUT}",
+            "machines that do not exist yet have no price without an instance type",
+            hint=f"set --instance-type to the machines that the cluster adds, {WAYS_OUT}",
         )
     require_device(_of_table(keys, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}")
 
 
 def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[str]) -> Price:
-    """The table's price of a machine.
-
-    Args:
-        machine_names: as `Hardware.machine_names`; a type or region among them counts where the table has it.
-    """
     table = PriceTable.load(keys.prices)
     detected = next((name for name in machine_names if table.sells(name, accelerator)), None)
     basis: Basis = "assumed"
@@ -96,63 +90,59 @@ def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[
 def require_same_price(
     keys: PriceKeys, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
 ) -> None:
-    """Require the price that a continued run began with, for it has only one.
+    """Require the original price when a run continues.
 
-    A table that says something else since then changes nothing, and neither does leaving the keys out: the price stays.
-    Another price that is stated is refused, and so are accelerators that cost something else.
+    The price stays if the price table changed or the options are left out. Another stated price, or accelerators with
+    another price, are refused.
 
     Args:
-        price: what the keys and the hardware come to now.
-        before, keys_before: the price at the beginning, and the keys as JSON has them, with which it was stated.
-        machine: `machine_of` the hardware at the beginning.
+        price: from the options and the hardware now.
+        before, keys_before: the original price, and the options as JSON from which it was resolved.
+        machine: `machine_of` the original hardware.
 
     Raises:
-        PriceError: it cannot; names both prices.
+        PriceError: the price differs.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
-    asked = keys.model_dump(mode="json", include=set(PRICE_KEYS))
+    options = keys.model_dump(mode="json", include=set(PRICE_KEYS))
     defaults = PriceKeys.model_validate({}).model_dump(mode="json")
-    is_stated = asked not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
+    is_stated = options not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
     here = machine_of(hardware.to_dict())
     if not is_stated and here == machine:
         return
     raise PriceError(
-        f"it is charged at {_per_hour(before)} on {machine}, and this would cost {_per_hour(price)} on {here}",
-        hint="leave the price out and use the same machines; the same price as before can be stated for others too",
+        f"the run costs {_per_hour(before)} on {machine}, but would now cost {_per_hour(price)} on {here}",
+        hint="use the same machines without price options, or state the original price with --usd-per-hour",
     )
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Require a price for the device that engines are paid by.
-
-    Nothing could be charged otherwise.
+    """Require a price for the kind of device by which engines are billed.
 
     Args:
-        engines: whose, for the message.
+        engines: which engines, for the message.
 
     Raises:
-        PriceError: it is for the other kind.
+        PriceError: it is for another kind.
     """
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
-            hint="name the machine that they run on with --instance-type, or its price with --usd-per-hour",
+            hint="set --instance-type to their machine, or --usd-per-hour to its price",
         )
 
 
 def machine_of(hardware: Mapping[str, Any]) -> str:
-    """The part of a machine (`Hardware.to_dict`) that makes its price.
-
-    Its accelerators, or that it has none.
+    """Return the part of `Hardware.to_dict` that determines its price: the accelerators.
 
     >>> machine_of({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
     '8 x H100'
     """
     if hardware["platform"] == "cpu":
-        return "CPUs"  # of which another node of the same cluster may have another number
+        return "CPUs"  # nodes of a cluster may have different numbers of them
     return f"{hardware['num_accelerators']} x {hardware['accelerator']}"
 
 
 def _per_hour(price: Price) -> str:
-    return f"${price.usd_per_device_s * 3600:.4g} an hour and {price.device} ({price.instance_type}, {price.market})"
+    return f"${price.usd_per_device_s * 3600:.4g} per {price.device}-hour ({price.instance_type}, {price.market})"

@@ -1,9 +1,7 @@
-"""One price for one kind of hardware: packaged, from a user's table, or stated.
+"""The price of an instance type: packaged, from a user's table, or stated.
 
-It knows offers and how to choose among them. Of several instance types it never takes one: the error lists them with
-their dollars, and the ways to state a price. Spot has one rule: where no region is named, the cheapest one counts.
-
-A price is shared by devices. With accelerators on the instance the device is one of them; without, one vCPU.
+A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
+types or prices match, the error lists them; only a spot price without a region is chosen, the cheapest one.
 """
 
 from collections import defaultdict
@@ -21,27 +19,26 @@ Device = Literal["accelerator", "vcpu"]
 Basis = Literal["stated", "detected", "assumed"]
 
 DEFAULT_CPU_INSTANCE = "c7a.large"
-WAYS_OUT = "state a price with --usd-per-hour, or give a table with --prices FILE.csv"
-# Prices this close are one price written with different rounding (p4d.24xlarge: 21.957642 and 21.95764).
+WAYS_OUT = "set --usd-per-hour, or use a price table with --prices FILE.csv"
+# Closer prices are equal, with different rounding (p4d.24xlarge: 21.957642 and 21.95764).
 _SAME_PRICE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The hourly cost of an instance, and the number of devices that share it.
+    """The hourly price of an instance, and the number of devices that share it.
 
-    Args:
-        market: "on_demand", "spot", "reserved", or "fixed" when the user stated the price.
-        accelerator: its name as the table has it; None on CPU instances.
-        source: where the number comes from.
-        as_of: when it was true, as exactly as is known.
-        doubt: why the number may be wrong; empty when nothing speaks against it.
-        basis: how it is known to be this machine's: the user stated it or its instance type, the machine or its cluster
-            says which it is, or it is an assumption. None where it is nobody's: a row of the table.
-        on_demand_usd_per_hour: of a spot instance, its price on demand; None where unknown field.
+    Attributes:
+        market: "fixed" if the user stated the price.
+        accelerator: as in the price table; None for CPU instances.
+        source, as_of: origin and date of the price.
+        doubt: why the price may be wrong; empty if nothing suggests it.
+        basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
+            the table.
+        on_demand_usd_per_hour: of a spot instance; None if unknown.
 
     Raises:
-        PriceError: the price is not positive, or there is no device to share it.
+        PriceError: the price is not positive, or there are no devices.
     """
 
     instance_type: str
@@ -64,15 +61,15 @@ class Price:
                 raise PriceError(f"{value!r} is not one of {', '.join(get_args(kind))}")
         if not 0 < self.usd_per_hour < float("inf"):
             raise PriceError(
-                f"a price must be positive, got {self.usd_per_hour} USD per hour",
-                hint="for hardware that you own, spread its cost over its hours of use",
+                f"the price must be positive, got {self.usd_per_hour} USD per hour",
+                hint="for your own hardware, divide its cost by its hours of use",
             )
         if self.num_devices < 1:
-            raise PriceError(f"a price is for one device or more, got {self.num_devices}")
+            raise PriceError(f"a price needs at least one device, got {self.num_devices}")
 
     @classmethod
     def fixed(cls, *, usd_per_hour: float, device: Device, num_devices: int) -> Self:
-        """A price the user states for the whole machine: `--usd-per-hour`."""
+        """Return a price that the user stated for the whole machine with `--usd-per-hour`."""
         return cls(
             instance_type="custom",
             provider="",
@@ -89,48 +86,46 @@ class Price:
 
     @property
     def usd_per_device_s(self) -> float:
-        """USD for one second of one accelerator, or of one vCPU."""
+        """USD per second of one device."""
         return self.usd_per_hour / self.num_devices / 3600
 
     @property
     def on_demand_usd_per_device_s(self) -> float:
-        """The same of a spot instance on demand; 0 where that is not known."""
+        """The on-demand price per device of a spot instance; 0 if unknown."""
         return (self.on_demand_usd_per_hour or 0.0) / self.num_devices / 3600
 
     def to_dict(self) -> dict[str, object]:
-        """Every field, ready for JSON."""
+        """Return every field for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """The inverse of `to_dict`.
+        """Load `to_dict`.
 
         Raises:
-            PriceError: keys are missing or unknown, or the price is not one.
+            PriceError: keys are missing or unknown, or the price is invalid.
         """
         names = {field.name for field in fields(cls)}
-        data = {"basis": None, "on_demand_usd_per_hour": None, **data}  # records from before they were kept
+        data = {"basis": None, "on_demand_usd_per_hour": None, **data}  # missing in records of earlier versions
         if set(data) != names:
             raise PriceError(f"a recorded price must have exactly the keys {sorted(names)}, got {sorted(data)}")
         try:
-            return cls(**data)  # type: ignore[arg-type]  # __post_init__ checks
+            return cls(**data)  # type: ignore[arg-type]  # checked by __post_init__
         except TypeError as error:
             raise PriceError(f"not a price: {dict(data)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """All offers that are known."""
+    """A price table."""
 
     offers: tuple[Offer, ...]
 
     @classmethod
     def load(cls, override: Path | None = None) -> Self:
-        """Load the packaged table.
+        """Load the packaged table, with rows of `override` added or replaced.
 
-        Rows of `override` (same columns) replace its rows or add to them.
-
-        A row that names no provider and no region replaces its instance type everywhere.
+        A row without provider and region replaces its instance type everywhere.
 
         Raises:
             PriceError: the override cannot be read.
@@ -147,13 +142,13 @@ class PriceTable:
         provider: str | None = None,
         region: str | None = None,
     ) -> Price:
-        """The price of an instance type.
+        """Return the price of an instance type.
 
-        Where several regions sell it and none was named, the answer is theirs if they agree. Where they do not, spot
-        is the cheapest one's, with the others named as `doubt`; on demand and reserved it is an error.
+        If the price differs between regions and none is given, spot uses the cheapest one and describes the range in
+        `doubt`; on demand raises.
 
         Raises:
-            PriceError: unknown, not sold there or in that market, or not one price; it names what there is.
+            PriceError: there is no price, or no single one; the message lists the known prices.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -161,8 +156,8 @@ class PriceTable:
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
             raise PriceError(
-                f"no {_words(market)} price is known for {instance_type}; known are: {_listing(offers)}",
-                hint=f"choose another market, or {WAYS_OUT}",
+                f"no {_words(market)} price for {instance_type}; known prices: {_listing(offers)}",
+                hint=f"use another --market, {WAYS_OUT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
         if highest - lowest <= _SAME_PRICE * lowest:
@@ -170,35 +165,24 @@ class PriceTable:
         if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
-                f"the {_words(market)} price of {instance_type} depends on the place: {by_place} per hour",
-                hint=f"name the region (and the provider), or {WAYS_OUT}",
+                f"the {_words(market)} price of {instance_type} depends on the region: {by_place} per hour",
+                hint=f"set --region (and --provider), {WAYS_OUT}",
             )
         return replace(
-            _price(*min(priced, key=lambda one: one[1]), market),
-            doubt=f"no region was named, spot is ${lowest:g} to ${highest:g} per hour, and this is the cheapest",
+            _price(*min(priced, key=lambda pair: pair[1]), market),
+            doubt=f"spot costs ${lowest:g} to ${highest:g} per hour, depending on the region; this is the cheapest",
         )
 
     def offer(self, instance_type: str | None) -> Offer | None:
-        """An instance type in any one place: its devices are the same in all.
-
-        None where it is not in the table.
-        """
+        """Return an instance type in any region, or None. Its devices are the same everywhere."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
     def sells(self, instance_type: str, accelerator: str | None) -> bool:
-        """Whether it has an instance type with that accelerator.
-
-        Args:
-            accelerator: by any of its names; None is one without.
-        """
+        """Return whether an instance type has this accelerator; None means none."""
         return any(offer.instance_type == instance_type for offer in self.carrying(accelerator))
 
     def carrying(self, accelerator: str | None) -> list[Offer]:
-        """The offers with that accelerator.
-
-        Args:
-            accelerator: by any of its names; None is those without.
-        """
+        """Return the offers with this accelerator, by any of its names; None means none."""
         if accelerator is None:
             return [offer for offer in self.offers if not offer.num_accelerators]
         return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]
@@ -208,14 +192,14 @@ class PriceTable:
         if not everywhere:
             names = {offer.instance_type for offer in self.offers}
             raise PriceError(
-                f"no price is known for the instance type {instance_type!r}",
+                f"no price for the instance type {instance_type!r}",
                 hint=f"{did_you_mean(instance_type, names)}; or {WAYS_OUT}",
             )
         here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
         if not here:
             wanted = " ".join(part for part in (provider, region) if part)
             raise PriceError(
-                f"no price is known for {instance_type} at {wanted}; known are: {_listing(everywhere)}",
+                f"no price for {instance_type} at {wanted}; known prices: {_listing(everywhere)}",
                 hint=WAYS_OUT,
             )
         return here
@@ -224,18 +208,15 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
 ) -> str:
-    """The instance type whose price is used when nothing says which it is.
-
-    Without an accelerator it is c7a.large, closest to the machine that the embedded default is measured on.
-    With one it is the only instance type that carries it, if there is only one.
+    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it.
 
     Args:
-        accelerator: the device's own name ("NVIDIA H100 80GB HBM3"), or None on a CPU.
-        market: whose prices are listed with the choices.
-        called: names of the machine that the table does not have, for the message.
+        accelerator: the device name, as "NVIDIA H100 80GB HBM3".
+        market: whose prices the error lists.
+        called: names of this machine that the table lacks, for the message.
 
     Raises:
-        PriceError: several instance types carry that accelerator, or none does; its hint lists them with dollars.
+        PriceError: several instance types have the accelerator, or none; the hint lists them with prices.
     """
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
@@ -244,17 +225,17 @@ def default_instance(
     if len(names) == 1:
         return names.pop()
     found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
-    unknown = f"; none is known for {', '.join(called)}, as this machine is called" if called else ""
+    unknown = f"; none is called {', '.join(called)}, like this machine" if called else ""
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {found}{unknown}",
-        hint="\n    ".join([f"name yours with --instance-type, {WAYS_OUT}", *choices(offers, market)]),
+        hint="\n    ".join([f"set --instance-type, {WAYS_OUT}", *choices(offers, market)]),
     )
 
 
 def choices(offers: Iterable[Offer], market: str) -> list[str]:
-    """A line for each instance type: its devices, its dollars an hour, who sells it.
+    """Return a line per instance type: devices, USD per hour, provider.
 
-    "p5.48xlarge  8 x H100  $55.04/h on demand  aws"; where it is not sold in the market, the other one's price.
+    For example "p5.48xlarge  8 x H100  $55.04/h on demand  aws". Without a price in the market, the other one is shown.
     """
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
@@ -268,7 +249,6 @@ def choices(offers: Iterable[Offer], market: str) -> list[str]:
 
 
 def _dollars(offers: list[Offer], market: str) -> str:
-    """The price of an instance type in all regions: "$14.08 to $18.71/h spot"."""
     for one in (market, *MARKETS):
         found = [usd for offer in offers if (usd := offer.usd_per_hour(one)) is not None]
         if found:

@@ -1,7 +1,7 @@
-"""The work of an endpoint's ledger by day, read in bulk.
+"""The work in an endpoint's ledger by day, read in bulk.
 
-A month may have a million lines. They are parsed and added up as columns; a piece of a file in which a line is none of
-ours is read line by line as `RequestReader` reads it, and that line is left out.
+A month may have a million lines, so they are parsed and added up as columns. A part of a file with an invalid line is
+parsed line by line, like in `RequestReader`, and the invalid line is skipped.
 """
 
 import math
@@ -27,26 +27,26 @@ _SUMMED = ("num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  #
 
 
 def read_work(folder: Place) -> Mapping[SpendingGroup, Work]:
-    """The work of all requests and batches of a ledger.
+    """Return the work of all requests and batches of a ledger.
 
     Raises:
         OSError: a file cannot be read.
     """
     found: defaultdict[SpendingGroup, Work] = defaultdict(Work)
-    for whose, work in WorkReader(folder).new():
-        found[whose] += work
+    for group, work in WorkReader(folder).new():
+        found[group] += work
     return found
 
 
 class WorkReader:
-    """The work of a ledger that is still being written; each line is read once."""
+    """Reads the work in a live ledger, each line once."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._read_bytes: defaultdict[str, int] = defaultdict(int)
 
     def new(self) -> Iterator[tuple[SpendingGroup, Work]]:
-        """The work since the last call, in parts.
+        """Yield the work since the last call, in parts.
 
         Raises:
             OSError: a file cannot be read.
@@ -54,39 +54,38 @@ class WorkReader:
         is_whole = False
         while not is_whole:
             is_whole = True
-            for stretch in self._unread():
+            for group in self._unread():
                 try:
-                    yield from self._read(stretch)
-                except FileNotFoundError:  # it has gone into another file
+                    yield from self._read(group)
+                except FileNotFoundError:  # compaction moved it
                     is_whole = False
 
     def _unread(self) -> list[list[Segment]]:
-        """The segments to be read, together where they follow each other in a file."""
-        stretches: list[list[Segment]] = []
-        for segment in sorted(segments(self._folder, REQUESTS), key=lambda one: (one.path.name, one.begin)):
+        """Return the segments to read, grouped where they are contiguous in a file."""
+        groups: list[list[Segment]] = []
+        for segment in sorted(segments(self._folder, REQUESTS), key=lambda segment: (segment.path.name, segment.begin)):
             num_read = self._read_bytes[segment.name]
             if segment.size is not None and num_read >= segment.size:
                 continue
-            last = stretches[-1][-1] if stretches else segment
+            last = groups[-1][-1] if groups else segment
             is_next = last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
             if is_next and not num_read:
-                stretches[-1].append(segment)
+                groups[-1].append(segment)
             else:
-                stretches.append([segment])
-        return stretches
+                groups.append([segment])
+        return groups
 
-    def _read(self, stretch: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
-        first, last = stretch[0], stretch[-1]
+    def _read(self, group: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
+        first, last = group[0], group[-1]
         begin = first.begin + self._read_bytes[first.name]
         with open_to_read(first.path) as file:
             file.seek(begin)
             for piece in _pieces(file, None if last.size is None else last.begin + last.size - begin):
-                self._note(stretch, len(piece))
-                yield from _of_piece(first.path, piece)
+                self._advance(group, len(piece))
+                yield from _work_in(first.path, piece)
 
-    def _note(self, stretch: list[Segment], num_bytes: int) -> None:
-        """So many bytes more are read."""
-        for segment in stretch:
+    def _advance(self, group: list[Segment], num_bytes: int) -> None:
+        for segment in group:
             part = num_bytes
             if segment.size is not None:
                 part = min(num_bytes, segment.size - self._read_bytes[segment.name])
@@ -95,10 +94,10 @@ class WorkReader:
 
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
-    """Whole lines of a file, some megabytes at a time; a torn last one is left out.
+    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out.
 
     Args:
-        num_bytes: of them; None is to the file's end.
+        num_bytes: how much to read; None is to the end of the file.
     """
     rest, left = b"", math.inf if num_bytes is None else num_bytes
     while data := file.read(int(min(_PIECE_BYTES, left))):
@@ -108,30 +107,30 @@ def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
             yield lines + end
 
 
-def _of_piece(path: Place, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
+def _work_in(path: Place, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
     import pyarrow as pa
 
     try:
         found = list(_sums(_columns(piece)))
     except (pa.ArrowException, ValueError):
         requests = readable(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
-        found = [_of_request(request) for request in requests]
+        found = [_work_of(request) for request in requests]
     return found
 
 
-def _of_request(request: RequestUsage) -> tuple[SpendingGroup, Work]:
+def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
     usage = request.usage
-    whose = SpendingGroup(
+    group = SpendingGroup(
         day_of(usage.finished_at), usage.session_id, request.key, request.model, request.drafter, request.tags
     )
-    return whose, Work.of(usage, request.usd, request_s=usage.finished_at - usage.started_at)
+    return group, Work.of(usage, request.usd, request_s=usage.finished_at - usage.started_at)
 
 
 def _columns(piece: bytes) -> "pa.Table":
-    """The lines as columns, those of `usage` beside the others.
+    """Parse the lines as columns; those of `usage` become top-level columns.
 
     Raises:
-        ArrowException, ValueError: a line is no record of a request.
+        ArrowException, ValueError: a line is not a valid record.
     """
     import pyarrow as pa
     from pyarrow import json
@@ -144,7 +143,7 @@ def _columns(piece: bytes) -> "pa.Table":
     speculation = usage.field("speculation")
     table = table.append_column("num_drafts", speculation.field("num_drafts"))
     table = table.append_column("num_accepted_tokens", _sums_of_lists(speculation.field("accepted_per_position")))
-    _require_believable(table)
+    _require_valid(table)
     return table
 
 
@@ -157,7 +156,7 @@ def _sums_of_lists(lists: "pa.ListArray") -> "pa.Array":
     return pa.array(running[ends[1:]] - running[ends[:-1]])
 
 
-def _require_believable(table: "pa.Table") -> None:
+def _require_valid(table: "pa.Table") -> None:
     import pyarrow.compute as pc
 
     needed = (
@@ -185,7 +184,7 @@ def _require_believable(table: "pa.Table") -> None:
         pc.all(pc.less_equal(table.column("num_cached_tokens"), table.column("num_prompt_tokens"))),
     )
     if not all(check.as_py() for check in checks) or min(least.values()) < 0:
-        raise ValueError("a field has a value that it cannot have")
+        raise ValueError("a field has an invalid value")
     for text in pc.unique(table.column("tags")).to_pylist():
         tags_from_text(NO_TAGS if text is None else text)
 
@@ -199,9 +198,9 @@ def _sums(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
     table = table.append_column("request_s", request_s)
     sums = table.group_by(list(_GROUP), use_threads=False).aggregate([(name, "sum") for name in (*_COUNTS, *_SUMMED)])
     for row in sums.to_pylist():
-        whose = SpendingGroup(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
+        group = SpendingGroup(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
         yield (
-            whose,
+            group,
             Work(
                 num_requests=row["num_rows_sum"] + row["num_failed_rows_sum"],
                 num_prompt_tokens=row["num_prompt_tokens_sum"],
@@ -213,7 +212,7 @@ def _sums(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
 
 
 def _schema() -> "pa.Schema":
-    """All fields of a line, as `RequestUsage.to_json` writes them."""
+    """Return the fields that `RequestUsage.to_json` writes."""
     import pyarrow as pa
 
     def struct(**types: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Lines of a ledger, wherever `peagle ledger compact` has put them.
+"""Segments of a ledger: the lines of one process, in its own file or in a merged one.
 
-    requests-ID.jsonl                    the lines of one process, appended as they come
-    requests-merged-HASH.jsonl           the lines of many that have ended, one after the other
-    requests-merged-HASH.jsonl.index     which, each with its length and by what its end is known again
+    requests-ID.jsonl                    the lines of one process
+    requests-merged-HASH.jsonl           the lines of many ended processes, one after the other
+    requests-merged-HASH.jsonl.index     their names and lengths, in order
 
-A segment is one process's lines, wherever they lie, and its name is that of the process's own file. Readers remember by
-it how far they have read, so lines that move are neither read twice nor missed. An index is written before its file and
-deleted before it: a merged file without one holds nothing, since all of it is elsewhere. `beats-*.jsonl` likewise.
+A segment is named after the process's own file. Readers keep their offset by that name, so lines that move are neither
+read twice nor missed. An index is written before its file and deleted before it, so a merged file without an index is
+ignored. `beats-*.jsonl` work in the same way.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"
 MERGED = "merged-"
 INDEX = ".index"
-_MARK_BYTES = 4096  # before a place in a file, by which it is known again: some lines, each with an id of its own
-_LOOKS = 10
+_MARK_BYTES = 4096  # checked before an offset: several lines with unique ids
+_RETRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One process's lines.
+    """The lines of one process.
 
     Attributes:
-        path: of the file in which they lie.
-        begin: of them in it, in bytes.
-        size: None of a process's own file, which may grow.
+        path: the file that contains them.
+        begin: their offset in the file.
+        size: their bytes; None for the process's own file, which may grow.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Segment:
     size: int | None = None
 
     def lines(self, position: int) -> Iterator[bytes]:
-        """The whole lines from a byte of it on; not a last one that is being written.
+        """Yield the whole lines from an offset in the segment, without an unfinished last one.
 
         Raises:
-            FileNotFoundError: it is elsewhere by now.
+            FileNotFoundError: compaction moved it.
         """
         with open_to_read(self.path) as file:
             file.seek(self.begin + position)
@@ -59,20 +59,20 @@ class Segment:
                 yield line
 
     def read(self) -> bytes:
-        """All of it.
+        """Return the content.
 
         Raises:
-            FileNotFoundError: it is elsewhere by now.
+            FileNotFoundError: compaction moved it.
         """
         with open_to_read(self.path) as file:
             file.seek(self.begin)
             return file.read() if self.size is None else file.read(self.size)
 
     def mark(self, position: int) -> str:
-        """By what the place after so many bytes is known again.
+        """Return a checksum of the bytes before an offset, which identifies the offset.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         with open_to_read(self.path) as file:
             start = max(0, position - _MARK_BYTES)
@@ -80,18 +80,18 @@ class Segment:
             return hashlib.sha256(file.read(position - start)).hexdigest()
 
     def size_now(self) -> int:
-        """Its bytes."""
+        """Return the current size in bytes."""
         return self.path.stat().st_size if self.size is None else self.size
 
 
 @dataclass(slots=True)
 class Files:
-    """The files of one kind, as they lie.
+    """The files of one kind.
 
     Attributes:
-        own: the processes' own files by name.
-        merged: the segments of each merged file that has an index.
-        orphans: merged files without one.
+        own: processes' own files by name.
+        merged: segments of each merged file that has an index.
+        orphans: merged files without an index.
     """
 
     own: dict[str, Place] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Files:
 
 
 def segments(folder: Place, kind: str) -> list[Segment]:
-    """All segments of a ledger, by name.
+    """Return all segments of a ledger, sorted by name.
 
     Raises:
         OSError: the folder cannot be read.
@@ -110,19 +110,19 @@ def segments(folder: Place, kind: str) -> list[Segment]:
 
 
 def look_again(read: Callable[[], T]) -> T:
-    """Read files of a ledger; again, where one has gone into another meanwhile."""
-    for _ in range(_LOOKS - 1):
+    """Call `read`, and retry if compaction deletes a file meanwhile."""
+    for _ in range(_RETRIES - 1):
         with contextlib.suppress(FileNotFoundError):
             return read()
     return read()
 
 
 def files_of(folder: Place, kind: str) -> Files:
-    """The files of a kind.
+    """Return the files of a kind.
 
     Raises:
         FileNotFoundError: an index was deleted meanwhile.
-        PeagleError: one is damaged.
+        PeagleError: an index is damaged.
     """
     found = Files()
     there = listed(folder, kind)
@@ -139,10 +139,10 @@ def files_of(folder: Place, kind: str) -> Files:
 
 
 def placed(files: Files) -> dict[str, Segment]:
-    """Each segment once, by name.
+    """Return each segment once, by name.
 
-    One that is in several files, as after a kill, is where it is longest. A process that went on after its file was
-    merged begins a new one: that is a segment of its own.
+    After a crash a segment may be in several files; the longest one counts. If a process continued after its file was
+    merged, its new file is a segment of its own.
 
     Raises:
         FileNotFoundError: a file was deleted meanwhile.
@@ -160,13 +160,13 @@ def placed(files: Files) -> dict[str, Segment]:
 
 
 def goes_on(path: Place, merged: Segment) -> bool:
-    """Whether a process's own file begins with what was merged of it."""
+    """Return whether a process's own file starts with the merged segment."""
     size = merged.size_now()
     return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
 
 
 def segment_of(folder: Place, name: str) -> Segment | None:
-    """One segment by its name: the process's own file, where it has one.
+    """Return a segment by name, from the process's own file if it exists.
 
     Raises:
         OSError: the folder cannot be read.
@@ -175,22 +175,23 @@ def segment_of(folder: Place, name: str) -> Segment | None:
     if path.exists():
         return Segment(name, path)
     kind = name.partition("-")[0]
-    merged = (one for one in segments(folder, kind) if one.name == name)
+    merged = (segment for segment in segments(folder, kind) if segment.name == name)
     return next(merged, None)
 
 
 def index_bytes(members: list[tuple[str, int]]) -> bytes:
-    """The index of a merged file: names and lengths, in its order."""
+    """Return the index of a merged file from names and lengths."""
     return json.dumps({"version": 1, "members": members}).encode()
 
 
 def listed(folder: Place, kind: str) -> dict[str, Place]:
-    """The files of a kind, of one moment.
+    """Return a consistent listing of the files of a kind.
 
-    A list may miss a new file and one that was deleted after the new one was there. Of two equal ones none has.
+    A listing during compaction may miss both a new file and the old one that it replaces, so it is repeated until two
+    are equal.
     """
     before: set[str] | None = None
-    for _ in range(_LOOKS):
+    for _ in range(_RETRIES):
         there = {path.name: path for path in folder.glob(f"{kind}-*")}
         if set(there) == before:
             break

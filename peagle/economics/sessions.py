@@ -1,4 +1,4 @@
-"""Sessions of engines: their facts, moments between heartbeats, tables."""
+"""Engine sessions: facts about engines, interpolation between heartbeats, Parquet tables."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -19,19 +19,18 @@ _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts of an engine that its account needs, the same for all its life.
+    """Facts about an engine that do not change during its life.
 
     Attributes:
-        model: what its clients or its run call it.
-        num_devices: accelerators that it holds, or vCPUs.
+        model: the name that clients or the run use.
+        num_devices: its accelerators, or vCPUs.
         num_speculative_tokens: K; 0 without a drafter.
-        usd_per_device_s: what each costs; 0 where nobody knows.
-        instance_type, provider, region, market: of the price.
-        on_demand_usd_per_device_s: of a spot machine, what it costs on demand; 0 where that is not known.
-        tags: of whatever it runs for, as JSON (`tags.py`).
-        baseline: measured times of its steps, as JSON (`baseline.py`); empty without.
-        price_basis: how the price is known: stated, detected or assumed; empty where there is none.
-        is_stand_in: the fake engine, whose speed and dollars mean nothing.
+        usd_per_device_s: 0 if unknown.
+        on_demand_usd_per_device_s: for spot machines; 0 if unknown.
+        tags: as JSON (`tags.py`).
+        baseline: measured step times as JSON (`baseline.py`); may be empty.
+        price_basis: stated, detected or assumed; empty without a price.
+        is_stand_in: the fake engine, whose speed and cost are meaningless.
     """
 
     model: str
@@ -64,7 +63,7 @@ class EngineFacts:
         baseline: Baseline | None,
         is_stand_in: bool = False,
     ) -> Self:
-        """The facts of an engine that is paid for at this price."""
+        """Return the facts of an engine with a price."""
         return cls(
             model=model,
             drafter=drafter,
@@ -84,7 +83,7 @@ class EngineFacts:
         )
 
     def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
-        """The record of work on this engine for which no key pays."""
+        """Return the record of work that no key pays for."""
         return RequestUsage(
             request_id=request_id,
             key="",
@@ -99,10 +98,10 @@ class EngineFacts:
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """A session's usage after an earlier heartbeat, as if it had started then.
+    """Return a session's usage after an earlier heartbeat, as if it had started then.
 
-    While an engine starts, all its seconds are load; only when it is up it says which of them were compile. So the two
-    are taken together, and none counts twice.
+    All startup seconds are load until the engine is ready; then part of them becomes compile. The difference of both
+    together is used, so none counts twice.
     """
     passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
@@ -117,49 +116,45 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
 
 
 def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
-    """A session at a Unix time between two of its heartbeats.
-
-    Usage between them is divided evenly.
+    """Return a session at a Unix time between two heartbeats, by linear interpolation.
 
     Args:
-        earlier: the last one before; None if there was none since the session began.
+        earlier: None if `later` is the first heartbeat.
     """
-    began = earlier.last_seen_at if earlier else later.started_at
-    share = (moment - began) / (later.last_seen_at - began)
+    started_at = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - started_at) / (later.last_seen_at - started_at)
 
-    def between(name: str) -> float:
+    def interpolate(name: str) -> float:
         before = getattr(earlier, name) if earlier else 0
         return float((1 - share) * before + share * getattr(later, name))
 
-    states: dict[str, Any] = {name: between(name) for name in _STATES}
+    states: dict[str, Any] = {name: interpolate(name) for name in _STATES}
     return replace(
         later,
         last_seen_at=later.started_at + sum(states.values()),
-        num_output_tokens=round(between("num_output_tokens")),
+        num_output_tokens=round(interpolate("num_output_tokens")),
         ended=False,
         **states,
     )
 
 
 def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
-    """The warnings of these engines' starts, each once, in their order."""
+    """Return the unique start warnings of these engines, in order."""
     return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
 
 
 def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
-    """One row a session, for `ledger/session-<id>.parquet`."""
+    """Return a table with one row per session."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
 
 
 def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """The inverse of `sessions_to_table`.
-
-    Tables of several files may be concatenated first.
+    """Load `sessions_to_table`. Tables of several files may be concatenated first.
 
     Raises:
-        PeagleError: another version, other columns, or rows that contradict themselves.
+        PeagleError: the version or columns differ, or a row is invalid.
     """
     expected = _session_schema(table.column_names)
     try:
@@ -171,8 +166,8 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
         raise PeagleError(f"not a record of engine sessions: {error}") from error
 
 
-def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
-    """All columns, or the required ones and those of the others that exist."""
+def _session_schema(existing: Collection[str] | None = None) -> "pa.Schema":
+    """Return all columns, or the required ones and those of the others in `existing`."""
     import pyarrow as pa
 
     types: dict[Any, Any] = {
@@ -186,6 +181,6 @@ def _session_schema(there: Collection[str] | None = None) -> "pa.Schema":
     columns = [
         (field.name, types[field.type])
         for field in fields(EngineSession)
-        if there is None or field.default is MISSING or field.name in there
+        if existing is None or field.default is MISSING or field.name in existing
     ]
     return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})

@@ -1,10 +1,10 @@
-"""Budgets of tags and of a whole endpoint, and the draws of bulk runs on them.
+"""Budgets of tags and of an endpoint, and the spending of bulk runs from them.
 
-    ledger/budgets.json    the budgets; `peagle serve budgets` writes it
-    ledger/draw-ID.json    a bulk run's spending on its tags, by day; each look of the run replaces it
+    ledger/budgets.json    the budgets, written by `peagle serve budgets`
+    ledger/draw-ID.json    the spending of a bulk run by day; each update replaces it
 
-A tag's budget pays for whatever has the tag: requests, batches, bulk runs that draw on it. The endpoint's pays for
-all seconds of its engines and for its batches. It knows files and sums; who is refused is for others.
+A tag's budget covers requests, batches and bulk runs with that tag. The endpoint's budget covers all seconds of its
+engines, and its batches.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ Every = Literal["day", "week", "month"]
 ByDay = dict[str, dict[int, float]]
 """USD by account and UTC day, counted from 1970-01-01."""
 ENDPOINT = "endpoint"
-"""The name of the budget of a whole endpoint."""
-ENDPOINT_ACCOUNT = "*"  # no key and no tag has it
+"""The name of an endpoint's budget."""
+ENDPOINT_ACCOUNT = "*"  # no key or tag has this name
 BUDGETS_NAME = "budgets.json"
 _DRAWS = "draw-*.json"
-_SILENT_S = 300.0  # a run that has said nothing for so long was killed, and holds nothing
+_SILENT_S = 300.0  # a run without an update for this long has crashed, and reserves nothing
 
 
 class SharedBudget(BaseModel):
@@ -44,7 +44,7 @@ class SharedBudget(BaseModel):
 
     Attributes:
         name: a tag as KEY=VALUE, or `ENDPOINT`.
-        budget_every: the period for which it is; null is all time.
+        budget_every: the budget period; None is all time.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -63,21 +63,19 @@ class SharedBudget(BaseModel):
 
     @property
     def account(self) -> str:
-        """The account that its spending has among those of keys."""
+        """The account of its spending."""
         return ENDPOINT_ACCOUNT if self.name == ENDPOINT else self.name
 
     def describe_budget(self) -> str:
-        """Itself in words, for whoever it stops."""
+        """Return a description for refusals."""
         if self.name == ENDPOINT:
-            return "the budget of this endpoint"  # its amount is not for every key
+            return "the budget of this endpoint"  # the amount is not shown to every key
         every = f" a {self.budget_every}" if self.budget_every else ""
         return f"the budget of ${self.budget_usd:g}{every} of {self.name}"
 
 
 def period_of(every: Every, day: date) -> tuple[date, date]:
-    """The first days of the period that a day is in and of the next one.
-
-    Weeks begin on Monday.
+    """Return the first days of the period that contains a day, and of the next one. Weeks start on Monday.
 
     >>> period_of("month", date(2026, 12, 31))
     (datetime.date(2026, 12, 1), datetime.date(2027, 1, 1))
@@ -91,7 +89,7 @@ def period_of(every: Every, day: date) -> tuple[date, date]:
 
 @lru_cache(maxsize=1024)
 def tag_accounts(tags: str) -> tuple[str, ...]:
-    """The accounts of tags in the form of a record.
+    """Return the accounts of tags in JSON.
 
     >>> tag_accounts('{"project": "x", "team": "search"}')
     ('project=x', 'team=search')
@@ -103,10 +101,10 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
-    """The budgets of a file; none where it does not exist.
+    """Return the budgets in a file; none if it does not exist.
 
     Raises:
-        ConfigError: it is no file of budgets.
+        ConfigError: the file is invalid.
     """
     values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
     return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
@@ -114,12 +112,10 @@ def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
 
 @contextlib.contextmanager
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
-    """The budgets of a file by name, to change.
-
-    As they are at the end of the `with`, they are written. Whoever else changes it waits.
+    """Lock a budgets file, yield its budgets by name, and write them afterwards.
 
     Raises:
-        ConfigError: as `read_budgets`, or it cannot be written.
+        ConfigError: the file is invalid or cannot be written.
     """
     try:
         with changing(path):
@@ -130,18 +126,18 @@ def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
         raise ConfigError(f"budgets {path}: cannot be written: {error}") from error
 
 
-# --- what is spent on them beside requests
+# --- spending of bulk runs and engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A bulk run's spending on its tags.
+    """The spending of a bulk run from the budgets of its tags.
 
     Attributes:
-        tags: as a record has them.
-        usd_by_day: all that the run has cost, by the UTC days on which it was noticed.
-        held_usd: what its end may cost.
-        at: Unix time of the run's look.
+        tags: as JSON.
+        usd_by_day: the cost of the run, by UTC day.
+        held_usd: the reserved cost of the rest.
+        at: Unix time of the last update.
     """
 
     run: str
@@ -152,20 +148,20 @@ class Draw:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Draw":
-        """The inverse of what `write_draw` writes.
+        """Parse a file of `write_draw`.
 
         Raises:
-            ValueError, TypeError: it is no such record.
+            ValueError, TypeError: it is invalid.
         """
         values = json.loads(data)
         if not isinstance(values, dict) or not isinstance(values.get("usd_by_day"), dict):
-            raise ValueError("it is no draw of a run")
+            raise ValueError("not a draw of a run")
         days = {day_number(date.fromisoformat(day)): float(usd) for day, usd in values.pop("usd_by_day").items()}
         return cls(**values, usd_by_day=days)
 
 
 def write_draw(ledger: Path, draw: Draw) -> None:
-    """Replace the run's draw.
+    """Replace the draw of a run.
 
     Raises:
         OSError: it cannot be written.
@@ -175,16 +171,16 @@ def write_draw(ledger: Path, draw: Draw) -> None:
 
 
 def read_draws(ledger: Path) -> list[Draw]:
-    """The draws of all runs; a damaged one is logged and left out."""
+    """Return the draws of all runs. Damaged ones are logged and skipped."""
     return [
         draw for path in sorted(ledger.glob(_DRAWS)) for draw in readable(path, [path.read_bytes()], Draw.from_json)
     ]
 
 
 def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[str, float]]:
-    """The dollars that runs have spent, by account and day, and that they hold.
+    """Return what runs have spent, by account and day, and what they reserve by account.
 
-    A run that is not at work holds nothing.
+    Runs without a recent update reserve nothing.
 
     Args:
         now: Unix time.
@@ -202,10 +198,7 @@ def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[
 
 
 def engines_usd(sessions: Iterable[EngineSession]) -> dict[int, float]:
-    """The dollars of all seconds of engines, by UTC day.
-
-    Nothing of those without a price.
-    """
+    """Return the cost of engine time by UTC day. Engines without a price cost nothing."""
     by_day = defaultdict[int, float](float)
     for session in sessions:
         usd_per_s = session.num_devices * session.usd_per_device_s

@@ -1,14 +1,13 @@
-"""Spending by day: work that was paid for, loading and idling, losses.
+"""Spending by day: charges from the ledgers of runs and endpoints.
 
-    ledger of a run or an endpoint -> charges, each of one day, payer and engine process -> sums (`statement.py`)
+Every dollar of an engine's life is in exactly one charge:
 
-Pure: records in, charges out. Every dollar of an engine's life is in exactly one charge:
+    attributed     work that was committed, or billed to a request
+    loading, idle  overhead, which belongs to no key
+    lost           work that was not committed, or billed to nobody
 
-    attributed     work that was committed, or that a request was billed for
-    loading, idle  overhead: the engine starts, or has nothing to do; it belongs to no key
-    lost           work that was never committed, or billed to nobody
-
-Days are UTC's. Work counts on the day on which it is committed, with all its seconds (`shares_by_period`).
+Days are in UTC. Work counts on the day on which it is committed, with all its seconds (`shares_by_period`).
+`statement.py` adds charges up.
 """
 
 import math
@@ -29,7 +28,7 @@ _EPOCH = date(1970, 1, 1).toordinal()
 
 
 def day_of(moment: float) -> int:
-    """The UTC day of a Unix time, counted from 1970-01-01.
+    """Return the UTC day of a Unix time, counted from 1970-01-01.
 
     >>> day_of(86_399.9), day_of(86_400)
     (0, 1)
@@ -38,12 +37,12 @@ def day_of(moment: float) -> int:
 
 
 def day_number(day: date) -> int:
-    """The same of a date."""
+    """Return the number of a date, counted from 1970-01-01."""
     return day.toordinal() - _EPOCH
 
 
 def day_text(day: int) -> str:
-    """A day as ISO 8601 writes it.
+    """Return a day in ISO 8601.
 
     >>> day_text(0)
     '1970-01-01'
@@ -52,16 +51,16 @@ def day_text(day: int) -> str:
 
 
 def today() -> date:
-    """This day, in UTC."""
+    """Return the current date in UTC."""
     return datetime.now(UTC).date()
 
 
 @dataclass(frozen=True, slots=True)
 class Days:
-    """The days from one to another, both included; None is without that end.
+    """A range of days, both ends included; None is unbounded.
 
     Raises:
-        ValueError: the last one is before the first.
+        ValueError: it ends before it starts.
     """
 
     first: int | None = None
@@ -69,23 +68,22 @@ class Days:
 
     def __post_init__(self) -> None:
         if self.first is not None and self.last is not None and self.last < self.first:
-            raise ValueError(f"it ends on {day_text(self.last)}, before it begins on {day_text(self.first)}")
+            raise ValueError(f"it ends on {day_text(self.last)}, before it starts on {day_text(self.first)}")
 
     def __contains__(self, day: int) -> bool:
         return self.overlap(day, day)
 
     def overlap(self, first: int, last: int) -> bool:
-        """Whether one of these days is among them."""
+        """Return whether the range contains one of these days."""
         return (self.first is None or last >= self.first) and (self.last is None or first <= self.last)
 
 
 @dataclass(frozen=True, slots=True)
 class SpendingGroup:
-    """Spending that is never told apart: its day, its engine and its payer.
+    """The day, engine and payer of work.
 
     Attributes:
-        key: that pays; empty for a bulk run and for overhead.
-        drafter: None for none.
+        key: empty for bulk runs and overhead.
         tags: as JSON.
     """
 
@@ -102,11 +100,11 @@ _NO_GAIN = Gain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
-    """Dollars by kind, and what they bought; they add up with `+`.
+    """Dollars by kind, with what they bought; they add up with `+`.
 
     Attributes:
-        gain: what a drafter and spot machines saved of it.
-        is_priced: False where seconds without a price are in it: then all but `attributed_usd` is unknown.
+        gain: savings from the drafter and spot machines.
+        is_priced: False if some engine time has no price; then only `attributed_usd` is known.
     """
 
     attributed_usd: float = 0.0
@@ -122,7 +120,7 @@ class Spend:
 
     @classmethod
     def of(cls, work: Work, gain: Gain) -> Self:
-        """The spending on committed work."""
+        """Return the spending on committed work."""
         return cls(attributed_usd=work.usd, gain=gain, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:
@@ -136,13 +134,13 @@ KINDS = ("attributed", "loading", "idle", "lost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """The ledger of a run or of an endpoint.
+    """The ledger of a run or an endpoint.
 
     Attributes:
         run: its name.
-        sessions: as of their last heartbeats.
-        work: that was committed, by whose it is. A batch of an endpoint has engines of its own and no session here.
-        then: a session as it stood at a Unix time of its life.
+        sessions: as of their latest heartbeats.
+        work: committed work. The batches of an endpoint have engines of their own, without a session here.
+        then: returns a session at a Unix time in its life.
     """
 
     run: str
@@ -156,9 +154,9 @@ class Charge:
     """Spending of one engine process on one day.
 
     Attributes:
-        key: that pays for it; empty where nobody's does.
-        drafter: "none" for none; empty where no model is known.
-        instance, provider, region, market, usd_per_device_s: of the price; empty and 0 where it is not known.
+        key: the paying API key, or empty.
+        drafter: "none" without one; empty if the model is unknown.
+        instance, provider, region, market, usd_per_device_s: of the price; empty or 0 if unknown.
         tags: as JSON.
     """
 
@@ -177,34 +175,30 @@ class Charge:
 
 
 def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
-    """The charges of these days.
-
-    The charges of all days are the same however they are cut into periods.
-    """
+    """Yield the charges of these days. Consecutive periods add up to the charges of all days."""
     work_of: defaultdict[str, list[tuple[SpendingGroup, Work]]] = defaultdict(list)
-    for whose, work in ledger.work.items():
-        work_of[whose.session_id].append((whose, work))
+    for group, work in ledger.work.items():
+        work_of[group.session_id].append((group, work))
     for session in ledger.sessions:
-        begins = day_of(session.started_at)
+        first_day = day_of(session.started_at)
         own = [
-            (replace(whose, day=max(whose.day, begins)), work) for whose, work in work_of.pop(session.session_id, [])
+            (replace(group, day=max(group.day, first_day)), work) for group, work in work_of.pop(session.session_id, [])
         ]
-        ends = max([day_of(session.last_seen_at), *(whose.day for whose, _ in own)])
-        if not days.overlap(begins, ends):
+        last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in own)])
+        if not days.overlap(first_day, last_day):
             continue
-        paid = [(whose.day, work.usd) for whose, work in own]
-        spends = [(whose, _on_work(session, whose, work)) for whose, work in own]
-        spends += _overheads(session, ledger.then, range(begins, ends + 1), paid)
-        yield from (_charge(ledger.run, session, whose, spend) for whose, spend in spends if whose.day in days)
+        paid = [(group.day, work.usd) for group, work in own]
+        spends = [(group, _on_work(session, group, work)) for group, work in own]
+        spends += _overheads(session, ledger.then, range(first_day, last_day + 1), paid)
+        yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
     for rest in work_of.values():
-        spends = [(whose, _on_work(None, whose, work)) for whose, work in rest]
-        yield from (_charge(ledger.run, None, whose, spend) for whose, spend in spends if whose.day in days)
+        spends = [(group, _on_work(None, group, work)) for group, work in rest]
+        yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 
 
-def _on_work(session: EngineSession | None, whose: SpendingGroup, work: Work) -> Spend:
-    """The spending on committed work, with what was saved of it."""
+def _on_work(session: EngineSession | None, group: SpendingGroup, work: Work) -> Spend:
     baseline = Baseline.from_text(session.baseline) if session else None
-    gain = gain_of(work, has_drafter=whose.drafter is not None, baseline=baseline)
+    gain = gain_of(work, has_drafter=group.drafter is not None, baseline=baseline)
     if session:
         gain += spot_gain(session, kept_usd=work.usd, lost_usd=0.0)
     return Spend.of(work, gain)
@@ -216,11 +210,11 @@ def _overheads(
     days: range,
     paid: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    """The part of an engine's cost that no work pays for, by day.
+    """Yield the cost that no work pays for, by day.
 
     Args:
-        days: all days of its life, and until its last work was committed.
-        paid: days of committed work, and its dollars.
+        days: from the start of the engine to its last heartbeat or commit.
+        paid: days and dollars of committed work.
     """
     nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
@@ -245,18 +239,18 @@ def _overheads(
             yield replace(nobody, day=day), spend
 
 
-def _charge(run: str, session: EngineSession | None, whose: SpendingGroup, spend: Spend) -> Charge:
+def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend: Spend) -> Charge:
     return Charge(
-        day=whose.day,
+        day=group.day,
         run=run,
         instance=session.instance_type if session else "",
         provider=session.provider if session else "",
         region=session.region if session else "",
         market=session.market if session else "",
         usd_per_device_s=session.usd_per_device_s if session else 0.0,
-        model=whose.model,
-        drafter=(whose.drafter or "none") if whose.model else "",
-        key=whose.key,
-        tags=whose.tags,
+        model=group.model,
+        drafter=(group.drafter or "none") if group.model else "",
+        key=group.key,
+        tags=group.tags,
         spend=spend,
     )

@@ -1,9 +1,9 @@
-"""A statement: charges of a period, grouped and added up to the last digit.
+"""A statement: the charges of a period, grouped and added up exactly.
 
-    attributed + loading + idle + lost = total, of each group; the groups' amounts are the whole's
+    attributed + loading + idle + lost = total, for each group; groups add up to the total
 
-Amounts are rounded once, all together: to whole units of the last digit, so that the whole is right and its parts add
-up to it (the method of largest remainders). What is not known is None, never 0.
+All amounts are rounded together by the method of largest remainders, so rounded parts add up to the rounded total.
+Unknown amounts are None, never 0.
 """
 
 import math
@@ -19,73 +19,69 @@ from peagle.errors import ConfigError, did_you_mean
 SCHEMA = 1
 DIMENSIONS = ("key", "model", "drafter", "tag", "day", "run", "instance")
 DIGITS = 9  # of a dollar, in data
-_OF_A_TAG = "tag:"
+_TAG_PREFIX = "tag:"
 
 
 def dimensions(text: str) -> tuple[str, ...]:
-    """The dimensions of a list with commas.
-
-    `tag:NAME` is the value of one tag, and `tag` all tags together.
+    """Parse a comma-separated list of dimensions. `tag:NAME` is the value of one tag, `tag` all tags together.
 
     Raises:
-        ConfigError: there is no such dimension, or one is there twice.
+        ConfigError: a dimension is unknown or repeated.
 
     >>> dimensions("day,tag:team")
     ('day', 'tag:team')
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
-        if name not in DIMENSIONS and not (name.startswith(_OF_A_TAG) and name != _OF_A_TAG):
-            raise ConfigError(f"spending has no {name!r}", hint=did_you_mean(name, [*DIMENSIONS, "tag:NAME"]))
+        if name not in DIMENSIONS and not (name.startswith(_TAG_PREFIX) and name != _TAG_PREFIX):
+            raise ConfigError(f"unknown dimension {name!r}", hint=did_you_mean(name, [*DIMENSIONS, "tag:NAME"]))
         if names.count(name) > 1:
-            raise ConfigError(f"{name} is given twice", hint="name each dimension once")
+            raise ConfigError(f"the dimension {name} is repeated", hint="list it once")
     return names
 
 
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The spending of a period, ready for JSON.
+    """Return the spending of a period for JSON.
 
     Args:
-        by: dimensions, as `dimensions` gives them; none is the total alone.
-        days: that the charges are of.
-        notes: sentences that a reader should not miss.
+        by: dimensions; empty for the total only.
+        days: the period of the charges.
+        notes: sentences for the reader.
 
     Returns:
-        `schema`, `currency`, `start` and `end` (the last day; both None without bounds), `by`, `rows` (each with its
-        dimensions, counts, `usd`, `usd_per_million_tokens`, and `saved` as `Gain.to_dict` has it), `total` (the same of
-        all) and `notes`.
+        `schema`, `currency`, `start` and `end` (inclusive; None if unbounded), `by`, `rows` (with their dimensions,
+        counts, `usd`, `usd_per_million_tokens` and `saved` as in `Gain.to_dict`), `total` and `notes`.
     """
     groups: dict[tuple[str, ...], Spend] = {}
     by_drafter: dict[tuple[str, str], Gain] = {}
     for charge in charges:
-        names = tuple(_name(charge, dimension) for dimension in by)
+        names = tuple(_value(charge, dimension) for dimension in by)
         groups[names] = groups.get(names, Spend()) + charge.spend
         drafted = (charge.drafter, charge.model)
         by_drafter[drafted] = by_drafter.get(drafted, Gain()) + charge.spend.gain
-    found = sorted(groups.items())
-    whole = sum((spend for _, spend in found), Spend())
-    unpriced = [] if whole.is_priced else ["Some engines have no price in their ledger: their cost is unknown."]
+    ordered = sorted(groups.items())
+    whole = sum((spend for _, spend in ordered), Spend())
+    unpriced = [] if whole.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
     return {
         "schema": SCHEMA,
         "currency": "USD",
         "start": None if days.first is None else day_text(days.first),
         "end": None if days.last is None else day_text(days.last),
         "by": list(by),
-        **_rows(by, found, whole),
-        "notes": [*notes, *unpriced, *_losses(by_drafter)],
+        **_rows(by, ordered, whole),
+        "notes": [*notes, *unpriced, *_loss_notes(by_drafter)],
     }
 
 
-def _losses(by_drafter: Mapping[tuple[str, str], Gain]) -> Iterator[str]:
-    """A sentence for each drafter that costs more than it saves."""
+def _loss_notes(by_drafter: Mapping[tuple[str, str], Gain]) -> Iterator[str]:
     for (drafter, model), gain in sorted(by_drafter.items()):
         if note := gain.loss_note(f"{drafter} for {model}"):
             yield note
 
 
-def _name(charge: Charge, dimension: str) -> str:
-    if dimension.startswith(_OF_A_TAG):
-        return tags_from_text(charge.tags).get(dimension.removeprefix(_OF_A_TAG), "")
+def _value(charge: Charge, dimension: str) -> str:
+    if dimension.startswith(_TAG_PREFIX):
+        return tags_from_text(charge.tags).get(dimension.removeprefix(_TAG_PREFIX), "")
     if dimension == "tag":
         return ", ".join(f"{key}={value}" for key, value in tags_from_text(charge.tags).items())
     return day_text(charge.day) if dimension == "day" else str(getattr(charge, dimension))
@@ -116,9 +112,9 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
 
 
 def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[str, float | None]:
-    """Amounts by kind, with `overhead` and `total`, of whole units of the last digit.
+    """Return amounts by kind, with `overhead` and `total`, from integer units of the last digit.
 
-    Where something has no price, only what was attributed is known.
+    Without a price for everything, only `attributed` is known.
     """
     attributed, loading, idle, lost = units
     kinds = {
@@ -134,9 +130,9 @@ def in_dollars(units: Sequence[int], digits: int, *, is_priced: bool) -> dict[st
 
 
 def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
-    """Amounts in whole units of the last digit; they add up to the rounded sum.
+    """Round amounts to integer units of the last digit that add up to the rounded sum.
 
-    First the sums of the columns are rounded, then each column, so that many small rows do not move a column's sum.
+    The column sums are rounded first, then each column, so that many small rows do not change a column's sum.
 
     >>> rounded([[0.333, 0.333], [0.334, 1.0]], 2)
     [[34, 33], [33, 100]]
@@ -149,9 +145,9 @@ def rounded(amounts: Sequence[Sequence[float]], digits: int) -> list[list[int]]:
 
 
 def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
-    """Whole numbers near the amounts that add up to a total near their sum.
+    """Return integers near the amounts that add up to a total near their sum.
 
-    Each is rounded down; what is then missing goes to the largest remainders.
+    Each is rounded down; the rest goes to the largest remainders.
     """
     units = [math.floor(amount) for amount in amounts]
     by_remainder = sorted(range(len(units)), key=lambda i: units[i] - amounts[i])
@@ -160,25 +156,23 @@ def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
     return units
 
 
-def shown(one: Mapping[str, Any], digits: int) -> dict[str, Any]:
-    """A statement with its amounts rounded to fewer digits, all together again."""
-    return _again(one, "usd", digits, 1.0)
+def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
+    """Return a statement with its amounts rounded to fewer digits, together again."""
+    return _round_again(data, "usd", digits, 1.0)
 
 
-def in_currency(one: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """A statement with its amounts in another currency beside the dollars.
-
-    They are `converted` beside each `usd`, and add up too.
+def in_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
+    """Return a statement with amounts in another currency, as `converted` alongside `usd`.
 
     Args:
-        code: of ISO 4217.
-        per_usd: of that currency for a dollar, at all days.
+        code: ISO 4217.
+        per_usd: amount of that currency per dollar.
     """
-    return {**_again(one, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
+    return {**_round_again(data, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
 
 
-def _again(one: Mapping[str, Any], name: str, digits: int, scale: float) -> dict[str, Any]:
-    rows = one["rows"] or [one["total"]]
+def _round_again(data: Mapping[str, Any], name: str, digits: int, scale: float) -> dict[str, Any]:
+    rows = data["rows"] or [data["total"]]
     units = rounded([[scale * (row["usd"][kind] or 0.0) for kind in KINDS] for row in rows], digits)
     whole = [sum(column) for column in zip(*units, strict=True)]
 
@@ -186,7 +180,7 @@ def _again(one: Mapping[str, Any], name: str, digits: int, scale: float) -> dict
         return {**row, name: in_dollars(own, digits, is_priced=row["usd"]["total"] is not None)}
 
     return {
-        **one,
-        "rows": [amended(row, own) for row, own in zip(one["rows"], units, strict=False)],
-        "total": amended(one["total"], whole),
+        **data,
+        "rows": [amended(row, own) for row, own in zip(data["rows"], units, strict=False)],
+        "total": amended(data["total"], whole),
     }

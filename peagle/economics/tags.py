@@ -1,6 +1,6 @@
-"""Tags: KEY=VALUE pairs that say for whom money is spent.
+"""Tags: KEY=VALUE pairs for grouping costs.
 
-A record holds them as JSON text with sorted keys, so that equal tags are equal text and any tool can read them.
+Records contain tags as JSON with sorted keys, so equal tags have equal text.
 """
 
 import json
@@ -20,11 +20,11 @@ _VALUE = re.compile(r"[A-Za-z0-9_.:/@+-][A-Za-z0-9_.:/@+ -]{0,127}")
 
 
 class TagKeys(BaseModel):
-    """The key of tags, among those of commands that spend money."""
+    """The option for tags."""
 
     tags: dict[str, str] = Field(
         default_factory=dict,
-        description="tag of the spending, for `peagle cost --by tag`; may be repeated; a map in YAML",
+        description="tag for `peagle cost --by tag`; may be repeated; a map in YAML",
         json_schema_extra={"flag": "tag", "metavar": "KEY=VALUE"},
     )
 
@@ -42,10 +42,10 @@ class TagKeys(BaseModel):
 
 
 def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
-    """Tags from KEY=VALUE.
+    """Parse KEY=VALUE pairs.
 
     Raises:
-        ValueError: as `parse_pairs` and `checked_tags`.
+        ValueError: a pair is invalid, or there are too many.
 
     >>> parse_tags(["team=search", "project=x"])
     {'team': 'search', 'project': 'x'}
@@ -54,23 +54,23 @@ def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def checked_tags(tags: dict[str, str]) -> dict[str, str]:
-    """The same tags, if their keys and values are plain.
+    """Return the tags if they are valid.
 
     Raises:
-        ValueError: they are not, or they are too many.
+        ValueError: a key or value is invalid, or there are too many.
     """
     if len(tags) > MOST_TAGS:
-        raise ValueError(f"there are {len(tags)} tags, and {MOST_TAGS} at most are kept")
+        raise ValueError(f"{len(tags)} tags; at most {MOST_TAGS} are allowed")
     for key, value in tags.items():
         if not _KEY.fullmatch(key):
-            raise ValueError(f"the tag {key!r} must be a letter and up to 62 letters, digits, '_', '.' and '-'")
+            raise ValueError(f"invalid tag name {key!r}: use a letter, then up to 62 letters, digits, '_', '.' or '-'")
         if not _VALUE.fullmatch(value):
-            raise ValueError(f"the tag {key} must have 1 to 128 letters, digits, spaces and _.:/@+- as its value")
+            raise ValueError(f"invalid value of the tag {key}: use 1 to 128 letters, digits, spaces and _.:/@+-")
     return tags
 
 
 def tags_to_text(tags: Mapping[str, str]) -> str:
-    """The form of a record: JSON with sorted keys.
+    """Return tags as JSON with sorted keys.
 
     >>> tags_to_text({"team": "search", "project": "x"})
     '{"project": "x", "team": "search"}'
@@ -79,12 +79,12 @@ def tags_to_text(tags: Mapping[str, str]) -> str:
 
 
 def tags_from_text(text: str) -> dict[str, str]:
-    """The inverse of `tags_to_text`.
+    """Parse `tags_to_text`.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is invalid.
     """
     tags = json.loads(text) if isinstance(text, str) else None
     if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
-        raise ValueError(f"these are no tags: {text!r}")
+        raise ValueError(f"invalid tags: {text!r}")
     return tags

@@ -1,10 +1,8 @@
-"""A run over time: output tokens, dollars, and the state of each engine.
+"""A run over time: output tokens, dollars, and the state of each engine, in a fixed number of steps.
 
-Pure: units and sessions in, some hundred numbers out, however large the run is.
-
-Seconds are the run's own: pauses in which no engine lived take none of them. A heartbeat says how long an engine
-loaded, worked and idled, and not when. It loads and compiles first. It is busy while a unit is open that is committed
-later. Seconds that were lost stand at its end, and the rest is idle.
+Seconds count only while an engine is live; pauses are cut out. A heartbeat says how long an engine was in each state,
+not when. The timeline assumes: loading and compiling first, busy while a unit is open that is committed later, lost
+seconds at the end, and idle otherwise.
 """
 
 from array import array
@@ -20,15 +18,15 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 
 NUM_STEPS = 120
-MAX_ENGINES = 12  # of which the states are told; the money is that of all
-_SHORTEST = 1 / 240  # of the run: a shorter pause between units is none
+MAX_ENGINES = 12  # states are shown for these; costs include all
+_SHORTEST = 1 / 240  # of the run; shorter pauses between units are ignored
 _DIGITS = 3  # of a second
 Span = tuple[float, float]
 
 
 @dataclass(slots=True)
-class _OfSession:
-    """Committed units of one session, 24 bytes each."""
+class _SessionUnits:
+    """The committed units of a session, 24 bytes each."""
 
     starts: "array[float]" = field(default_factory=lambda: array("d"))
     ends: "array[float]" = field(default_factory=lambda: array("d"))
@@ -37,13 +35,13 @@ class _OfSession:
 
 
 class UnitTimes:
-    """The times and tokens of committed units, by session."""
+    """Times and tokens of committed units, by session."""
 
     def __init__(self) -> None:
-        self._by_session: defaultdict[str, _OfSession] = defaultdict(_OfSession)
+        self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 
     def keep(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
-        """The same units, each kept as it passes."""
+        """Record the units while yielding them."""
         for unit in units:
             kept = self._by_session[unit.session_id]
             kept.starts.append(unit.started_at)
@@ -53,12 +51,12 @@ class UnitTimes:
             yield unit
 
     def timeline(self, sessions: Sequence[EngineSession], price: Price) -> dict[str, Any] | None:
-        """The run over time, ready for JSON; None before an engine has lived.
+        """Return the run over time for JSON, or None before any engine has lived.
 
         Returns:
-            `started_at` (Unix seconds), `total_s`, `step_s`, `tokens_per_s` and `usd` (spent so far) at the end of each
-            step, `pauses` (`at_s`, `lasted_s`), `engines` (`engine`, `num_starts`, `seconds` by state, `spans` of
-            state, begin and end), and `num_engines`, of which only the first are told.
+            `started_at` (Unix seconds), `total_s`, `step_s`, `tokens_per_s` and `usd` (cumulative) at the end of each
+            step, `pauses` (`at_s`, `lasted_s`), `num_engines`, and `engines` for the first `MAX_ENGINES` (`engine`,
+            `num_starts`, `seconds` by state, `spans` of state, start and end).
         """
         lives = {one.session_id: (one.started_at, self._end(one)) for one in sessions}
         clock, seconds = _Clock(lives.values()), {one.session_id: self._seconds(one) for one in sessions}
@@ -86,7 +84,6 @@ class UnitTimes:
         }
 
     def _end(self, session: EngineSession) -> float:
-        """A killed engine's last heartbeat may be older than its last unit."""
         return max(session.last_seen_at, max(self._by_session[session.session_id].ends, default=0.0))
 
     def _seconds(self, session: EngineSession) -> Shares:
@@ -124,7 +121,7 @@ class UnitTimes:
 
 
 class _Clock:
-    """Unix times as seconds of a run."""
+    """Converts Unix times to seconds of a run."""
 
     def __init__(self, lives: Iterable[Span]) -> None:
         self._lives = merged(lives, 0.0)
@@ -150,7 +147,7 @@ class _Clock:
 
 
 def merged(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Spans in order, joined where they overlap or lie no farther apart than `gap`.
+    """Return sorted spans, joined if they overlap or are at most `gap` apart.
 
     >>> merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)], 0.0)
     [(0.0, 3.0), (5.0, 6.0)]
@@ -165,14 +162,14 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
 
 
 def _between(spans: Sequence[Span], first: float, last: float) -> list[Span]:
-    """The gaps from `first` to `last` that ordered spans leave."""
+    """Return the gaps between sorted spans, from `first` to `last`."""
     starts = [first, *(end for _, end in spans)]
     ends = [*(start for start, _ in spans), last]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
 
 
 def _spread(steps: list[float], start: float, end: float, amount: float) -> None:
-    """Add an amount to the steps that it lies in, evenly; places are counted in steps."""
+    """Add an amount evenly to the steps between `start` and `end`."""
     first, last = (min(int(place), len(steps) - 1) for place in (start, end))
     if first == last:
         steps[first] += amount

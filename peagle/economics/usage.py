@@ -1,11 +1,9 @@
-"""Usage records: the ledger's contents and their bytes.
+"""Usage records: what the ledger contains.
 
-It knows counts and seconds; not prices, and not where the bytes are kept.
-
-    UnitUsage       what a committed work unit used; kept in the unit's own Parquet file (metadata key
-                    `UNIT_KEY`), so that output and account commit together.
-    RequestUsage    what one request to the endpoint used: a unit of one row, and whose it was; a line of JSON.
-    EngineSession   the life of one engine process, committed work or not; heartbeats replace it.
+    UnitUsage       the usage of a committed unit; in the metadata (`UNIT_KEY`) of its Parquet file, so that output and
+                    usage are committed together
+    RequestUsage    the usage of one request to the endpoint, as a line of JSON
+    EngineSession   the life of one engine process, as of its latest heartbeat
 
 Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
 """
@@ -30,19 +28,19 @@ _TOLERANCE_S = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitUsage:
-    """The usage of one committed unit.
+    """The usage of a committed unit.
 
-    Args:
+    Attributes:
         session_id: the engine session that committed it.
         num_rows: rows with a response.
-        num_failed_rows: rows that ended as dead letters; not among `num_rows`.
-        num_cached_tokens: prompt tokens that the prefix cache answered; among `num_prompt_tokens`.
+        num_failed_rows: dead letters; not included in `num_rows`.
+        num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
         num_output_tokens: tokens of the committed responses.
-        busy_s: the unit's share of the engine's busy seconds. Units that ran interleaved divide them, so that
-            over all units, committed or not, they sum to the session's `busy_s`.
+        busy_s: its share of the engine's busy seconds. Concurrent units divide them, so that all units, committed or
+            not, add up to the session's `busy_s`.
 
     Raises:
-        ValueError: a field has the wrong type or contradicts another.
+        ValueError: a field is invalid.
     """
 
     session_id: str
@@ -65,7 +63,7 @@ class UnitUsage:
 
     @classmethod
     def empty(cls, session_id: str, *, started_at: float, finished_at: float, busy_s: float = 0.0) -> Self:
-        """The usage of no row: seconds alone."""
+        """Return usage without rows."""
         return cls(
             session_id=session_id,
             num_rows=0,
@@ -80,9 +78,8 @@ class UnitUsage:
         )
 
     def __add__(self, other: "UnitUsage") -> "UnitUsage":
-        """Both together, as one unit of the same session."""
         if self.session_id != other.session_id:
-            raise ValueError("units of two sessions do not add up to one")
+            raise ValueError("cannot add units of different sessions")
         counts = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
         return UnitUsage(
             session_id=self.session_id,
@@ -94,17 +91,17 @@ class UnitUsage:
         )
 
     def to_json(self) -> bytes:
-        """The record as versioned JSON, for `UNIT_KEY` in the metadata of a Parquet file."""
+        """Return versioned JSON for the metadata of a Parquet file."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["speculation"] = self.speculation.to_dict()
         return json.dumps({"version": VERSION, **record}).encode()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """The inverse of `to_json`.
+        """Parse `to_json`.
 
         Raises:
-            PeagleError: not JSON, another version, or not exactly these fields with believable values.
+            PeagleError: the record is invalid or has another version.
         """
         try:
             return cls.from_record(json.loads(data))
@@ -113,10 +110,10 @@ class UnitUsage:
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
-        """The same of JSON that has been read.
+        """Build a record from parsed JSON.
 
         Raises:
-            ValueError: as `from_json` raises PeagleError.
+            ValueError: the record is invalid or has another version.
         """
         check_version(record.pop("version", None) if isinstance(record, dict) else None)
         _check_names(cls, record)
@@ -127,19 +124,17 @@ class UnitUsage:
 class RequestUsage:
     """The usage of one request to the endpoint.
 
-    Args:
-        key: name of the API key; "local" where there are none.
-        account: of that key alone, though others had its name before or have it since; empty in older records.
-        model: what the client called it.
-        outcome: "ok"; "cut" if the client left before the end, and `usage` then holds what was made until then;
-            "failed" if there was no answer.
-        ttft_s: from the engine's taking the request to its first token; None without one, and of a whole answer that
-            failed.
-        usage: its tokens and its share of the engine's busy seconds, as of a unit with one row.
-        usd: price of those seconds; loading and idling is not in it. 0 where it failed before anything of an answer
-            was there.
-        num_choices: slots of the engine that its choices took at most.
-        tags: the endpoint's, the key's and its own, as JSON (`tags.py`).
+    Attributes:
+        key: name of the API key; "local" without keys.
+        account: unique to the key, even if another key had the same name; empty in older records.
+        model: the name that the client used.
+        outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
+            answer.
+        ttft_s: time to first token in the engine; None if there was none.
+        usage: as of a unit with one row.
+        usd: price of its busy seconds, without loading and idling.
+        num_choices: engine slots used at most.
+        tags: of the endpoint, the key and the request, as JSON (`tags.py`).
     """
 
     request_id: str
@@ -156,27 +151,27 @@ class RequestUsage:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it stands for a whole batch, which is a session of its own."""
+        """Whether it is a whole batch, which is a session of its own."""
         return self.request_id == self.usage.session_id
 
     def to_json(self) -> bytes:
-        """The record as versioned JSON without a line break."""
+        """Return versioned JSON without a line break."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["usage"] = json.loads(self.usage.to_json())
         return json.dumps({"version": VERSION, **record}).encode()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """The inverse of `to_json`.
+        """Parse `to_json`.
 
         Raises:
-            PeagleError: not JSON, another version, or not exactly these fields.
+            PeagleError: the record is invalid or has another version.
         """
         try:
             record = json.loads(data)
             check_version(record.pop("version", None) if isinstance(record, dict) else None)
             _check_names(cls, record)
-            if not 0 <= record["usd"] < math.inf:  # NaN is none either: a budget less that would be without end
+            if not 0 <= record["usd"] < math.inf:  # also rejects NaN, which would disable budgets
                 raise ValueError(f"usd must be a number of dollars, got {record['usd']}")
             if not all(isinstance(record[name], str) for name in ("request_id", "key", "model")):
                 raise ValueError("request_id, key and model must be text")
@@ -190,25 +185,25 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSession:
-    """The life of one engine process, as of its last heartbeat.
+    """The life of one engine process, as of its latest heartbeat.
 
-    Every second belongs to one of four states: load (weights), compile (warm-up included), busy (a request in
-    the engine), idle. Write the first heartbeat before the first unit commits: a committed unit without its
-    session cannot be priced.
+    Every second belongs to one of four states: load (weights), compile (including warm-up), busy (a request is running)
+    and idle. The first heartbeat must be written before the first unit is committed, because a unit without a session
+    cannot be priced.
 
-    Args:
-        engine_index: which of the run's engines it was; a restarted engine is a new session.
-        num_devices: accelerators it holds, or vCPUs.
-        num_output_tokens: all tokens it generated, committed or not.
-        ended: False while it runs, and for ever if it was killed.
-        self_check: what its self-check found, as JSON (`peagle.engine.self_check`); empty before it.
-        start_warnings: of its start, those that cost time or correctness, one a line.
+    Attributes:
+        engine_index: which engine of the run; a restarted engine is a new session.
+        num_devices: its accelerators, or vCPUs.
+        num_output_tokens: all generated tokens, committed or not.
+        ended: False while it runs, and after a crash.
+        self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty before it.
+        start_warnings: warnings about cost or correctness, one per line.
         model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
-            on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as `EngineFacts` has them; empty, 0 and
-            False in older records.
+            on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as in `EngineFacts`; empty, 0 or False in
+            older records.
 
     Raises:
-        ValueError: a field has the wrong type, or the four states do not sum to its life.
+        ValueError: a field is invalid, or the states do not add up to the life.
     """
 
     session_id: str
@@ -247,21 +242,21 @@ class EngineSession:
         tags_from_text(self.tags)
         Baseline.from_text(self.baseline)
         if self.num_devices < 1:
-            raise ValueError("an engine holds one device or more")
+            raise ValueError("an engine needs at least one device")
         life_s = self.last_seen_at - self.started_at
         states_s = self.load_s + self.compile_s + self.busy_s + self.idle_s
         if abs(states_s - life_s) > _TOLERANCE_S:
-            raise ValueError(f"load, compile, busy and idle sum to {states_s} s of a life of {life_s} s")
+            raise ValueError(f"load, compile, busy and idle add up to {states_s} s, but the session lasted {life_s} s")
 
 
 def check_version(version: object) -> None:
-    """Require the version of this peagle's records.
+    """Require the current record version.
 
     Raises:
         ValueError: it is another.
     """
     if str(version) != str(VERSION):
-        raise ValueError(f"its version is {version!r}, and this peagle reads version {VERSION}")
+        raise ValueError(f"version {version!r} is not supported; this peagle reads version {VERSION}")
 
 
 def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
@@ -273,10 +268,6 @@ def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str
 
 
 def _check_fields(record: UnitUsage | EngineSession) -> None:
-    """Check types as declared, and no negative number.
-
-    Records come back from files anyone may have written.
-    """
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type is float and type(value) in (int, float):
@@ -288,7 +279,7 @@ def _check_fields(record: UnitUsage | EngineSession) -> None:
             raise ValueError(f"{field.name} cannot be negative, got {value}")
 
 
-# All fields, and those without a default. Once, as a ledger is read line by line.
+# All fields, and the required ones; computed once because ledgers are read line by line.
 _NAMES = {
     kind: (
         frozenset(field.name for field in fields(kind)),

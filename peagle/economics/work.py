@@ -6,18 +6,16 @@ from typing import Self
 from peagle.economics.usage import UnitUsage
 
 COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
-"""The counts of committed work that a statement shows."""
+"""Counts in a statement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Counts and dollars of committed work; they add up with `+`.
+    """Committed work; it adds up with `+`.
 
     Attributes:
-        num_drafts, num_accepted_tokens: of speculation.
         busy_s: its share of the engine's busy seconds.
-        request_s: seconds of its requests from begin to end; over `busy_s` it is how many there were at once. 0 where
-            that is not known.
+        request_s: seconds of its requests from start to end; `request_s / busy_s` is the concurrency. 0 if unknown.
     """
 
     num_requests: int = 0
@@ -32,7 +30,7 @@ class Work:
 
     @classmethod
     def of(cls, usage: UnitUsage, usd: float, *, request_s: float = 0.0) -> Self:
-        """The work of a unit or of requests, and what it is paid."""
+        """Return the work of a unit or request, and its price."""
         return cls(
             num_requests=usage.num_rows + usage.num_failed_rows,
             num_prompt_tokens=usage.num_prompt_tokens,

@@ -153,7 +153,7 @@ def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(tar
     unpriced = plan(target, GPU)
     assert unpriced.usd_per_s is None
     assert "tokens per dollar are left out" in unpriced.notes[-1]
-    with pytest.raises(PriceError, match="no price is known for the instance type"):
+    with pytest.raises(PriceError, match="no price for the instance type"):
         plan(target, instance_type="c7a.larg")
     with pytest.raises(PriceError, match="is per vcpu, but engines here are billed by the accelerator"):
         plan(target, GPU, instance_type="c7a.large")

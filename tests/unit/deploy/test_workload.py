@@ -40,7 +40,7 @@ def test_the_machine_is_the_one_of_the_price_and_has_to_be_named(tmp_path):
     with pytest.raises(ConfigError, match="names no instance_type") as error:
         offer_of(PriceKeys())
     assert "p5.48xlarge" in error.value.hint
-    with pytest.raises(PriceError, match=r"no price is known for the instance type 'p6\.48xlarge'"):
+    with pytest.raises(PriceError, match=r"no price for the instance type 'p6\.48xlarge'"):
         offer_of(PriceKeys(instance_type="p6.48xlarge"))
     with pytest.raises(ConfigError, match="a file of this machine is not on others"):
         offer_of(PriceKeys(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))

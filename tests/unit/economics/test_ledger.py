@@ -78,7 +78,7 @@ def test_a_line_that_is_no_record_is_logged_and_the_others_hold(tmp_path, caplog
     reader = RequestReader(tmp_path)
     with caplog.at_level(logging.ERROR):
         assert [one.request_id for one in reader.new()] == ["1", "4", "1"]
-    assert "requests-s.jsonl: a line is left out" in caplog.text
+    assert "requests-s.jsonl: skipped an invalid line" in caplog.text
     append_request(tmp_path, request("5"))
     assert [one.request_id for one in reader.new()] == ["5"]
 

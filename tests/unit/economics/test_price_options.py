@@ -41,7 +41,7 @@ def test_a_gpu_that_several_types_have_is_never_guessed():
         resolve_price(PriceKeys(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
     azure = replace(gpus(8, "NVIDIA H100 80GB HBM3"), machine_names=("Standard_ND96isr_H100_v5",))
-    with pytest.raises(PriceError, match="none is known for Standard_ND96isr_H100_v5, as this machine is called"):
+    with pytest.raises(PriceError, match="none is called Standard_ND96isr_H100_v5, like this machine"):
         resolve_price(PriceKeys(), azure)
 
 
@@ -64,10 +64,10 @@ def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
 @pytest.mark.parametrize(
     ("keys", "accelerator", "reason"),
     [
-        ({}, None, "without an instance type for machines that are not there yet"),
+        ({}, None, "machines that do not exist yet have no price"),
         ({}, "H100", "no price for 'H100' without an instance type; 13"),
         ({"instance_type": "c7a.large"}, "H100", "c7a.large is per vcpu, but engines on H100 are billed by the acc"),
-        ({"instance_type": "p5.48xlrage"}, "H100", "no price is known for the instance type"),
+        ({"instance_type": "p5.48xlrage"}, "H100", "no price for the instance type"),
     ],
 )
 def test_machines_without_a_price_are_refused_before_they_are_there(keys, accelerator, reason):
@@ -115,7 +115,7 @@ def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):
     ],
 )
 def test_another_price_is_refused(before, first, keys, here):
-    with pytest.raises(PriceError, match=r"it is charged at \$.* on 8 x H100, and this would cost \$"):
+    with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
         continued(before, first, keys, here)
 
 

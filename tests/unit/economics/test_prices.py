@@ -53,7 +53,7 @@ def test_regions_that_agree_give_one_price(table):
 def test_spot_without_a_region_is_the_cheapest_ones_and_says_so(table):
     price = table.price("p5.48xlarge", market="spot")
     assert (price.region, price.usd_per_hour) == ("us-east-2", 14.0818)
-    assert price.doubt == "no region was named, spot is $14.0818 to $18.7089 per hour, and this is the cheapest"
+    assert price.doubt == "spot costs $14.0818 to $18.7089 per hour, depending on the region; this is the cheapest"
     named = table.price("p5.48xlarge", market="spot", region="us-east-1")
     assert (named.usd_per_hour, named.doubt) == (18.7089, "")
     assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # the same everywhere
@@ -70,7 +70,7 @@ def test_an_unknown_type_suggests_the_nearest_and_the_override(table):
 def test_an_unknown_market_or_place_names_the_known_ones(table):
     with pytest.raises(PriceError, match="did you mean on_demand"):
         table.price("c7a.large", market="on-demand")
-    with pytest.raises(PriceError, match="at aws mars-1; known are: aws us-east-1 on-demand"):
+    with pytest.raises(PriceError, match="at aws mars-1; known prices: aws us-east-1 on-demand"):
         table.price("c7a.large", provider="aws", region="mars-1")
 
 
@@ -98,7 +98,7 @@ def test_an_override_row_replaces_its_region_only(write):
     assert own.price("c7a.large", region="us-east-2").usd_per_hour == 0.05
     assert own.price("c7a.large", region="us-east-1").usd_per_hour == 0.10264
     with pytest.raises(
-        PriceError, match=r"depends on the place: aws us-east-1 \$0\.10264, aws us-east-2 \$0\.05"
+        PriceError, match=r"depends on the region: aws us-east-1 \$0\.10264, aws us-east-2 \$0\.05"
     ) as error:
         own.price("c7a.large")
     assert "region" in error.value.hint
@@ -117,7 +117,7 @@ def test_an_override_row_without_a_place_replaces_the_type_everywhere(write):
 def test_an_override_extends_the_table(write):
     own = PriceTable.load(write("instance_type,vcpus,usd_per_hour_spot\nrack-7,64,1.5\n"))
     assert own.price("rack-7", market="spot").usd_per_device_s == pytest.approx(1.5 / 64 / 3600)
-    with pytest.raises(PriceError, match="rack-7; known are: spot"):
+    with pytest.raises(PriceError, match="rack-7; known prices: spot"):
         own.price("rack-7")
 
 
@@ -135,16 +135,16 @@ def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
         ("", "needs the column instance_type"),
         ("instance_type,vcpus\nx,1\n", "needs the column"),
         ("instance_type,vcpu,usd_per_hour_spot\nx,1,1\n", r"(?s)unknown column 'vcpu'.*vcpus"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,1\n", "line 2: the row has not as many fields"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1,1\n", "line 2: the row has not as many fields"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1\n", "line 2: the number of fields differs"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1,1\n", "line 2: the number of fields differs"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,cheap\n", "line 2: could not convert"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,0\n", "line 2: usd_per_hour_spot must be a positive"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,nan\n", "line 2: usd_per_hour_spot must be a positive"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,1,\n", "must hold a price"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,,1\n", "how many devices"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,-2,1\n", "how many devices"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,\n", "must contain a price"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,,1\n", "must be at least 1"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,-2,1\n", "must be at least 1"),
         ("instance_type,vcpus,usd_per_hour_spot\n,2,1\n", "instance_type is empty"),
-        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x is priced twice for everywhere"),
+        ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x has two prices for everywhere"),
     ],
 )
 def test_a_wrong_table_is_refused_with_its_place(write, text, reason):
@@ -200,7 +200,7 @@ def test_a_price_is_never_zero(usd):
 
 
 def test_a_price_needs_devices_and_known_words():
-    with pytest.raises(PriceError, match="one device or more"):
+    with pytest.raises(PriceError, match="at least one device"):
         Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=0)
     with pytest.raises(PriceError, match="accelerator, vcpu"):
         Price.fixed(usd_per_hour=1.0, device="gpu", num_devices=1)

@@ -55,7 +55,7 @@ def edited(**changes):
 def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
     write(tmp_path)
     read_slowly = []
-    monkeypatch.setattr(request_work, "_of_request", lambda request: read_slowly.append(request))
+    monkeypatch.setattr(request_work, "_work_of", lambda request: read_slowly.append(request))
     found = read_work(tmp_path)
     assert read_slowly == []
     monkeypatch.undo()
@@ -89,7 +89,7 @@ def test_a_line_that_is_no_record_is_left_out_and_told_of(tmp_path, monkeypatch,
     with caplog.at_level(logging.ERROR):
         found = read_work(tmp_path)
     assert sum(work.num_requests for work in found.values()) == 40
-    assert "a line is left out" in caplog.text
+    assert "skipped an invalid line" in caplog.text
 
 
 def test_a_torn_last_line_is_not_there_yet(tmp_path, caplog):

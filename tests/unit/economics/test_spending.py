@@ -173,7 +173,7 @@ def test_what_has_no_price_is_unknown_and_never_nothing():
 
 
 def test_a_period_that_ends_before_it_begins_is_refused():
-    with pytest.raises(ValueError, match="ends on 1970-01-01, before it begins on 1970-01-02"):
+    with pytest.raises(ValueError, match="ends on 1970-01-01, before it starts on 1970-01-02"):
         Days(1, 0)
 
 

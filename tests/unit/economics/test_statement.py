@@ -58,7 +58,7 @@ def test_dollars_without_tokens_have_no_price_per_token():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("kye", "did you mean key"), ("key,key", "given twice"), ("tag:", "has no 'tag:'")]
+    ("text", "message"), [("kye", "did you mean key"), ("key,key", "is repeated"), ("tag:", "unknown dimension 'tag:'")]
 )
 def test_dimensions_that_are_none_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):

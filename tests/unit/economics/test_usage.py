@@ -91,9 +91,9 @@ def edited(**changes: object) -> str:
     [
         (b"", "Expecting value"),
         (b"\xff\xfe", "usage record"),
-        ("[1]", "version is None"),
-        (edited(version=2), "version is 2, and this peagle reads version 1"),
-        (edited(version=None), "version is None"),
+        ("[1]", "version None is not supported"),
+        (edited(version=2), "version 2 is not supported; this peagle reads version 1"),
+        (edited(version=None), "version None is not supported"),
         (edited(colour="red"), "unknown fields colour"),
         (edited(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
         (edited(num_rows=1.5), "num_rows must be of type int"),
@@ -118,10 +118,10 @@ def test_a_malformed_unit_record_is_refused(data, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"idle_s": 10.1}, "sum to 100.1 s of a life of 100.0 s"),
+        ({"idle_s": 10.1}, "add up to 100.1 s, but the session lasted 100.0 s"),
         ({"busy_s": -60.0}, "busy_s must be"),
         ({"device": "gpu"}, "not one of accelerator, vcpu"),
-        ({"num_devices": 0}, "one device or more"),
+        ({"num_devices": 0}, "at least one device"),
         ({"ended": 1}, "ended must be of type bool"),
         ({"num_output_tokens": -1}, "cannot be negative"),
     ],
@@ -138,12 +138,12 @@ def test_a_session_may_be_off_by_rounding_only():
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda table: table.replace_schema_metadata(None), "version is ''"),
-        (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version is '2'"),
+        (lambda table: table.replace_schema_metadata(None), "version '' is not supported"),
+        (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version '2' is not supported"),
         (lambda table: table.drop_columns(["idle_s"]), "its columns are"),
         (lambda table: table.append_column("colour", [["red"]]), "its columns are"),
         (lambda table: table.set_column(0, "session_id", [[7]]), "its columns are"),
-        (lambda table: table.set_column(10, "idle_s", [[11.0]]), "sum to"),
+        (lambda table: table.set_column(10, "idle_s", [[11.0]]), "add up to"),
         (lambda table: table.set_column(10, "idle_s", [pa.array([None], pa.float64())]), "idle_s must be"),
     ],
 )
@@ -180,7 +180,7 @@ def test_units_of_a_session_add_up():
     both = UNIT + dataclasses.replace(UNIT, started_at=UNIT.started_at - 5)
     assert (both.num_rows, both.num_output_tokens, both.busy_s) == (32, 4096, 86.5)
     assert (both.started_at, both.finished_at) == (UNIT.started_at - 5, UNIT.finished_at)
-    with pytest.raises(ValueError, match="two sessions"):
+    with pytest.raises(ValueError, match="different sessions"):
         UNIT + dataclasses.replace(UNIT, session_id="b2")
 
 

@@ -123,7 +123,7 @@ def test_months_add_up_to_all_time(peagle):
         (["--month", "2026-13"], "the period"),
         (["--month", "2026-11", "--to", "2026-11-02"], "leave out --from and --to"),
         (["--from", "yesterday"], "the period"),
-        (["--from", "2026-11-02", "--to", "2026-11-01"], "before it begins on 2026-11-02"),
+        (["--from", "2026-11-02", "--to", "2026-11-01"], "before it starts on 2026-11-02"),
         (["--by", "kye"], "did you mean key"),
     ],
 )

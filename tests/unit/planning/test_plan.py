@@ -226,10 +226,10 @@ def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys: Any, message: st
 @pytest.mark.parametrize(
     ("keys", "kind", "message", "hint"),
     [
-        ({"instance_types": "box-9"}, PriceError, "no price is known for the instance type 'box-9'", "box"),
+        ({"instance_types": "box-9"}, PriceError, "no price for the instance type 'box-9'", "box"),
         ({"instance_types": "small-2"}, ConfigError, "small-2 has LITTLE: its speed is not known", "measure there"),
         ({"instance_types": "cpu-2"}, ConfigError, "cpu-2 has no accelerator: its speed is not known", "measure there"),
-        ({"region": "nowhere"}, PriceError, "no price is known for box-2 at nowhere", "--usd-per-hour"),
+        ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )
 def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, message: str, hint: str, plan: Any) -> None:
