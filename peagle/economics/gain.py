@@ -8,7 +8,8 @@ its busy seconds is its prompt. Without the drafter it would need one step per t
 
 Example: 8 concurrent requests, steps of 80 ms with the drafter and 40 ms without, so the break-even is 2.0. A request
 of 12 busy seconds has 1,000 drafts with 1,500 accepted tokens: an acceptance length of 2.5. Its generation takes
-1,000 x 0.08 / 8 = 10 s, its prompt 2 s. Without the drafter, generation would take 10 x 2.5 / 2.0 = 12.5 s; 2.5 s are saved.
+1,000 x 0.08 / 8 = 10 s, its prompt 2 s. Without the drafter, generation would take
+10 x 2.5 / 2.0 = 12.5 s; 2.5 s are saved.
 
 Unknown amounts are sums of their own, so they are never counted as zero.
 """

@@ -1,9 +1,7 @@
-"""The result of a run, or of several side by side, as data with notes.
+"""The report of a run, or of several side by side, as data.
 
-The notes are sentences that a reader should not miss.
-
-`report_dict` is the only source: the terminal's summary, report.json and report.html are made from it and
-nothing else, so a report can be made again from its file. It knows accounts; not where they come from.
+`report_dict` is the only source of the terminal summary, report.json and report.html, so they can be created again from
+the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,20 +22,20 @@ from peagle.errors import PeagleError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The run that an account belongs to. Only the model is required.
+    """Facts about a run. Only the model is required.
 
-    Args:
-        label: what to call the run; by default the model and its drafter.
-        drafter: the drafter's name or path, None for none.
-        started_at: Unix seconds or ISO 8601, as `finished_at`; kept as ISO 8601 in UTC.
-        complete: whether every input row ended as a committed row or a dead letter.
-        concurrency: requests an engine runs at once.
-        break_even_acceptance_length: what this hardware needs at this concurrency, if measured.
-        baseline: measured times of its steps (`peagle.economics.baseline`), if there are any.
-        is_stand_in: whether the fake engine answered.
+    Attributes:
+        label: the name of the run; by default the model and its drafter.
+        drafter: name or path; None without one.
+        started_at, finished_at: Unix seconds or ISO 8601; stored as ISO 8601 in UTC.
+        complete: whether every input row is committed or a dead letter.
+        concurrency: concurrent requests per engine.
+        break_even_acceptance_length: for this hardware and concurrency, if measured.
+        baseline: measured step times (`peagle.economics.baseline`).
+        is_stand_in: whether the fake engine was used.
 
     Raises:
-        PeagleError: a value is of the wrong kind.
+        PeagleError: a value has the wrong type.
     """
 
     model: str
@@ -63,7 +61,7 @@ class RunInfo:
         for item in fields(self):
             value = getattr(self, item.name)
             if not _is_of(value, item.type):
-                raise PeagleError(f"the run's {item.name} is {value!r}: that is not of type {_spelled(item.type)}")
+                raise PeagleError(f"{item.name} of the run must be of type {_spelled(item.type)}, got {value!r}")
         for name in ("started_at", "finished_at"):
             object.__setattr__(self, name, _utc(name, getattr(self, name)))
         if self.label is None:
@@ -77,20 +75,20 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Build one from plain data; a key that is none of the fields is refused.
+        """Build a `RunInfo` from plain data.
 
         Raises:
-            PeagleError: an unknown key, no model, or a value of the wrong kind.
+            PeagleError: a key is unknown, the model is missing, or a value has the wrong type.
         """
         for name in data:
             if name not in RUN_KEYS:
-                raise PeagleError(f"a report knows no {name!r} of a run", hint=did_you_mean(name, RUN_KEYS))
+                raise PeagleError(f"unknown key {name!r} of a run", hint=did_you_mean(name, RUN_KEYS))
         if "model" not in data:
-            raise PeagleError("a report needs the run's model")
+            raise PeagleError("a report requires the model of the run")
         return cls(**data)  # type: ignore[arg-type]  # __post_init__ checks
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
+        """Return every field for JSON."""
         return asdict(self)
 
 
@@ -119,28 +117,27 @@ def _utc(name: str, moment: str | float | None) -> str | None:
             return datetime.fromisoformat(moment).astimezone(UTC).isoformat(timespec="seconds")
         return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError) as error:
-        raise PeagleError(f"the run's {name} is {moment!r}: that is no time ({error})") from error
+        raise PeagleError(f"{name} of the run is not a time: {moment!r} ({error})") from error
 
 
 SCHEMA = 1
-# Above this a share of the cost deserves a sentence: somebody can do something about it.
+# Shares of the cost above these get a note.
 LARGE_WASTE = 0.10
 LARGE_START = 0.50
 
 
 def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
-    """Everything a report shows, ready for JSON.
+    """Return the content of a report for JSON.
 
     Args:
-        account: what the run delivered and cost.
-        run: the fields of `RunInfo`; only `model` is required, and unknown keys are refused.
+        run: fields of `RunInfo`.
 
     Returns:
-        `schema`, `run`, `account` (with derived figures), `shares` (of the cost, summing to 1), `saved` (as
-        `Gain.to_dict` has it) and `notes` (sentences that the reader should not miss).
+        `schema`, `run`, `account` (with derived figures), `shares` (fractions of the cost), `saved` (as in
+        `Gain.to_dict`) and `notes` (sentences for the reader).
 
     Raises:
-        PeagleError: `run` has an unknown key, no model, or a value of the wrong kind.
+        PeagleError: `run` is invalid.
     """
     info = RunInfo.from_dict(run)
     total_usd = account.total_usd
@@ -156,7 +153,6 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _gain(account: Account, info: RunInfo) -> Gain:
-    """The gain of the run's drafter and spot machines."""
     usd = account.usd
     work = Work(
         num_requests=account.num_rows,
@@ -173,24 +169,24 @@ def _gain(account: Account, info: RunInfo) -> Gain:
 
 
 def check_report(report: object) -> dict[str, Any]:
-    """The same report, if it is one that this version can show.
+    """Return the report if this version can show it.
 
     Raises:
-        PeagleError: it is not.
+        PeagleError: it cannot.
     """
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise PeagleError(
-            f"not a report of schema {SCHEMA}", hint="make it again from its run directory: peagle report RUN"
+            f"not a report of schema {SCHEMA}", hint="create it again from the run directory: peagle report RUN"
         )
     if missing := {"run", "account", "shares", "notes"} - set(report):
-        raise PeagleError(f"the report lacks {', '.join(sorted(missing))}")
+        raise PeagleError(f"the report has no {', '.join(sorted(missing))}")
     return report
 
 
 def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list[str]:
     candidates = (
         _completeness_note(account, info),
-        f"{account.num_failed_rows:,} rows could not be done; failed/ says why." if account.num_failed_rows else None,
+        f"{account.num_failed_rows:,} rows failed; see failed/." if account.num_failed_rows else None,
         speculation.note(account.speculation.acceptance_length, break_even=info.break_even_acceptance_length),
         speculation.sources_note(account.speculation),
         *_share_notes(shares, account),
@@ -204,8 +200,8 @@ def _assumption_note(price: Price) -> str | None:
     if price.basis != "assumed":
         return None
     return (
-        f"The machine is assumed to be {price.instance_type}: it could not be identified, or has no known price. "
-        "--instance-type or --usd-per-hour states its price."
+        f"Assuming a {price.instance_type}: the machine could not be identified or has no known price. "
+        "Set --instance-type or --usd-per-hour."
     )
 
 
@@ -222,36 +218,32 @@ def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
     if shares["lost"] > LARGE_WASTE:
         notes.append(
             f"{in_words_share(shares['lost'])} of the cost was lost work: {account.num_lost_tokens:,} tokens "
-            "were generated and never committed. Smaller work units lose less when an engine is killed."
+            "were generated but not committed. Smaller work units lose less when an engine crashes."
         )
     if shares["idle"] > LARGE_WASTE:
-        notes.append(
-            f"{in_words_share(shares['idle'])} of the cost was idle time: fewer engines, or more rows, would use it."
-        )
+        notes.append(f"{in_words_share(shares['idle'])} of the cost was idle time. Use fewer engines or more rows.")
     start = shares["load"] + shares["compile"]
     if start > LARGE_START:
         notes.append(
-            f"{in_words_share(start)} of the cost went into loading and compiling. An engine pays that "
-            "once, so a longer run spreads it over more tokens."
+            f"{in_words_share(start)} of the cost was loading and compiling. "
+            "It is paid once per engine, so longer runs have a smaller share."
         )
     return notes
 
 
-# What has to be equal for two runs to differ by their drafter alone.
+# Runs that differ only in their drafter have all of these in common.
 _CONDITIONS = ("model", "precision", "concurrency", "num_engines", "sampling", "hardware", "num_input_rows")
 
 
 def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several reports side by side, as data.
-
-    The baseline is the first run without a drafter, or the first run when all have one.
+    """Compare several reports. The baseline is the first run without a drafter, else the first run.
 
     Returns:
-        `schema`, `labels` and `baseline` (an index into them), `figures` (rows of `name`, `label`, `values`,
-        `ratios` to the baseline, None where there is no number) and `notes`.
+        `schema`, `labels`, `baseline` (an index), `figures` (with `name`, `label`, `values`, and `ratios` to the
+        baseline or None) and `notes`.
 
     Raises:
-        PeagleError: there is no report, or one cannot be shown.
+        PeagleError: there are no reports, or one cannot be shown.
     """
     checked = [check_report(report) for report in reports]
     if not checked:
@@ -276,10 +268,7 @@ def _ratio(value: float | None, to: float | None) -> float | None:
 
 
 def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Labels of the runs, numbered where several are equal.
-
-    Without the model where all have the same.
-    """
+    """Return unique labels of the runs, without the model if it is the same."""
     labels = [str(report["run"]["label"]) for report in reports]
     models = {report["run"]["model"] for report in reports}
     if len(reports) > 1 and len(models) == 1:
@@ -310,6 +299,6 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> li
 def _conditions(differing: Sequence[str]) -> str:
     named = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
     advice = (
-        "; loading weighs more on the shorter run, so compare the busy time" if "num_input_rows" in differing else ""
+        "; loading is a larger share of the shorter run, so compare busy time" if "num_input_rows" in differing else ""
     )
     return named + advice

@@ -1,7 +1,4 @@
-"""The figures of a report: names, places in its data, formats for people.
-
-One table serves the terminal, the page and the comparison: a figure has one name and one form everywhere.
-"""
+"""The figures of a report: names, location in the data, and format."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +11,15 @@ SHARES = ("load", "compile", "busy", "idle", "lost")
 SHARE_MEANINGS = {
     "load": "weights into memory",
     "compile": "compiling and warming up",
-    "busy": "output that was committed",
-    "idle": "engine up, nothing to do",
-    "lost": "work that was never committed",
+    "busy": "committed output",
+    "idle": "engine running without requests",
+    "lost": "work that was not committed",
 }
 UNKNOWN = "-"
 
 
 def in_words_usd(usd: float) -> str:
-    """Dollars with three digits that matter, cents from one dollar up.
+    """Return dollars with three significant digits, or cents from one dollar up.
 
     >>> in_words_usd(1234.5), in_words_usd(0.0053161), in_words_usd(0)
     ('$1,234.50', '$0.00532', '$0')
@@ -34,7 +31,7 @@ def in_words_usd(usd: float) -> str:
 
 
 def in_words_count(count: float) -> str:
-    """A count, in millions where that is easier to read.
+    """Return a count, in millions if it is large.
 
     >>> in_words_count(5872), in_words_count(1_104_862.4)
     ('5,872', '1.10 M')
@@ -43,7 +40,7 @@ def in_words_count(count: float) -> str:
 
 
 def in_words_s(seconds: float) -> str:
-    """A duration in its two largest units.
+    """Return a duration in its two largest units.
 
     >>> in_words_s(7.31), in_words_s(189), in_words_s(7500)
     ('7.3 s', '3 min 9 s', '2 h 5 min')
@@ -57,7 +54,7 @@ def in_words_s(seconds: float) -> str:
 
 
 def in_words_share(share: float) -> str:
-    """A share in percent; never rounded to nothing.
+    """Return a fraction in percent; a small one is "<1%", never "0%".
 
     >>> in_words_share(0.482), in_words_share(0.0004), in_words_share(0)
     ('48%', '<1%', '0%')
@@ -77,12 +74,12 @@ def _length(value: float) -> str:
 class Figure:
     """One figure of a report.
 
-    Args:
-        name: its key in comparisons.
-        label: its name for people.
-        path: where it lies in a report.
-        words: its form for people.
-        is_ratio: whether the ratio of two runs means anything.
+    Attributes:
+        name: the key in comparisons.
+        label: the displayed name.
+        path: keys in the report.
+        words: formats the value.
+        is_ratio: whether the ratio of two runs is meaningful.
     """
 
     name: str
@@ -92,14 +89,14 @@ class Figure:
     is_ratio: bool = True
 
     def value(self, report: Mapping[str, Any]) -> float | None:
-        """The bare number; None where the run has none."""
+        """Return the number, or None if the run has none."""
         found: Any = report
         for key in self.path:
             found = found[key]
         return None if found is None else float(found)
 
     def text(self, report: Mapping[str, Any]) -> str:
-        """The figure for people."""
+        """Return the formatted value."""
         value = self.value(report)
         return UNKNOWN if value is None else self.words(value)
 
@@ -148,29 +145,29 @@ FIGURES = {
 }
 
 
-# Whatever keeps dollars from being a bill is said wherever they stand.
+# Labels for costs that are not a real bill.
 STAND_IN = "STAND-IN ENGINE: speed and dollars mean nothing"
 ASSUMED = "price assumed"
 
 
 def money_labels(report: Mapping[str, Any]) -> list[str]:
-    """Whatever keeps the dollars of a run's report from being a bill, in few words."""
+    """Return why the cost in a report is not a real bill, as short labels."""
     labels = {STAND_IN: report["run"].get("is_stand_in"), ASSUMED: report["account"]["price"].get("basis") == "assumed"}
-    return [label for label, holds in labels.items() if holds]
+    return [label for label, applies in labels.items() if applies]
 
 
 def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
-    """The same of engines in a ledger."""
+    """Return the same for sessions in a ledger."""
     sessions = list(sessions)
     labels = {
         STAND_IN: any(one.is_stand_in for one in sessions),
         ASSUMED: any(one.price_basis == "assumed" for one in sessions),
     }
-    return [label for label, holds in labels.items() if holds]
+    return [label for label, applies in labels.items() if applies]
 
 
 def price_in_words(price: Mapping[str, Any]) -> str:
-    """A price in one line.
+    """Return a price as one line.
 
     For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1; assumed)".
     """
@@ -180,5 +177,5 @@ def price_in_words(price: Mapping[str, Any]) -> str:
     place = f"{price['provider']} {price['region']}".strip()
     market = price["market"].replace("_", "-")
     origin = ", ".join(part for part in (price["instance_type"], market, place) if part)
-    basis = f"; {price['basis']}" if price.get("basis") else ""  # a report from before it was kept has none
+    basis = f"; {price['basis']}" if price.get("basis") else ""  # missing in older reports
     return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin}{basis})"

@@ -1,7 +1,4 @@
-"""A report as one HTML page without scripts or other hosts, light and dark.
-
-Its plots are SVG. It knows reports as data only. `page.html.j2` is the page; here its contents are laid out.
-"""
+"""A report as a single HTML page (`page.html.j2`) with SVG plots, without scripts or external resources."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -36,13 +33,13 @@ _CARDS = (
 
 
 def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
-    """One page: the figures of one run, or several runs side by side.
+    """Return the page of one run, or of several runs side by side.
 
     Args:
-        reports: what `report_dict` made, or several of them.
+        reports: one or more results of `report_dict`.
 
     Raises:
-        PeagleError: there is no report, or one cannot be shown by this version.
+        PeagleError: there are no reports, or one cannot be shown.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -88,12 +85,12 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Each label once where it holds of all runs, else with those of which it holds."""
+    """Return each label once, followed by the runs that it applies to unless it is all of them."""
     runs_of: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
-        for said in money_labels(report):
-            runs_of.setdefault(said, []).append(label)
-    return [said if len(runs) == len(reports) else f"{said} ({', '.join(runs)})" for said, runs in runs_of.items()]
+        for money_label in money_labels(report):
+            runs_of.setdefault(money_label, []).append(label)
+    return [name if len(runs) == len(reports) else f"{name} ({', '.join(runs)})" for name, runs in runs_of.items()]
 
 
 def _status(report: Mapping[str, Any]) -> str:
@@ -104,7 +101,6 @@ def _status(report: Mapping[str, Any]) -> str:
 
 
 def _models(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The models' names, each once."""
     return " and ".join(dict.fromkeys(report["run"]["model"] for report in reports))
 
 
@@ -145,7 +141,7 @@ def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for figure in compared["figures"]:
         if figure["name"].startswith("share_"):
-            continue  # the page has a table of its own for them
+            continue  # in a table of their own
         form = FIGURES[figure["name"]].words
         cells = [
             (
@@ -170,7 +166,7 @@ def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Keys that are equal in all runs, once, and those that differ, by run."""
+    """Return keys that are equal in all runs, and those that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     known = [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]
@@ -205,10 +201,7 @@ def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _words(value: object) -> str:
-    """Configuration as read aloud: "temperature 0, max_tokens 128".
-
-    Empty values are left out.
-    """
+    """Format a configuration value, as "temperature 0, max_tokens 128". Empty values are left out."""
     if isinstance(value, Mapping):
         parts = [f"{name} {_words(item)}" for name, item in value.items() if item not in (None, "", [], {})]
         return ", ".join(parts) or UNKNOWN

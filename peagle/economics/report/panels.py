@@ -1,7 +1,4 @@
-"""Panels of a report's page: heading, sentences that say what a plot shows, plot.
-
-They know a run's report as data only. A report without a figure, as of an older peagle, is without its panel.
-"""
+"""Panels of the report page: heading, text and plots. Data missing from older reports is skipped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +14,10 @@ class Panel:
     """One panel.
 
     Attributes:
-        lead: below the heading.
-        plots: each with the words above it, which may be empty.
-        legend: class that colours a mark, and its meaning.
-        is_money: whether its dollars need the labels of what keeps them from being a bill.
+        lead: the text below the heading.
+        plots: caption (may be empty) and SVG.
+        legend: CSS class and meaning.
+        is_money: whether to show `money_labels`.
     """
 
     heading: str
@@ -30,11 +27,11 @@ class Panel:
     is_money: bool = False
 
 
-_PAID = "All dollars are in it: loading, compiling, idling and lost work too."
+_PAID = "Includes the cost of loading, compiling, idling and lost work."
 
 
 def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
-    """Output tokens per dollar: of each run, or of one with its drafter and without."""
+    """Return output tokens per dollar: of each run, or of one run with and without its drafter."""
     bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
     without, lead = _without(reports[0]) if len(reports) == 1 else ([], _PAID)
     bars += without
@@ -48,13 +45,13 @@ def _with(report: Mapping[str, Any], label: str) -> Bar:
 
 
 def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
-    """The same work without the drafter, with its range; and how that is known."""
+    """Return the bar of the same work without the drafter, and the text of the panel."""
     saved, account = report.get("saved") or {"speculation": {"usd": None}}, report["account"]
     if report["run"]["drafter"] is None or account["tokens_per_usd"] is None:
         return [], _PAID
     one = saved["speculation"]
     if one["usd"] is None:
-        return [], "Without the drafter: unknown, since the steps of such an engine were not measured."
+        return [], "Without the drafter: unknown, because its step times were not measured."
     tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
     value, low, high = tokens / total_usd, None, None
     words = f"{in_words_count(value)}, of unknown error"
@@ -63,27 +60,27 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
         words = f"{in_words_count(value)} ({in_words_count(low)} to {in_words_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
-    rest = f" Nothing is known for {in_words_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
-    lead = f"Without the drafter: the same loading, idling and losses, and steps as measured ({sources}).{rest}"
+    rest = f" Unknown for {in_words_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
+    lead = f"Without the drafter: equal loading, idling and losses, with measured step times ({sources}).{rest}"
     return [bar], lead
 
 
 def over_time(report: Mapping[str, Any]) -> list[Panel]:
-    """The states of the engines, tokens a second, and dollars."""
+    """Return panels of engine states, tokens per second and dollars over time."""
     timeline = report.get("timeline")
     if not timeline:
         return []
     peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
     shown, num = len(timeline["engines"]), timeline["num_engines"]
-    rest = f" Of {num} engines the first {shown} are drawn." if num > shown else ""
-    cut = " A dashed line is a pause without an engine, which is cut out." if timeline["pauses"] else ""
+    rest = f" Showing the first {shown} of {num} engines." if num > shown else ""
+    cut = " Dashed lines are pauses without an engine, which are cut out." if timeline["pauses"] else ""
     speed = (
-        f"At most {peak:,.1f} over a step of {in_words_s(timeline['step_s'])}; a unit's tokens count evenly over it."
+        f"Maximum {peak:,.1f} over {in_words_s(timeline['step_s'])}; a unit's tokens are spread evenly over its time."
     )
-    paid = f"{in_words_usd(usd)} after {in_words_s(timeline['total_s'])} with an engine up."
+    paid = f"{in_words_usd(usd)} in {in_words_s(timeline['total_s'])} of engine time."
     states = (
-        "A heartbeat says how long each state took and not when: busy is where a unit was open that was committed, "
-        f"and what was lost stands at the engine's end.{rest}"
+        "Heartbeats record the duration of states, not their order. Busy is drawn where a committed unit was open, "
+        f"and lost time at the end of an engine.{rest}"
     )
     return [
         Panel(
@@ -107,7 +104,7 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
 
 
 def of_rows(report: Mapping[str, Any]) -> list[Panel]:
-    """Lengths, times, finish reasons and failures."""
+    """Return panels of lengths, latencies, finish reasons and failures."""
     return [*_measured(report), *_ends(report)]
 
 
@@ -120,7 +117,7 @@ def _measured(report: Mapping[str, Any]) -> list[Panel]:
     if not rows:
         return []
     read, num = rows["num_read"], report["account"]["num_rows"]
-    of_all = f"Of {read:,} rows of {num:,}, evenly chosen." if read < num else f"Of all {num:,} rows."
+    of_all = f"A sample of {read:,} of {num:,} rows." if read < num else f"All {num:,} rows."
     panels = []
     for heading, kinds in (("Lengths", _LENGTHS), ("Latency and time to first token", _TIMES)):
         plots = [
@@ -134,8 +131,8 @@ def _measured(report: Mapping[str, Any]) -> list[Panel]:
 
 
 def _percentiles(measure: Mapping[str, Any], name: str) -> str:
-    told = ", ".join(f"p{percent} {measure[f'p{percent}']:,.3g}" for percent in (50, 95, 99))
-    return f"{name[0].upper()}{name[1:]}: {told}"
+    values = ", ".join(f"p{percent} {measure[f'p{percent}']:,.3g}" for percent in (50, 95, 99))
+    return f"{name[0].upper()}{name[1:]}: {values}"
 
 
 def _ends(report: Mapping[str, Any]) -> list[Panel]:
@@ -145,17 +142,17 @@ def _ends(report: Mapping[str, Any]) -> list[Panel]:
             plain_bar(reason, count, f"{count:,} ({in_words_share(count / rows['num_read'])})")
             for reason, count in rows["finish_reasons"].items()
         ]
-        plots.append((f"Finish reasons of {rows['num_read']:,} rows", _told("Finish reasons", reasons)))
+        plots.append((f"Finish reasons of {rows['num_read']:,} rows", _bars("Finish reasons", reasons)))
     if failed:
         reasons = [plain_bar(one["reason"], one["count"], f"{one['count']:,}", "share-lost") for one in failed]
         first = f"Failures, by reason; {failed[0]['reason']}, for example: {failed[0]['example']}"
-        plots.append((first, _told("Failures by reason", reasons)))
+        plots.append((first, _bars("Failures by reason", reasons)))
     return (
-        [Panel(heading="How rows ended", lead="A row is an answer or a dead letter in failed/.", plots=plots)]
+        [Panel(heading="How rows ended", lead="Each row has an answer, or a dead letter in failed/.", plots=plots)]
         if plots
         else []
     )
 
 
-def _told(name: str, bars: Sequence[Bar]) -> str:
+def _bars(name: str, bars: Sequence[Bar]) -> str:
     return bars_svg(bars, f"{name}: " + ", ".join(f"{bar.label} {bar.words}" for bar in bars))

@@ -1,7 +1,4 @@
-"""Plots that compare amounts: bars, stacked bars, columns, histograms.
-
-They know numbers and words, neither reports nor statements. Plots over time are in `time_plots.py`.
-"""
+"""SVG plots that compare amounts: bars, stacked bars, columns, histograms."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,17 +36,17 @@ SHARE_RULES = "".join(
     f"svg .on-{name} {{ fill: var(--on-{name}); }}\n"
     for name in SHARES
 )
-_LABELLED_BAR = 18  # narrower ones' values would run into each other
+_LABELLED_BAR = 18  # labels of narrower bars would overlap
 _LABEL_LETTERS = 64
-_SLIVER = 3  # the least width of a share that is there
-_BAR_ROOM = 240  # for the longest bar; the rest of the width is its words'
+_SLIVER = 3  # least width of a nonzero share
+_BAR_ROOM = 240  # longest bar; the rest of the width is for text
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 _MOST_LABELS = 7  # below columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Acceptance by position of one run; `series` picks its colour."""
+    """Acceptance by position of one run; `series` selects the colour."""
 
     label: str
     rates: Sequence[float]
@@ -57,10 +54,10 @@ class Rates:
 
 
 def acceptance_svg(runs: Sequence[Rates]) -> str:
-    """Grouped bars: the share of drafts accepted, for each draft position.
+    """Plot the share of accepted drafts for each draft position, as grouped bars.
 
     Args:
-        runs: one or more, at most `MAX_SERIES`, each with at least one rate.
+        runs: at most `MAX_SERIES`, each with at least one rate.
     """
     num_positions = max(len(run.rates) for run in runs)
     ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
@@ -87,12 +84,10 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """One bar a run, cut into the shares of its cost.
-
-    With several runs each bar has its label above it.
+    """Plot one bar per run, divided into the shares of its cost.
 
     Args:
-        runs: label and share by name, each summing to 1 (or all 0 where nothing was spent).
+        runs: label, and share by name.
     """
     bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
     parts, y = [], 4.0
@@ -112,7 +107,7 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
     for name, (start, end) in zip(SHARES, pairwise(edges), strict=True):
         if end <= start:
             continue
-        # A gap of 2 between neighbours; a sliver stays visible, also on a phone.
+        # Leave a gap of 2 between neighbours, and keep slivers visible on a phone.
         width = max(end - start - 2, _SLIVER)
         words = title(f"{label}: {name} {shares[name]:.1%}")
         parts.append(
@@ -126,7 +121,6 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
 
 
 def _column(x: float, width: float, top: float, base: float, series: int, words: str) -> str:
-    """A bar that is square at its base and rounded at its end."""
     width = max(width - 2, 1)
     radius = min(4, width / 2, base - top)
     path = (
@@ -151,12 +145,12 @@ def _nice_ceiling(share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Amounts one behind the other under a name.
+    """Consecutive amounts under one label.
 
     Attributes:
-        parts: class that colours it, amount and tooltip of each.
-        words: behind the bar.
-        low, high: the range in which the sum lies; None where there is none.
+        parts: CSS class, amount and tooltip of each.
+        words: the text after the bar.
+        low, high: the range of the sum, or None.
     """
 
     label: str
@@ -172,12 +166,12 @@ class Bar:
 
 
 def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> Bar:
-    """A bar of one amount."""
+    """Return a bar of one amount."""
     return Bar(label=label, parts=[(kind, value, f"{label}: {words}")], words=words)
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
-    """Horizontal bars between their labels and words; a range is a whisker."""
+    """Plot horizontal bars with labels and values; ranges are whiskers."""
     most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
     drawn, y = [], 2.0
     for bar in bars:
@@ -199,10 +193,10 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
 
 
 def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
-    """Columns of counts over equal ranges of a value.
+    """Plot a histogram.
 
     Args:
-        histogram: `first` (the lower end), `step`, `counts`, and `has_more`: the last one holds all that is larger.
+        histogram: `first` (the lower end), `step`, `counts`, and `has_more` if the last column has all larger values.
     """
     counts, first, step = histogram["counts"], histogram["first"], histogram["step"]
     columns = []
@@ -216,11 +210,11 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
-    """Stacked columns of dollars.
+    """Plot stacked columns of dollars.
 
     Args:
-        columns: label, and an amount for each layer; labels are shown as far as there is room.
-        layers: name and class of each, from the bottom up.
+        columns: label, and an amount for each layer.
+        layers: name and CSS class, from the bottom up.
     """
     stacked = [
         (
@@ -238,7 +232,6 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
 def _columns(
     columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], share: float, words: Callable[[float], str]
 ) -> list[str]:
-    """Columns with their axes; `share` of the room is a column's own."""
     ticks, y = vertical_axis(max(sum(amount for _, amount, _ in parts) for _, parts in columns))
     width, every = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // _MOST_LABELS)
     drawn = [grid_line(y(value), words(value)) for value in ticks]
@@ -255,7 +248,7 @@ def _columns(
 
 
 def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
-    """Grid lines from nothing up to `most`, and the height of an amount."""
+    """Return grid lines up to `most`, and a function from amount to y."""
     step = grid_step(most, finest=-12)
     num_steps = max(1, math.ceil(most / step))
 
@@ -266,7 +259,7 @@ def vertical_axis(most: float) -> tuple[list[float], Callable[[float], float]]:
 
 
 def tick(value: float) -> str:
-    """A number as an axis has it.
+    """Return an axis label.
 
     >>> tick(0.30000000000000004), tick(20_000.0)
     ('0.3', '20,000')
@@ -275,7 +268,7 @@ def tick(value: float) -> str:
 
 
 def usd_tick(usd: float) -> str:
-    """Dollars as an axis has them."""
+    """Return an axis label in dollars."""
     return f"${tick(usd)}"
 
 

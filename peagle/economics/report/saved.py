@@ -1,7 +1,4 @@
-"""Savings in words: of a run, of a group of charges.
-
-It knows the data of `Gain.to_dict` and counts only.
-"""
+"""Savings of a run or a group of charges, as text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +7,10 @@ from peagle.economics.report.figures import in_words_count, in_words_share, in_w
 
 
 def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A name and a sentence for each thing that may be saved.
-
-    There is none for a drafter and for spot machines where nothing was spent on them.
+    """Return a name and a sentence for each kind of savings that applies.
 
     Args:
-        saved: as `Gain.to_dict` has it.
+        saved: from `Gain.to_dict`.
         counts: with `num_prompt_tokens` and `num_cached_tokens`.
     """
     prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
@@ -30,21 +25,16 @@ def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tup
 
 
 def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same of a run's report, without cached tokens, which stand elsewhere in it.
-
-    There is none in a report from before they were kept.
-    """
+    """Return the savings in a run's report, without cached tokens. Older reports have none."""
     lines = saved_lines(report["saved"], report["account"]) if "saved" in report else []
     return [(name, text) for name, text in lines if name != "cached"]
 
 
 def drafter_in_words(one: Mapping[str, Any]) -> str | None:
-    """A drafter's saving with its error; None where it is not known.
-
-    For example "$0.0250 ± $0.0013 saved".
+    """Return a drafter's savings with the error, as "$0.0250 ± $0.0013 saved", or None if unknown.
 
     Args:
-        one: `speculation` of what was saved.
+        one: `speculation` of `Gain.to_dict`.
     """
     if one["usd"] is None:
         return None
@@ -57,7 +47,7 @@ def _speculation(one: Mapping[str, Any]) -> str:
     rest = one["unknown_usd"]
     known = drafter_in_words(one)
     if known is None:
-        return "unknown: its steps were not measured, or nothing is known of its drafts" if rest else ""
+        return "unknown: its step times were not measured, or its drafts were not counted" if rest else ""
     lengths = (
         f"{known}: generation cost {in_words_usd(one['with_usd'])}, without a drafter "
         f"{in_words_usd(one['without_usd'])}; "
@@ -69,10 +59,10 @@ def _speculation(one: Mapping[str, Any]) -> str:
 def _spot(one: Mapping[str, Any]) -> str:
     rest = one["unknown_usd"]
     if one["usd"] is None:
-        return "unknown: there is no price on demand" if rest else ""
+        return "unknown: there is no on-demand price" if rest else ""
     verb = "saved" if one["usd"] >= 0 else "lost"
     known = (
-        f"{in_words_usd(abs(one['usd']))} {verb}, net of lost work: it cost {in_words_usd(one['spot_usd'])}, "
+        f"{in_words_usd(abs(one['usd']))} {verb}, net of lost work: spot {in_words_usd(one['spot_usd'])}, "
         f"on demand {in_words_usd(one['on_demand_usd'])}"
     )
     return f"{known}; unknown for {in_words_usd(rest)}" if rest else known
@@ -80,6 +70,6 @@ def _spot(one: Mapping[str, Any]) -> str:
 
 def _split(saved: Mapping[str, Any]) -> str:
     if saved["prompt_usd"] is None:
-        return "unknown: no steps of these engines were measured" if saved["unsplit_usd"] else ""
+        return "unknown: no step times were measured" if saved["unsplit_usd"] else ""
     known = f"{in_words_usd(saved['prompt_usd'])}, and generation {in_words_usd(saved['generation_usd'])}"
     return f"{known}; unknown for {in_words_usd(rest)}" if (rest := saved["unsplit_usd"]) else known

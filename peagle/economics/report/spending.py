@@ -1,7 +1,4 @@
-"""A statement as a text table or CSV.
-
-It knows statements as data only (`statement.py`). The page is in `spending_page.py`.
-"""
+"""A statement as a text table or CSV."""
 
 import csv
 import io
@@ -16,7 +13,7 @@ from peagle.economics.work import COUNTS
 from peagle.tables import aligned
 
 UNKNOWN = "unknown"
-_NOBODY = "-"
+_EMPTY = "-"
 _COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
 _CENTS, _SMALL = 2, 6  # digits; of sums below a dollar
@@ -24,7 +21,7 @@ _NAME_WIDTH = 10
 
 
 def text_statement(one: Mapping[str, Any]) -> str:
-    """The statement for a terminal: a line for each group, then where the money went."""
+    """Return the statement for a terminal: a line per group, then totals and savings."""
     one = for_people(one)
     lines = [period_in_words(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
     saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in saved_rows(one)]
@@ -32,7 +29,7 @@ def text_statement(one: Mapping[str, Any]) -> str:
 
 
 def csv_statement(one: Mapping[str, Any]) -> str:
-    """A line for each group, with a head; the lines add up to the whole."""
+    """Return a CSV line per group; the lines add up to the total."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     beside = [f"{kind}_{code.lower()}" for code in _beside(one) for kind in _COLUMNS]
@@ -45,12 +42,12 @@ def csv_statement(one: Mapping[str, Any]) -> str:
 
 
 def decimal(usd: float | None) -> str:
-    """An amount of data in digits; "unknown" where there is none."""
+    """Return an amount in decimal digits, or "unknown"."""
     return UNKNOWN if usd is None else f"{usd:.{DIGITS}f}"
 
 
 def for_people(one: Mapping[str, Any]) -> dict[str, Any]:
-    """The statement with amounts of as many `digits` as its sum asks for."""
+    """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
     known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
     digits = _CENTS if known >= 1 else _SMALL
     for code in _beside(one):
@@ -59,7 +56,7 @@ def for_people(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def period_in_words(one: Mapping[str, Any]) -> str:
-    """The period as a heading."""
+    """Return the period as a heading."""
     start, end = one["start"], one["end"]
     if start is None and end is None:
         return "Spending, all time"
@@ -67,16 +64,12 @@ def period_in_words(one: Mapping[str, Any]) -> str:
 
 
 def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A head, a row for each group, and the total.
-
-    Args:
-        one: as `for_people` has it, like the rows below.
-    """
+    """Return the header, a row per group and the total. `one` is a result of `for_people`."""
     heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
     beside = [f"total, {code}" for code in _beside(one)]
     rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *beside, "per million tokens")]
     for row in one["rows"] if one["by"] else []:
-        rows.append(_line([row[name] or _NOBODY for name in one["by"]], row, one["digits"]))
+        rows.append(_line([row[name] or _EMPTY for name in one["by"]], row, one["digits"]))
     return [*rows, _line(["total", *[""] * (len(heads) - 1)], one["total"], one["digits"])]
 
 
@@ -93,7 +86,7 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
 
 
 def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Where the money went: names and sums, also in another currency if asked."""
+    """Return names and amounts of where the money went."""
     usd, digits = one["total"]["usd"], one["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
     names = {"attributed": "attributed", "overhead": f"overhead (loading {loading}, idle {idle})"}
@@ -108,14 +101,13 @@ def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Savings: names and sentences."""
+    """Return names and sentences about savings."""
     total = one["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]
 
 
 def _beside(one: Mapping[str, Any]) -> list[str]:
-    """The currency beside dollars, if one was asked for."""
     return [one["currency_beside"]] if "currency_beside" in one else []
 
 

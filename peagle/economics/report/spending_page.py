@@ -1,7 +1,4 @@
-"""A statement as one page without scripts or other hosts: plots, tables, notes.
-
-It knows statements as data only (`statement.py`).
-"""
+"""A statement as a single HTML page: plots, tables and notes, without scripts or external resources."""
 
 import html
 from collections import defaultdict
@@ -14,10 +11,10 @@ from peagle.economics.report.figures import in_words_usd
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
 from peagle.economics.report.spending import for_people, period_in_words, saved_rows, statement_table, summary_rows
 
-MAX_COLUMNS = 62  # of more days, the months are drawn
+MAX_COLUMNS = 62  # days; above, columns are months
 MAX_BARS = 12
 _OTHERS = "all others"
-_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # each in a share's colour
+_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # with the colour of a share
 _STYLE = (
     ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
     "@media(prefers-color-scheme:dark){:root{--note:#2a2517;" + DARK + SHARE_DARK + "}}"
@@ -37,10 +34,9 @@ _STYLE = (
 
 
 def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        one: the statement.
         daily: the same charges by day and one other dimension.
     """
     shown = for_people(one)
@@ -59,7 +55,7 @@ def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
 
 
 def _by_day(daily: Mapping[str, Any]) -> str:
-    """Stacked columns: attributed to each of the largest groups, overhead, losses."""
+    """Plot stacked columns: the largest groups, overhead and losses."""
     dimension = daily["by"][1]
     of_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     of_name: defaultdict[str, float] = defaultdict(float)
@@ -88,20 +84,20 @@ def _by_day(daily: Mapping[str, Any]) -> str:
 
 
 def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Every day from the first to the last; of many days, the months."""
-    first, last = (date.fromisoformat(one) for one in (min(of_day), max(of_day)))
+    """Yield every day from the first to the last, or months if there are many."""
+    first, last = (date.fromisoformat(day) for day in (min(of_day), max(of_day)))
     days = [(first + timedelta(days=number)).isoformat() for number in range((last - first).days + 1)]
     letters = slice(5, 10) if len(days) <= MAX_COLUMNS else slice(0, 7)
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for day in days:
         for key, usd in of_day.get(day, {}).items():
             sums[day[letters]][key] += usd
-        sums[day[letters]]  # a day without spending has its place
+        sums[day[letters]]  # keep days without spending
     yield from sums.items()
 
 
 def _by_group(one: Mapping[str, Any]) -> str:
-    """Stacked bars of the largest groups, in the order of their dollars."""
+    """Plot stacked bars of the largest groups."""
     if not one["by"] or list(one["by"]) == ["day"]:
         return ""
     amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in one["rows"]]

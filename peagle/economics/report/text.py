@@ -23,10 +23,10 @@ _NAME_WIDTH = 14
 
 
 def text_summary(report: Mapping[str, Any]) -> str:
-    """The summary at the end of a run: a dozen aligned lines, then its notes.
+    """Return the summary of a run: aligned lines, then notes.
 
     Raises:
-        PeagleError: not a report that this version can show.
+        PeagleError: the report cannot be shown.
     """
     check_report(report)
     run, account = report["run"], report["account"]
@@ -49,10 +49,10 @@ def text_summary(report: Mapping[str, Any]) -> str:
 
 
 def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The figures of several runs in columns, each with its ratio to the baseline.
+    """Return the figures of several runs in columns, with ratios to the baseline.
 
     Raises:
-        PeagleError: there is no report, or one cannot be shown.
+        PeagleError: there are no reports, or one cannot be shown.
     """
     compared = compare(reports)
     heads = [f"[{number}]" for number in range(1, len(reports) + 1)]
@@ -70,13 +70,11 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _labelled(words: str, report: Mapping[str, Any]) -> str:
-    """Words about money, with what keeps it from being a bill."""
     labels = money_labels(report)
     return f"{words} ({'; '.join(labels)})" if labels else words
 
 
 def _ratio(is_baseline: bool, ratio: float | None) -> str:
-    """A column of its own right of the value; the baseline has none."""
     if is_baseline:
         return ""
     return f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"

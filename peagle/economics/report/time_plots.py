@@ -1,7 +1,4 @@
-"""Plots of a run over time: a value, and the states of its engines.
-
-They know a timeline as data only (`peagle/economics/timeline.py`).
-"""
+"""SVG plots of a run over time (`peagle/economics/timeline.py`): a value, and the states of its engines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,8 +17,8 @@ _TICKS_S = (
 _UNITS = ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
 _MOST_TICKS = 6
 _LANE, _LANE_HEIGHT = 46, 18
-_TOLD = ("busy", "idle", "lost")  # above a lane; the rest of its time it started
-_THINNEST = 1.5  # a state that is there stays visible
+_LABELLED_STATES = ("busy", "idle", "lost")  # in the label of a lane; the rest is startup
+_THINNEST = 1.5  # least width of a state
 
 
 def series_svg(
@@ -32,11 +29,12 @@ def series_svg(
     *,
     is_sum: bool = False,
 ) -> str:
-    """A value in each step of a timeline; of a sum, up to the end of each.
+    """Plot a value for each step of a timeline.
 
     Args:
-        name: of the plot, for those who cannot see it.
-        words: a value as the axis has it.
+        name: alternative text.
+        words: formats axis labels.
+        is_sum: the values are cumulative, at the end of each step.
     """
     ticks, y = vertical_axis(max(values))
     x = _place(timeline, LEFT)
@@ -57,26 +55,25 @@ def series_svg(
 
 
 def engines_svg(timeline: Mapping[str, Any]) -> str:
-    """A lane for each engine in the colours of its states, below its shares."""
-    x, y, drawn, told = _place(timeline, 0), 2.0, [], []
+    """Plot a lane per engine, coloured by state, with its shares above."""
+    x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
-        told.append(_in_words(engine))
-        drawn.append(text(0, y + 11, told[-1], "lane", "start"))
+        labels.append(_in_words(engine))
+        drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
         drawn += _lane(engine, x, y + 17)
         y += _LANE
     drawn += _time_axis(timeline, x, 0, y - 4)
-    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(told)}", drawn)
+    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
 
 
 def _in_words(engine: Mapping[str, Any]) -> str:
     starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
-    lived_s = sum(engine["seconds"].values()) or 1.0  # it has not lived before its second heartbeat
-    shares = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _TOLD)
+    lived_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
+    shares = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
     return f"engine {engine['engine']}{starts}: {shares}"
 
 
 def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
-    """One path for each state."""
     drawn = []
     for state in SHARES:
         path = "".join(
@@ -91,23 +88,21 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
 
 
 def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
-    """Where a second of the run lies, from left to right."""
     right = WIDTH - RIGHT
     return lambda second: left + (right - left) * second / timeline["total_s"]
 
 
 def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
-    """Seconds in words below the plot, and a dashed line for each pause."""
     total_s = timeline["total_s"]
     step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
-    unit_s, unit = next((one for one in _UNITS if step_s >= one[0]), (1, "s"))
+    unit_s, unit = next((unit for unit in _UNITS if step_s >= unit[0]), (1, "s"))
     ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
     drawn = [
         text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
-        words = title(f"a pause of {in_words_s(pause['lasted_s'])} is cut out here")
+        words = title(f"a pause of {in_words_s(pause['lasted_s'])} is cut out")
         place = f"{x(pause['at_s']):.1f}"
         drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
     return drawn

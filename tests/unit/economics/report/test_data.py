@@ -28,8 +28,8 @@ def test_a_clean_run_has_no_notes(with_drafter):
     [
         ({"lost_s": 20.0}, "13% of the cost was lost work: 800 tokens"),
         ({"idle_s": 20.0}, "13% of the cost was idle time"),
-        ({"busy_s": 20.0}, "60% of the cost went into loading and compiling"),
-        ({"num_failed_rows": 3}, "3 rows could not be done"),
+        ({"busy_s": 20.0}, "60% of the cost was loading and compiling"),
+        ({"num_failed_rows": 3}, "3 rows failed"),
         ({"complete": False, "num_input_rows": 400}, "not finished: 40 of 400 rows"),
         ({"complete": False}, "not finished: 40 rows"),
         (
@@ -58,13 +58,13 @@ def test_a_doubtful_price_is_said(make_report):
 def test_an_assumed_price_is_said_and_a_detected_one_is_not(make_report):
     price = PriceTable.load().price("c7a.large")
     (note,) = make_report(price=dataclasses.replace(price, basis="assumed"))["notes"]
-    assert note.startswith("The machine is assumed to be c7a.large")
+    assert note.startswith("Assuming a c7a.large")
     assert make_report(price=dataclasses.replace(price, basis="detected"))["notes"] == []
 
 
 @pytest.mark.parametrize("report", [None, {}, {"schema": 2}, {"schema": 1, "run": {}, "account": {}}])
 def test_what_is_no_report_is_refused(report):
-    with pytest.raises(PeagleError, match=r"peagle report RUN|lacks notes, shares"):
+    with pytest.raises(PeagleError, match=r"peagle report RUN|has no notes, shares"):
         check_report(report)
 
 
@@ -91,16 +91,16 @@ def test_times_become_utc(moment):
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        ({}, "needs the run's model"),
-        ({"model": None}, "model is None: that is not of type str"),
-        ({"model": "m", "drater": "x"}, "(?s)no 'drater'.*drafter"),
-        ({"model": "m", "concurrency": "8"}, "concurrency is '8': that is not of type int"),
-        ({"model": "m", "concurrency": 1.5}, "not of type int"),
-        ({"model": "m", "concurrency": True}, "not of type int"),
-        ({"model": "m", "complete": 1}, "not of type bool"),
-        ({"model": "m", "sampling": [0]}, "not of type dict"),
-        ({"model": "m", "started_at": "yesterday"}, "that is no time"),
-        ({"model": "m", "finished_at": 1e30}, "that is no time"),
+        ({}, "requires the model"),
+        ({"model": None}, "model of the run must be of type str"),
+        ({"model": "m", "drater": "x"}, "(?s)unknown key 'drater'.*drafter"),
+        ({"model": "m", "concurrency": "8"}, "concurrency of the run must be of type int, got '8'"),
+        ({"model": "m", "concurrency": 1.5}, "must be of type int"),
+        ({"model": "m", "concurrency": True}, "must be of type int"),
+        ({"model": "m", "complete": 1}, "must be of type bool"),
+        ({"model": "m", "sampling": [0]}, "must be of type dict"),
+        ({"model": "m", "started_at": "yesterday"}, "is not a time"),
+        ({"model": "m", "finished_at": 1e30}, "is not a time"),
     ],
 )
 def test_wrong_information_is_refused_by_name(run, reason):
@@ -153,7 +153,7 @@ def test_no_verdict_on_the_drafter_where_conditions_differ(make_report):
 
 def test_other_numbers_of_rows_are_compared_by_busy_time(make_report):
     (note,) = compare([make_report(num_input_rows=40), make_report(num_input_rows=400, drafter="x")])["notes"]
-    assert "input rows; loading weighs more on the shorter run" in note
+    assert "input rows; loading is a larger share of the shorter run" in note
 
 
 def test_there_has_to_be_a_report():

@@ -122,7 +122,7 @@ def test_a_batch_is_priced_by_its_requests(charge):
 
 
 def test_an_unknown_cost_is_an_error_and_no_row(charge):
-    with pytest.raises(PriceError, match="FOCUS has no unknown cost"):
+    with pytest.raises(PriceError, match="FOCUS does not allow unknown costs"):
         rows_of(replace(charge, spend=Spend(is_priced=False)))
 
 

@@ -179,7 +179,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     text = " ".join(Balanced(page).text)
     assert "<script" not in page
     for shown in (
-        "Of 100 rows of 400, evenly chosen.",
+        "A sample of 100 of 400 rows.",
         "Seconds to the first token: p50 0.2, p95 0.4, p99 0.5",
         "Failures, by reason; invalid_row, for example: line 7: <b>no</b>",
         "Row 000000007",
@@ -193,7 +193,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     lane = plot(page, "States of the engines")
     assert {path.get("class") for path in lane.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
     assert "engine 0: busy 67%, idle 0%, lost 17%" in [one.text for one in lane.iter(f"{SVG}text")]
-    assert "a pause of 1 h 0 min is cut out here" in page
+    assert "a pause of 1 h 0 min is cut out" in page
 
 
 def test_notes_are_on_the_page(make_report):

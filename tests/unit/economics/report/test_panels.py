@@ -47,7 +47,7 @@ def test_a_report_from_before_these_figures_has_no_panel_of_them(with_drafter):
 
 def test_engines_that_are_not_drawn_are_counted(detailed):
     detailed["timeline"]["num_engines"] = 40
-    assert "Of 40 engines the first 1 are drawn." in over_time(detailed)[0].lead
+    assert "Showing the first 1 of 40 engines." in over_time(detailed)[0].lead
 
 
 def test_dollars_over_time_are_money_and_speed_is_none(detailed):

@@ -24,7 +24,7 @@ def test_what_is_known_has_its_error_and_what_is_not_is_beside_it():
     assert lines(gain) == {
         "drafter": "$6.00 ± $1.00 saved: generation cost $4.00, without a drafter $10.00; acceptance length 2.50, "
         "break-even 1.00; unknown for $0.500",
-        "spot": "$1.00 lost, net of lost work: it cost $6.00, on demand $5.00; unknown for $2.00",
+        "spot": "$1.00 lost, net of lost work: spot $6.00, on demand $5.00; unknown for $2.00",
         "cached": "100 of 400 prompt tokens (25%)",
         "prompts": "$1.00, and generation $4.00; unknown for $0.500",
     }

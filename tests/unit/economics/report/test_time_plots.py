@@ -64,4 +64,4 @@ def test_an_engine_that_has_only_begun_has_an_empty_lane():
 
 def test_a_pause_is_a_line_that_says_how_long_it_was():
     plot = series_svg([1.0], a_timeline(pauses=[{"at_s": 60.0, "lasted_s": 7200.0}]), "x", in_words_usd)
-    assert "a pause of 2 h 0 min is cut out here" in plot
+    assert "a pause of 2 h 0 min is cut out" in plot
