@@ -1,4 +1,4 @@
-"""The keys of a plan, the same in YAML and on the command line."""
+"""Options of `peagle plan`, for YAML and the command line."""
 
 import re
 from pathlib import Path
@@ -12,42 +12,42 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 
 
 class PlanConfig(BaseModel):
-    """One plan. A description is its flag's help text; unknown keys are errors."""
+    """Options of a plan. Descriptions are help texts; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     measured: list[Path] = Field(
         default_factory=list,
-        description="report.json of `peagle bench`, a sweep of others, or a model with published speeds "
-        "(docs/planning.md)",
+        description="report.json of `peagle bench`, a sweep file, or a model with published speeds (docs/planning.md)",
     )
-    tokens: float | None = Field(None, gt=0, description="output tokens wanted: 2e9, 500M, 1.5B")
-    within: float | None = Field(None, gt=0, description="time for them: 24h, 2d12h; default: one machine's")
-    tokens_per_s: float | None = Field(None, gt=0, description="instead: output tokens/s to be sustained")
+    tokens: float | None = Field(None, gt=0, description="output tokens to generate: 2e9, 500M, 1.5B")
+    within: float | None = Field(
+        None, gt=0, description="deadline for --tokens: 24h, 2d12h; default: the time of one machine"
+    )
+    tokens_per_s: float | None = Field(None, gt=0, description="output tokens/s to sustain, instead of --tokens")
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
-    max_machines: int | None = Field(None, ge=1, description="most machines to plan with")
+    max_machines: int | None = Field(None, ge=1, description="maximum number of machines")
     target_utilisation: float = Field(
-        0.8, gt=0, le=1, description="share of a machine's measured tokens/s that a service is planned on"
+        0.8, gt=0, le=1, description="fraction of the measured tokens/s to use for a service"
     )
 
     instance_types: list[str] = Field(
-        default_factory=list, description="price these instead of the ones measured on; they need the same accelerator"
+        default_factory=list,
+        description="instance types to price instead of the measured ones; with the same accelerator",
     )
-    market: Literal["both", "on_demand", "spot"] = Field("both", description="which prices are compared")
-    provider: str | None = Field(None, description="provider, if several sell that instance type")
-    region: str | None = Field(None, description="where, if the price depends on it")
+    market: Literal["both", "on_demand", "spot"] = Field("both", description="which prices to compare")
+    provider: str | None = Field(None, description="cloud provider, if several have the instance type")
+    region: str | None = Field(None, description="region, if the price depends on it")
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 
-    spot_interruptions_per_h: float = Field(
-        0.05, ge=0, description="assumed: how often an hour a spot machine is taken away"
-    )
-    failures_per_h: float = Field(0.0, ge=0, description="assumed: how often an hour any machine fails")
-    provision_s: float = Field(180, ge=0, description="assumed: from asking for machines to having them")
-    replace_s: float = Field(300, ge=0, description="assumed: from losing a machine to having another")
-    start_s: float | None = Field(None, ge=0, description="time for an engine to start; default: as measured")
+    spot_interruptions_per_h: float = Field(0.05, ge=0, description="assumed interruptions of a spot machine per hour")
+    failures_per_h: float = Field(0.0, ge=0, description="assumed failures of a machine per hour")
+    provision_s: float = Field(180, ge=0, description="assumed seconds to provision machines")
+    replace_s: float = Field(300, ge=0, description="assumed seconds to replace a lost machine")
+    start_s: float | None = Field(None, ge=0, description="seconds to start an engine; default: as measured")
     lost_s: float | None = Field(
-        None, ge=0, description="engine time that an interruption loses; default: half the open rows' work"
+        None, ge=0, description="engine seconds lost per interruption; default: half of the open rows"
     )
 
     @field_validator("measured", mode="before")
@@ -74,41 +74,41 @@ class PlanConfig(BaseModel):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if not self.measured:
-            raise ValueError("measured: a plan needs at least one file of measurements")
+            raise ValueError("measured: at least one file of measurements is required")
         if (self.tokens is None) == (self.tokens_per_s is None):
-            raise ValueError("give either tokens (a job) or tokens_per_s (a service)")
+            raise ValueError("set either tokens (a job) or tokens_per_s (a service)")
         if self.within is not None and self.tokens is None:
-            raise ValueError("within goes with tokens: a service has no end")
+            raise ValueError("within requires tokens: a service has no end")
         if self.tokens is not None and "target_utilisation" in self.model_fields_set:
-            raise ValueError("target_utilisation goes with tokens_per_s: a job's requests all wait from the beginning")
+            raise ValueError("target_utilisation requires tokens_per_s: a job always has waiting requests")
         return self
 
 
 def parse_amount(text: str) -> float:
-    """A number of tokens.
+    """Parse a number of tokens.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
 
     >>> parse_amount("1.5B"), parse_amount("2e9"), parse_amount("500 M")
     (1500000000.0, 2000000000.0, 500000000.0)
     """
     match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None:
-        raise ValueError("a number of tokens is like 2e9, 500M or 1.5B")
+        raise ValueError("not a number of tokens, as 2e9, 500M or 1.5B")
     return float(match.group(1)) * _SCALES[match.group(2).lower()]
 
 
 def parse_duration_s(text: str) -> float:
-    """A duration in seconds.
+    """Parse a duration into seconds.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
 
     >>> parse_duration_s("2d12h"), parse_duration_s("90m"), parse_duration_s("1.5h")
     (216000.0, 5400.0, 5400.0)
     """
     match = _DURATION.fullmatch(text.strip())
     if not text.strip() or match is None:
-        raise ValueError("a duration is like 24h, 2d12h or 90m")
+        raise ValueError("not a duration, as 24h, 2d12h or 90m")
     return sum(float(part or 0) * s for part, s in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

@@ -1,18 +1,15 @@
-"""A fleet of equal machines in closed form: time, cost, losses.
+"""Time, cost and losses of a fleet of equal machines, in closed form.
 
-Pure arithmetic.
-
-A machine starts its engines, works, and is interrupted at a rate `r` (spot notices, failures). Each interruption costs
-the work in open units and another start, both paid for, and the wait for a new machine, which is not. So of a second
-after the first start
+A machine starts its engines, works, and is interrupted at a rate `r` (spot interruptions, failures). Each interruption
+loses the work in open units and needs another start, which are paid, and waits for a new machine, which is not. The
+useful fraction of the time after the first start is
 
     u = exp(-r * start) * (1 - r * lost)
 
-is work, and for `work` seconds of it each machine is paid for `start + work / u`.
+so for `work` seconds of work, `start + work / u` seconds are paid per machine.
 
-Worked by hand: 3,600 s of work, 100 s to start, 0.05 interruptions an hour, 60 s lost and 300 s until a machine is
-replaced: u = exp(-0.00139) * (1 - 0.00083) = 0.9978; 3,708 s are paid, and 3,708 * (1 + 0.05 / 3600 * 300) = 3,723 s
-pass.
+Example: 3,600 s of work, 100 s to start, 0.05 interruptions per hour, 60 s lost and 300 s to replace a machine:
+u = exp(-0.00139) * (1 - 0.00083) = 0.9978; 3,708 s are paid, and 3,708 * (1 + 0.05 / 3600 * 300) = 3,723 s pass.
 """
 
 import math
@@ -24,15 +21,13 @@ from peagle.economics.prices import Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine at work.
+    """A machine with its engines.
 
     Attributes:
-        num_engines: engines on it.
-        devices_per_engine: of the machine's devices; those that no engine holds are paid for as well.
+        devices_per_engine: unused devices of the machine are paid as well.
         tokens_per_s: of one engine.
-        start_s: until an engine is up.
-        lost_s: work of an engine that an interruption loses.
-        interruptions_per_h: of one machine.
+        start_s: time to start an engine.
+        lost_s: engine time lost per interruption.
         replace_s: from an interruption to a new machine.
     """
 
@@ -47,42 +42,33 @@ class Machine:
 
     @property
     def useful_share(self) -> float:
-        """The share of work in a second after the first start.
-
-        0 where interruptions leave none.
-        """
+        """The fraction of useful time after the first start; 0 if interruptions leave none."""
         rate = self.interruptions_per_h / 3600
         return math.exp(-rate * self.start_s) * max(1 - rate * self.lost_s, 0.0)
 
     @property
     def wall_per_paid(self) -> float:
-        """Seconds that pass for one that is paid.
-
-        Waiting for a new machine is free, and takes its time.
-        """
+        """Elapsed seconds per paid second. Waiting for a new machine is not paid."""
         return 1 + self.interruptions_per_h / 3600 * self.replace_s
 
     @property
     def sustained_tokens_per_s(self) -> float:
-        """Of the machine in the long run, interruptions included."""
+        """Long-run tokens per second of the machine, including interruptions."""
         return self.num_engines * self.tokens_per_s * self.useful_share / self.wall_per_paid
 
     @property
     def usd_per_sustained_h(self) -> float:
-        """USD an hour of a sustained service.
-
-        A machine that is being replaced is not paid for.
-        """
+        """USD per hour of a sustained service, without the time of replacements."""
         return self.price.usd_per_hour / self.wall_per_paid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A fleet's run.
+    """The run of a fleet.
 
     Attributes:
-        wall_s: from asking for machines to the last token.
-        device_s: where the paid seconds go, as in a run's account.
+        wall_s: from requesting machines to the last token.
+        device_s: paid device-seconds, as in a run's account.
     """
 
     num_machines: int
@@ -93,19 +79,19 @@ class Estimate:
 
     @property
     def usd_per_million_tokens(self) -> float:
-        """Dollars for a million output tokens, everything included."""
+        """USD per million output tokens."""
         return self.usd / self.num_tokens * 1e6
 
     @property
     def lost_share(self) -> float:
-        """Of the cost, what interruptions take: lost work and starts beyond the first."""
+        """The fraction of the cost lost by interruptions: lost work and later starts."""
         return self.device_s.lost / self.device_s.total
 
 
 def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provision_s: float = 0.0) -> Estimate | None:
-    """A run of so many tokens; None where interruptions leave no time for work.
+    """Return the estimate for `num_tokens`, or None if interruptions leave no useful time.
 
-    Starts after interruptions are among `lost`, the first ones are `load`.
+    Starts after interruptions are `lost`, first starts are `load`.
     """
     if machine.useful_share <= 0:
         return None
@@ -129,10 +115,7 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
 
 
 def machines_for(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
-    """The fewest machines that are done in time.
-
-    None where starting alone takes too long.
-    """
+    """Return the fewest machines that finish in time, or None if starting takes too long."""
     work_left_s = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
     if work_left_s <= 0 or machine.useful_share <= 0:
         return None

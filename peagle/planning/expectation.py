@@ -1,7 +1,4 @@
-"""Expected speed of an engine, by its profile or as published for its model.
-
-A speed counts only where method, K, precision and hardware are the engine's own. It starts nothing.
-"""
+"""The expected speed of an engine, from its profile or published speeds."""
 
 from dataclasses import dataclass
 
@@ -16,8 +13,8 @@ class Speed:
     """Output tokens/s of one engine.
 
     Attributes:
-        concurrency: requests at once that it was seen with.
-        source: who measured it, and on what.
+        concurrency: concurrent requests during the measurement.
+        source: who measured it, and on what hardware.
     """
 
     tokens_per_s: float
@@ -25,15 +22,15 @@ class Speed:
     source: str
 
     def describe(self) -> str:
-        """The speed with its source, for people."""
+        """Return the speed with its source as text."""
         return f"{self.tokens_per_s:,.0f} tokens/s an engine with {self.concurrency} requests at once ({self.source})"
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """The speed of this very engine, None where nobody has measured or published one.
+    """Return the speed of this engine on this hardware, or None if it is unknown.
 
     Args:
-        concurrency: requests that it will have at once.
+        concurrency: concurrent requests that it will have.
     """
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
@@ -45,7 +42,6 @@ def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) ->
 
 
 def _published(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> list[Speed]:
-    """Published speeds of the engine, with no more requests than it will have."""
     spec, card, accelerator = engine.spec, engine.model.card, hardware.accelerator
     if card is None or accelerator is None:
         return []

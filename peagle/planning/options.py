@@ -1,8 +1,6 @@
 """All possible fleets: machine, market and measured cell within the limits.
 
-Machines are rented whole, and hold as many engines as their devices allow.
-
-It knows cells and prices; which machines a measurement holds for is `pricing.py`'s.
+Machines are rented whole and run as many engines as their devices allow.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,9 +14,9 @@ from peagle.planning.pricing import pairs, require_other
 from peagle.planning.sweeps import Sweep
 from peagle.profiles.measurements import Cell
 
-# Rows in open units for each request at once (peagle/corpus/cutting.py); half of that work is lost on average.
+# Rows in open units per concurrent request (peagle/corpus/cutting.py); on average half of their work is lost.
 _OPEN_ROWS_PER_REQUEST = 3
-_UNKNOWN_LOST_S = 60.0  # where response lengths were not kept
+_UNKNOWN_LOST_S = 60.0  # without response lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,26 +35,26 @@ class Option:
 
     @property
     def market(self) -> str:
-        """On-demand, spot, or a stated price."""
+        """The market of the price."""
         return self.machine.price.market
 
     @property
     def num_engines(self) -> int:
-        """Replicas in all."""
+        """The total number of engines."""
         return self.num_machines * self.machine.num_engines
 
     @property
     def usd_per_h(self) -> float:
-        """Of the whole fleet while it is up."""
+        """USD per hour of the whole fleet."""
         return self.num_machines * self.machine.usd_per_sustained_h
 
     @property
     def usd(self) -> float:
-        """The cost that options are compared by: of the job, or of an hour of service."""
+        """The cost that is minimised: of the job, or per hour of a service."""
         return self.estimate.usd if self.estimate else self.usd_per_h
 
     def usd_per_million_tokens(self, tokens_per_s: float | None) -> float:
-        """Everything included; of a service at the rate that is wanted."""
+        """Return USD per million tokens; for a service at the required rate."""
         if self.estimate:
             return self.estimate.usd_per_million_tokens
         assert tokens_per_s is not None, "a service has a rate"
@@ -64,12 +62,11 @@ class Option:
 
 
 def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
-    """All fleets that do it, the cheapest first; and why others do not.
+    """Return all fleets that meet the goal, the cheapest first, and why others do not.
 
     Raises:
-        PriceError: no price at all is known for a machine.
-        ConfigError: an instance type has other accelerators than were measured, or cannot be what was; or spot is
-            wanted of a machine whose price was stated.
+        PriceError: a machine has no price.
+        ConfigError: an instance type does not match the measurements, or spot is required but the price was stated.
     """
     found: list[Option] = []
     reasons: list[str] = []
@@ -86,19 +83,16 @@ def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> t
 
 
 def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
-    """The same machine and market with another cell.
-
-    None where no number of them does it.
-    """
+    """Return the same machine and market with another cell, or None if no number of machines is enough."""
     return _option(config, option.sweep, cell, option.machine.price)
 
 
 def why_beyond(option: Option, config: PlanConfig) -> str | None:
-    """The limit that an option is beyond, in words; None where it keeps all of them."""
+    """Return the limit that an option exceeds, or None."""
     if not _within_limits(config, option.cell):
-        return "beyond the latency limits"
+        return "exceeds the latency limits"
     if config.max_machines is not None and option.num_machines > config.max_machines:
-        return f"more than {config.max_machines} machines are needed"
+        return f"needs more than {config.max_machines} machines"
     return None
 
 
@@ -110,14 +104,12 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
     fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         has_latencies = any(cell.tpot_s or cell.ttft_s for cell in sweep.cells)
-        fault = "no measurement is within the latency limits" if has_latencies else "its latencies are not known"
+        fault = "no measurement is within the latency limits" if has_latencies else "its latencies are unknown"
         reasons.append(f"{sweep.name}: {fault}")
     for cell in fitting:
         option = _option(config, sweep, cell, price)
         if option is None:
-            reasons.append(
-                f"{price.instance_type} {price.market}: starting and replacing machines leaves no time for work"
-            )
+            reasons.append(f"{price.instance_type} {price.market}: starting and replacing machines takes all the time")
         elif why := why_beyond(option, config):
             reasons.append(f"{price.instance_type} {price.market}: {why}")
         else:
@@ -137,10 +129,6 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
 
 
 def _fewest(config: PlanConfig, machine: Machine) -> int | None:
-    """The fewest machines by the closed form.
-
-    None where no number of them does it.
-    """
     if config.tokens_per_s is not None:
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
         return max(1, -int(-config.tokens_per_s // sustained)) if sustained > 0 else None
@@ -151,16 +139,16 @@ def _fewest(config: PlanConfig, machine: Machine) -> int | None:
 
 
 def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
-    """A machine with as many of these engines as it has devices for.
+    """Return a machine with as many engines as fit.
 
     Raises:
-        ConfigError: nobody knows how long an engine takes to start.
+        ConfigError: the start time of an engine is unknown.
     """
     start_s = cell.start_s if config.start_s is None else config.start_s
     if start_s is None:
         raise ConfigError(
-            f"{sweep.name} does not say how long an engine takes to start",
-            hint="say it with --start-s" if sweep.is_published else "give start_s in it, or --start-s",
+            f"{sweep.name} has no start time of an engine",
+            hint="set --start-s" if sweep.is_published else "add start_s to it, or set --start-s",
         )
     spot = config.spot_interruptions_per_h if price.market == "spot" else 0.0
     return Machine(
@@ -176,11 +164,9 @@ def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Ma
 
 
 def scaled(cell: Cell, factor: float) -> Cell:
-    """The same cell at another acceptance length.
+    """Return the cell at another acceptance length.
 
-    A step takes as long, and yields that much more or less.
-
-    So does a token take as much less or more; the time to the first one is not of a draft.
+    The time of a step and the time to the first token stay; tokens per step change by `factor`.
     """
     assert cell.acceptance_length is not None, "it drafts"
     assert cell.drafts_each_step, "its speed follows its length"

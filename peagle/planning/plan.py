@@ -1,7 +1,4 @@
-"""A plan: the cheapest fleet, its alternatives, and how the cost depends on the acceptance length.
-
-config -> measurements and prices -> options -> the cheapest -> sensitivity
-"""
+"""A plan: the cheapest fleet, its alternatives, and the effect of the acceptance length on the cost."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,22 +18,22 @@ _AS_EXACT = 1e-4  # of an acceptance length
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
-    """The plan as JSON-ready data.
+    """Return the plan for JSON.
 
     Raises:
-        ConfigError: bad usage, or nothing that was measured can do it; the reasons are named.
-        PriceError: no price is known for a machine.
+        ConfigError: bad usage, or no measured configuration meets the goal; the reasons are listed.
+        PriceError: a machine has no price.
     """
     sweeps = read_sweeps(config.measured)
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
-            f"the measurements are of several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
+            f"the measurements are for several models: {', '.join(sorted({sweep.model for sweep in sweeps}))}",
             hint="plan for one model at a time",
         )
     found, reasons = options(config, sweeps, PriceTable.load(config.prices))
     if not found:
         raise ConfigError(
-            "no fleet can do it:\n  " + "\n  ".join(reasons),
+            "no fleet meets the goal:\n  " + "\n  ".join(reasons),
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = found[0]
@@ -55,7 +52,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    """An option's figures."""
+    """Return the figures of an option."""
     cell, price, found = option.cell, option.machine.price, option.estimate
     return {
         "instance_type": price.instance_type,
@@ -82,10 +79,7 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
 
 
 def _best_of_each(found: Sequence[Option]) -> list[Option]:
-    """The cheapest of each machine, market and kind, cheapest first.
-
-    A kind is with or without a drafter.
-    """
+    """Return the cheapest option for each machine, market, and with or without a drafter."""
     best: dict[tuple[str, str, bool], Option] = {}
     for option in found:
         best.setdefault((option.machine.price.instance_type, option.market, option.cell.drafts), option)
@@ -93,12 +87,7 @@ def _best_of_each(found: Sequence[Option]) -> list[Option]:
 
 
 def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """The same machines and cell at other acceptance lengths.
-
-    Empty where speed does not follow acceptance.
-
-    What is then beyond a limit says so.
-    """
+    """Return the same machine and cell at other acceptance lengths; empty if speed does not depend on it."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
@@ -114,10 +103,7 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """The acceptance length below which no speculation is cheaper.
-
-    At its best concurrency within the limits.
-    """
+    """Return the acceptance length below which no speculation, at its best concurrency, is cheaper."""
     length = chosen.cell.acceptance_length
     plain = [
         cell for cell in chosen.sweep.cells if not cell.drafts and _is_possible(with_cell(chosen, cell, config), config)
@@ -125,15 +111,12 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     if length is None or not plain or not chosen.cell.drafts_each_step:
         return None
     best = max(cell.output_tokens_per_s for cell in plain)
-    # Of one engine; a token of a step without drafts takes 1 / speed, and so on.
+    # Per engine; a step without drafts yields one token in 1 / speed.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
 def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """The acceptance length below which the choice breaks a limit.
-
-    Found by bisection; None where none is that low.
-    """
+    """Return the acceptance length below which the choice exceeds a limit, by bisection, or None."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None
@@ -162,8 +145,8 @@ def _doubts(chosen: Option) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
     notes = [f"The price may be wrong: {price.doubt}."] if price.doubt else []
     if cell.spread:
-        notes.append(f"The speed's repeats spread over {cell.spread:.0%} of it, and so do hours and dollars.")
+        notes.append(f"The measured speed varied by {cell.spread:.0%} between repeats; hours and dollars vary equally.")
     unused = price.num_devices - chosen.machine.num_engines * chosen.machine.devices_per_engine
     if unused:
-        notes.append(f"{unused} of {price.num_devices} devices of each machine have no engine but are paid.")
+        notes.append(f"{unused} of {price.num_devices} devices per machine have no engine but are paid.")
     return notes

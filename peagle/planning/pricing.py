@@ -1,7 +1,7 @@
-"""The machines that a measurement holds for, with their prices.
+"""The machines to which a measurement applies, with their prices.
 
-A cell was measured on one kind of machine; another instance type can be priced in its place where it has the same
-accelerator. Published speeds hold for every machine with theirs.
+A cell was measured on one instance type; other types with the same accelerator can be priced instead. Published speeds
+apply to every machine with their accelerator.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,11 @@ Market = Literal["on_demand", "spot"]
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Each sweep with the prices of its machines.
-
-    An instance type has to be one of some sweep's.
+    """Return each sweep with the prices of its machines.
 
     Raises:
-        PriceError: no price is known for a machine.
-        ConfigError: no sweep holds for an instance type, or a stated price is of no market.
+        PriceError: a machine has no price.
+        ConfigError: no sweep applies to an instance type, or a stated price has no spot market.
     """
     found: list[tuple[Sweep, Price]] = []
     misfits: dict[str, list[str]] = {}
@@ -40,33 +38,28 @@ def pairs(
         if name not in fitting:
             raise ConfigError(
                 "\n  ".join(dict.fromkeys(whys)),
-                hint=f"measure there: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
-                "or name instance types with the same accelerator",
+                hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
+                "or use instance types with the same accelerator",
             )
         reasons += whys
     return found
 
 
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
-    """The prices of the machines that a sweep compares, by region and market.
-
-    Raises:
-        PriceError: not one is known.
-        ConfigError: spot is wanted, and the price was stated, which is of no market.
-    """
+    """Return the prices of the machines of a sweep, by region and market."""
     if sweep.stated is not None and not config.instance_types:
         if config.market == "spot":
             raise ConfigError(
-                f"{sweep.name} was measured at a stated price, which is of no market, and spot is wanted",
-                hint="name the machine with --instance-types, or leave --market out",
+                f"{sweep.name} was measured at a stated price, so it has no spot price",
+                hint="set --instance-types to the machine, or leave --market out",
             )
         return [sweep.stated]
     names = config.instance_types or _machines_of(config, sweep, table)
     if not names:
-        why = f"no price is known for a machine with {sweep.accelerator} there"
+        why = f"no price for a machine with {sweep.accelerator}"
         raise PriceError(
             f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
-            hint="name the machine with --instance-types",
+            hint="set --instance-types to the machine",
         )
     found: list[Price] = []
     errors: list[PriceError] = []
@@ -81,16 +74,12 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
                 found.append(price)
     if not found:
         raise errors[0]
-    if config.instance_types or sweep.instance_type:  # of machines that nobody named, no market is missed
+    if config.instance_types or sweep.instance_type:  # missing markets matter only for named machines
         reasons += [error.message for error in errors]
     return found
 
 
 def _machines_of(config: PlanConfig, sweep: Sweep, table: PriceTable) -> list[str]:
-    """The machine that was measured on, if it has a name.
-
-    Published speeds have all machines with their accelerator, where the user allows.
-    """
     if not sweep.is_published:
         return [sweep.instance_type] if sweep.instance_type else []
     kind = sweep.accelerator or ""
@@ -99,13 +88,12 @@ def _machines_of(config: PlanConfig, sweep: Sweep, table: PriceTable) -> list[st
 
 
 def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[tuple[str | None, str | None]]:
-    """Where it is sold, of what the user allows; what the user named where it is not."""
+    """Return providers and regions that offer it, within the user's choice."""
     offers = [offer for offer in _allowed(config, table) if offer.instance_type == instance_type]
     return [(offer.provider, offer.region) for offer in offers] or [(config.provider, config.region)]
 
 
 def _allowed(config: PlanConfig, table: PriceTable) -> list[Offer]:
-    """The offers of the provider and the region that the user names."""
     return [
         offer
         for offer in table.offers
@@ -118,25 +106,22 @@ def _markets(config: PlanConfig) -> tuple[Market, ...]:
 
 
 def require_other(sweep: Sweep, price: Price) -> None:
-    """Refuse a named machine that cannot run the measured engine.
-
-    Any other is only left out.
-    """
+    """Refuse a named machine that cannot run the measured engine; others are only left out."""
     if sweep.instance_type == price.instance_type:
         raise ConfigError(
-            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, and an engine of "
-            f"it holds {sweep.devices_per_engine}: it was measured on another machine",
-            hint="state that machine's price: the same `peagle bench` with --usd-per-hour measures nothing again; in a "
-            "file of others mend instance_type or devices_per_engine",
+            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, but its engines "
+            f"use {sweep.devices_per_engine}: it was measured on another machine",
+            hint="repeat `peagle bench` with --usd-per-hour, which measures nothing again; in a sweep file, correct "
+            "instance_type or devices_per_engine",
         )
 
 
 def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
-    """Why the measured speed does not hold on a machine; None where it does."""
+    """Return why the measured speed does not apply to a machine, or None."""
     if sweep.instance_type == price.instance_type or price is sweep.stated:
         return None
     if sweep.instance_type is None:
-        # The machine has no name here, so a CPU is taken at its word; an accelerator says what it is.
+        # Without an instance type, only the accelerator can be compared.
         where = sweep.accelerator or "CPUs"
         is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
     else:
@@ -147,6 +132,6 @@ def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
     if is_same:
         return None
     return (
-        f"{sweep.name} was measured on {where}, and {price.instance_type} has {price.accelerator or 'no accelerator'}: "
-        "its speed is not known"
+        f"{sweep.name} was measured on {where}, but {price.instance_type} has {price.accelerator or 'no accelerator'}: "
+        "its speed is unknown"
     )

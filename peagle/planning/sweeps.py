@@ -1,8 +1,6 @@
-"""Measurements for plans: of a benchmark, of others, or published ones.
+"""Measurements for plans.
 
-A benchmark has a report.json, others a file that docs/planning.md describes; published speeds are on catalog cards.
-
-It knows files and cards; it knows neither prices nor plans.
+They come from report.json of `peagle bench`, a sweep file (docs/planning.md), or the published speeds on a model card.
 """
 
 import json
@@ -20,7 +18,7 @@ from peagle.private import user_path
 from peagle.profiles.measurements import NONE, Cell, read_cells
 
 SWEEP_KEYS = ("peagle_sweep", "model", "instance_type", "devices_per_engine", "source", "start_s", "cells")
-_HINT = "give the report.json of `peagle bench`, or a file as docs/planning.md shows"
+_HINT = "use the report.json of `peagle bench`, or a file as in docs/planning.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +26,16 @@ class Sweep:
     """The cells of one kind of machine.
 
     Attributes:
-        name: of the file; its path where several have that name.
-        instance_type: what it was measured on, by the price table's name; None where a price was stated instead.
-        devices_per_engine: accelerators that an engine holds, or vCPUs.
-        accelerator: what it was measured on, by the driver's name; None on CPUs, and where only the type is known.
-        precision: of the target, in words; None where the file does not say.
-        stated: the price that was stated outright; None where the table has it.
-        labels: what must be said with every figure of it.
-        caveats: what makes its figures worth less than they look.
-        is_published: it holds for an accelerator: any machine of the price table that carries it will do.
-        remeasure: the command that measures the like on another machine.
+        name: the file name, or its path if several files have that name.
+        instance_type: where it was measured; None if the price was stated.
+        devices_per_engine: accelerators, or vCPUs.
+        accelerator: the device name; None on CPUs, or if only the instance type is known.
+        precision: of the target; None if unknown.
+        stated: the price if the user stated it.
+        labels: shown with every figure.
+        caveats: why the figures may not hold.
+        is_published: it applies to any machine with the accelerator.
+        remeasure: the command to measure the same on another machine.
     """
 
     name: str
@@ -55,26 +53,24 @@ class Sweep:
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
-    """The sweeps of several files, named apart.
-
-    Each benchmark calls its own report.json.
+    """Read several files, with unique names.
 
     Raises:
-        ConfigError: as `read_sweep` has it.
+        ConfigError: as `read_sweep`.
     """
     names = Counter(path.name for path in paths)
     return [read_sweep(path, str(path) if names[path.name] > 1 else path.name) for path in paths]
 
 
 def read_sweep(path: Path, name: str | None = None) -> Sweep:
-    """The sweep of a file or, where there is none, of a model's published speeds.
+    """Read a file, or the published speeds of a model.
 
     Args:
-        path: a file; or a model's catalog name or hub id.
-        name: what it is called; default: the file's own name.
+        path: a file, or a model's catalog name or hub id.
+        name: default is the file name.
 
     Raises:
-        ConfigError: it cannot be read, is neither kind, or something in it is wrong; or nothing is published.
+        ConfigError: the file cannot be read or is invalid, or the model has no published speeds.
     """
     name = name or path.name
     if not user_path(path).exists():
@@ -89,7 +85,7 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
         return _others(path, name, data)
     if isinstance(data, Mapping) and {"cells", "hardware", "engine"} <= set(data):
         return _ours(path, name, data)
-    raise ConfigError(f"measured {path}: neither a benchmark's report nor a sweep", hint=_HINT)
+    raise ConfigError(f"measured {path}: neither a benchmark report nor a sweep", hint=_HINT)
 
 
 def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
@@ -99,9 +95,9 @@ def _ours(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         accelerator = str(data["hardware"]["accelerator"]) if on_gpu else None
         devices = data["engine"]["tensor_parallel_size"] if on_gpu else data["hardware"]["num_cpus"]
         model, labels = str(data["model"]), tuple(map(str, data["labels"]))
-        caveats = tuple(map(str, data.get("caveats", data.get("notes", ()))))  # reports of before have notes alone
+        caveats = tuple(map(str, data.get("caveats", data.get("notes", ()))))  # older reports only have notes
     except (KeyError, TypeError, PriceError) as error:
-        raise ConfigError(f"measured {path}: not a whole report of a benchmark: {error}", hint=_HINT) from error
+        raise ConfigError(f"measured {path}: incomplete benchmark report: {error}", hint=_HINT) from error
     is_stated = price is not None and price.market == "fixed"
     return Sweep(
         name=name,
@@ -121,10 +117,10 @@ def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
     if data["peagle_sweep"] != 1:
         raise ConfigError(f"measured {path}: peagle_sweep must be 1, not {data['peagle_sweep']!r}", hint=_HINT)
     if unknown := [key for key in data if key not in SWEEP_KEYS]:
-        raise ConfigError(f"measured {path}: unknown key {unknown[0]!r}", hint=f"known are {', '.join(SWEEP_KEYS)}")
+        raise ConfigError(f"measured {path}: unknown key {unknown[0]!r}", hint=f"valid keys: {', '.join(SWEEP_KEYS)}")
     for key, kind in (("model", str), ("instance_type", str), ("source", str), ("devices_per_engine", int)):
         if not isinstance(data.get(key), kind) or not data[key]:
-            raise ConfigError(f"measured {path}: {key} must be given", hint=_HINT)
+            raise ConfigError(f"measured {path}: {key} is required", hint=_HINT)
     common = {"start_s": data["start_s"]} if "start_s" in data else {}
     cells = data.get("cells")
     if isinstance(cells, list):
@@ -135,18 +131,20 @@ def _others(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         instance_type=data["instance_type"],
         devices_per_engine=_devices(data["devices_per_engine"], path),
         cells=read_cells(cells, f"measured {path}"),
-        labels=(f"{name}: measured by others ({data['source']})",),
+        labels=(f"{name}: external measurement ({data['source']})",),
     )
 
 
 def _of_model(path: Path) -> Sweep:
-    """The published table of a model that goes up to the most requests at once."""
+    """Return the published table with the highest concurrency."""
     catalog = load_catalog()
     card = catalog.find(str(path))
     if card is None or not card.published:
-        why = "no such file or model" if card is None else f"no speeds of {card.name} are published"
+        why = "no such file or model" if card is None else f"{card.name} has no published speeds"
         known = ", ".join(card.name for card in catalog if card.published)
-        raise ConfigError(f"measured {path}: {why}", hint=f"{_HINT}; or a model with published speeds: {known}")
+        raise ConfigError(
+            f"measured {path}: {why}", hint=f"{_HINT}; or one of these models with published speeds: {known}"
+        )
     table = max(card.published, key=lambda table: table.concurrency[-1])
     name = f"{card.name} ({table.label})"
     cells = [
@@ -168,17 +166,14 @@ def _of_model(path: Path) -> Sweep:
         precision=table.precision.upper(),
         accelerator=table.accelerator,
         labels=(f"{name}: {table.dataset}, {table.precision.upper()}; {table.source}, {table.url}",),
-        caveats=("no acceptance lengths are published, so the plan does not say how it changes with them.",),
+        caveats=("no acceptance lengths are published, so the plan cannot show their effect.",),
         is_published=True,
         remeasure=_bench_command(card, table),
     )
 
 
 def _bench_command(card: ModelCard, table: PublishedTable) -> str:
-    """The benchmark that measures the same table on another machine.
-
-    It leaves out methods for which the card has no head.
-    """
+    """Return the benchmark command for the same table, without methods whose head is not on the card."""
     heads = [method for method, head in card.heads.items() if head.published]
     rows = [row for row in table.speeds if row.method == NONE or row.method in heads]
     methods = ",".join(dict.fromkeys(row.method for row in rows))
@@ -191,6 +186,6 @@ def _bench_command(card: ModelCard, table: PublishedTable) -> str:
 def _devices(value: Any, path: Path) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(
-            f"measured {path}: an engine holds a whole number of devices, at least 1, and not {value!r}", hint=_HINT
+            f"measured {path}: devices per engine must be an integer of at least 1, got {value!r}", hint=_HINT
         )
     return value

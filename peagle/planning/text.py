@@ -1,4 +1,4 @@
-"""A plan's tables for the terminal: made from its report alone."""
+"""A plan as text for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _OPTION_COLUMNS = (
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
-    """Return the choice in a sentence, its alternatives, the sensitivity and the assumptions."""
+    """Return the choice, its alternatives, the sensitivity and the assumptions."""
     lines = [f"! {label}" for label in plan["labels"]]
     has_several = len(plan["wanted"]["measured"]) > 1
     lines += [_sentence(plan["chosen"], has_several=has_several), ""]
@@ -81,7 +81,6 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
 
 
 def _cost(one: Mapping[str, Any]) -> list[str]:
-    """Hours, dollars, and dollars per million tokens; of a job or a service's hour."""
     if one["usd"] is None:
         return ["-", f"{in_words_usd(one['usd_per_h'])}/h", in_words_usd(one["usd_per_million_tokens"])]
     return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]

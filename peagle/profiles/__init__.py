@@ -1,4 +1,1 @@
-"""Profiles: the measurements and choice of a tuning, as data. Measures nothing.
-
-Runs and endpoints read them.
-"""
+"""Profiles: measurements and choices of tunings, which runs and endpoints read."""

@@ -1,7 +1,4 @@
-"""Baselines from measurements: cells of a profile, a card's table, a benchmark.
-
-It reads files and changes nothing; what follows from a baseline is `peagle.economics.gain`.
-"""
+"""Baselines from measurements: the cells of a profile, the table of a model card, or a benchmark."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,14 +13,13 @@ from peagle.private import user_path
 from peagle.profiles.measurements import NONE, Cell, read_cells
 from peagle.speculation import break_even_acceptance_length
 
-_HINT = "give the report.json of `peagle bench` with method none and the drafter's method"
+_HINT = "use the report.json of `peagle bench` with method none and the drafter's method"
 
 
 def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -> Baseline | None:
-    """The baseline of a method and K, from cells.
+    """Return the baseline of a method and K, or None.
 
-    It has the concurrencies at which no speculation was measured too. None where there is none, or the method does not
-    draft in every step.
+    It has the concurrencies that were also measured without speculation. None if the method skips drafts.
     """
     plain, own = _by_concurrency(cells, NONE, 0), _by_concurrency(cells, method, k)
     steps = tuple(
@@ -58,17 +54,14 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
-    """The cells of a method and K, of several at a concurrency the fastest."""
+    """Return the fastest cell of a method and K at each concurrency."""
     found = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
     found = [cell for cell in found if cell.drafts_each_step or not cell.drafts]
     return {cell.concurrency: cell for cell in sorted(found, key=lambda cell: cell.output_tokens_per_s)}
 
 
 def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
-    """The baseline of a method and K, from a card's table.
-
-    None where it says nothing of them.
-    """
+    """Return the baseline of a method and K from the table of a model card, or None."""
     row, plain = table.row(method, k), table.plain
     if row is None:
         return None
@@ -83,12 +76,12 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark's measurements, for engines like those that it measured.
+    """The measurements of a benchmark.
 
     Attributes:
-        name: of the file.
-        hardware, precision: that it was measured on and in, in words.
-        setups: head, method and K of each.
+        name: the file name.
+        hardware, precision: as text.
+        setups: head, method and K.
     """
 
     name: str
@@ -99,9 +92,9 @@ class Benchmark:
     setups: Sequence[tuple[str | None, str, int]]
 
     def baseline(self, session: EngineSession) -> Baseline | None:
-        """The baseline of an engine with one of its heads, or of its model without one.
+        """Return the baseline for an engine with one of the benchmark's heads, or with its model and no head.
 
-        None of another, and where it measured the head at several K and the ledger does not say which it was.
+        None for other engines, and if the head was measured with several K and the ledger does not contain K.
         """
         k = session.num_speculative_tokens
         found = [
@@ -115,10 +108,10 @@ class Benchmark:
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """The report of a benchmark.
+    """Read the report of a benchmark.
 
     Raises:
-        ConfigError: it cannot be read, is none, or has nothing without a drafter.
+        ConfigError: it cannot be read, is invalid, or has no measurement without a drafter.
     """
     where = f"baseline {path}"
     try:
@@ -129,7 +122,7 @@ def read_benchmark(path: Path) -> Benchmark:
         raise ConfigError(f"{where}: not JSON: {error}", hint=_HINT) from error
     cells = read_cells(data["cells"], where) if isinstance(data, Mapping) and "cells" in data else []
     if not any(cell.step_s and not cell.drafts for cell in cells):
-        raise ConfigError(f"{where}: it has no time of a step without a drafter", hint=_HINT)
+        raise ConfigError(f"{where}: it has no step time without a drafter", hint=_HINT)
     try:
         return Benchmark(
             name=str(path),
@@ -140,4 +133,4 @@ def read_benchmark(path: Path) -> Benchmark:
             setups=[(setup["head"], str(setup["method"]), int(setup["k"])) for setup in data["setups"]],
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: not a whole report of a benchmark", hint=_HINT) from error
+        raise ConfigError(f"{where}: incomplete benchmark report", hint=_HINT) from error

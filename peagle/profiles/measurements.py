@@ -1,9 +1,4 @@
-"""One measured figure among many: a method at a K and a concurrency.
-
-Benchmarks write it, plans and profiles read it.
-
-A cell may come from a file that anyone wrote, so it is checked. It knows nothing of how it was measured.
-"""
+"""A measured cell: a method with K at a concurrency. Benchmarks write cells; plans and profiles read them."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -21,20 +16,17 @@ METHOD_NAMES = {
 
 
 class Cell(BaseModel):
-    """A method, K and concurrency, and what came of it.
-
-    Keys that are not known here are passed over.
+    """A measured cell. Unknown keys are ignored.
 
     Attributes:
-        method: one of `METHODS`.
-        k: draft tokens a step; 0 without speculation.
-        concurrency: requests in the engine at once.
+        k: draft tokens per step; 0 without speculation.
+        concurrency: concurrent requests in the engine.
         output_tokens_per_s: of one engine.
         spread: range of the repeats over their median; None for one repeat.
-        tpot_s, ttft_s: percentiles by name ("p50", "p95", "p99"): time per output token, and to the first one.
-        acceptance_length: tokens that a verify step yields; None without speculation, or where not known.
-        start_s: what an engine took to start.
-        num_responses, num_output_tokens: what was measured; their quotient is a response's mean length.
+        tpot_s, ttft_s: percentiles by name ("p50", "p95", "p99").
+        acceptance_length: tokens per verification step; None without speculation, or if unknown.
+        start_s: time to start an engine.
+        num_responses, num_output_tokens: totals of the measurement.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -64,7 +56,7 @@ class Cell(BaseModel):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if (self.method == NONE) != (self.k == 0):
-            raise ValueError("k is 0 exactly with method none")
+            raise ValueError("k must be 0 with method none, and only then")
         if self.acceptance_length is not None and self.acceptance_length > self.k + 1:
             raise ValueError(
                 f"acceptance_length {self.acceptance_length:g}: a step yields at most k + 1 = {self.k + 1}"
@@ -78,14 +70,11 @@ class Cell(BaseModel):
 
     @property
     def drafts_each_step(self) -> bool:
-        """Whether its speed is in proportion to its acceptance length.
-
-        With a lookup many steps have no draft.
-        """
+        """Whether its speed is proportional to its acceptance length; lookups skip many steps."""
         return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
-        """Whether its p95 latencies keep these limits; without latencies it keeps none."""
+        """Return whether the p95 latencies are within these limits. Unknown latencies exceed any limit."""
         limits = ((max_tpot_ms, self.tpot_s), (max_ttft_ms, self.ttft_s))
         return all(
             limit is None or (found is not None and "p95" in found and found["p95"] * 1000 <= limit)
@@ -94,32 +83,32 @@ class Cell(BaseModel):
 
     @property
     def response_tokens(self) -> float | None:
-        """Mean length of a response; None where it was not kept."""
+        """Mean length of a response, or None."""
         return self.num_output_tokens / self.num_responses if self.num_responses and self.num_output_tokens else None
 
 
 def method_label(method: str, k: int) -> str:
-    """A method and its K for people; without drafts there is no K."""
+    """Return a method and its K as text."""
     return f"{METHOD_NAMES[method]} K={k}" if k else METHOD_NAMES[method]
 
 
 def read_cells(entries: Any, where: str) -> list[Cell]:
-    """The cells of a file.
+    """Return the cells of a file.
 
     Args:
         where: the file, for messages.
 
     Raises:
-        ConfigError: it is no list, it is empty, or an entry is not a cell; the first fault is named.
+        ConfigError: the list is missing or empty, or a cell is invalid.
     """
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{where}: cells must be a list with a measurement in it", hint="docs/planning.md shows one")
+        raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
     return [_cell(entry, f"{where}, cell {number}") for number, entry in enumerate(entries, start=1)]
 
 
 def _cell(entry: Any, where: str) -> Cell:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: it must hold keys and values", hint="docs/planning.md shows one")
+        raise ConfigError(f"{where}: must be a mapping", hint="docs/planning.md shows one")
     try:
         return Cell(**entry)
     except ValidationError as error:

@@ -1,13 +1,11 @@
-"""A profile: the answer of `peagle tune` as a YAML file.
+"""A profile: the result of `peagle tune` as a YAML file, for `peagle generate` and `peagle serve` with `--profile`.
 
-`peagle generate` and `peagle serve` take it with `--profile`.
-
-    engine          keys of both commands, by their own names; flags, environment and --config win over them
-    tuned           its concurrency and acceptance length
-    measurements    the cells that it was made from, best first
+    engine          options of both commands; flags, environment and --config take precedence
+    tuned           concurrency and acceptance length
+    measurements    the measured cells, best first
     decision, objective, target, hardware, versions, made_at
 
-Flat data that anyone may edit, so it is checked when it is read. It knows files; it knows no engine and no search.
+Users may edit the file, so it is validated.
 """
 
 from collections.abc import Mapping
@@ -38,11 +36,11 @@ class _Strict(BaseModel):
 
 
 class MeasuredCell(Cell):
-    """A cell, and what it was measured with beside method and K.
+    """A cell with more of its configuration.
 
     Attributes:
-        drafter: what --drafter takes for it.
-        head_fingerprint: changes when the head does; None without one, and in profiles from before it was kept.
+        drafter: the value of --drafter.
+        head_fingerprint: changes with the head; None without a head, and in older profiles.
     """
 
     precision: str = "auto"
@@ -52,10 +50,10 @@ class MeasuredCell(Cell):
 
 
 class Tuned(BaseModel):
-    """The choice. Profiles of earlier versions also have ranges, which are ignored.
+    """The choice. Ranges in profiles of earlier versions are ignored.
 
     Attributes:
-        concurrency: requests in the engine at once.
+        concurrency: concurrent requests in the engine.
         acceptance_length: as measured; None without speculation.
     """
 
@@ -66,14 +64,14 @@ class Tuned(BaseModel):
 
 
 class TunedTarget(_Strict):
-    """The model that was tuned for, and its weights."""
+    """The target model and the revision of its weights."""
 
     name: str
     revision: str
 
 
 class Profile(_Strict):
-    """A choice, and what it was made from."""
+    """The result of a tuning, and the measurements behind it."""
 
     peagle_profile: Literal[1]
     decision: str
@@ -94,11 +92,11 @@ class Profile(_Strict):
     def _names_keys_and_its_own_cell(self) -> Self:
         for key in self.engine:
             if key not in ENGINE_KEYS:
-                raise ValueError(f"engine holds {key!r}, which no engine has ({did_you_mean(key, ENGINE_KEYS)})")
+                raise ValueError(f"engine has the unknown key {key!r} ({did_you_mean(key, ENGINE_KEYS)})")
         if missing := [key for key in ("model", "drafter", "max_num_seqs") if key not in self.engine]:
             raise ValueError(f"engine lacks {', '.join(missing)}")
         if not any(self._is_chosen(cell) for cell in self.measurements):
-            raise ValueError("no measurement is of the engine that was chosen")
+            raise ValueError("there is no measurement of the chosen engine")
         return self
 
     @property
@@ -115,12 +113,12 @@ class Profile(_Strict):
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile from its file.
+    """Read a profile.
 
     Raises:
-        ConfigError: it cannot be read, or is none; what is wrong is named.
+        ConfigError: it cannot be read or is invalid.
     """
-    again = "`peagle tune` writes one"
+    again = "`peagle tune` writes profiles"
     try:
         data = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,8 +127,8 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError(f"profile {path}: not valid YAML: {error}", hint=again) from error
     if not isinstance(data, Mapping) or "peagle_profile" not in data:
         raise ConfigError(
-            f"profile {path}: it has no peagle_profile, so it is no profile",
-            hint=f"{again}; a file of your own keys goes with --config",
+            f"profile {path}: not a profile: peagle_profile is missing",
+            hint=f"{again}; use --config for a file of your own options",
         )
     try:
         return Profile(**data)
@@ -142,7 +140,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile in one step.
+    """Write a profile atomically.
 
     Raises:
         CapacityError: it cannot be written.
@@ -150,19 +148,19 @@ def write_profile(path: Path, profile: Profile) -> None:
     words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     path = user_path(path)
-    with writing(path, hint="name another file with --profile-output"):
+    with writing(path, hint="set --profile-output to another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (words + text).encode())
 
 
 def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A command's keys, with those of its profile where the user said nothing.
+    """Return the options of a command, completed by its profile.
 
-    A drafter or K of the user's leaves out both of the profile's: half of a choice is none. So does `max_num_seqs` with
-    the token slots that were sized for another.
+    If the user sets the drafter or K, neither comes from the profile. The same holds for `max_num_seqs` and the token
+    slots that were sized for it.
 
     Raises:
-        ConfigError: the profile cannot be read, or is another target's.
+        ConfigError: the profile cannot be read, or is for another target.
     """
     path = values.get("profile")
     if path is None:
@@ -171,10 +169,10 @@ def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
     model = values.get("model", profile.engine["model"])
     if lasting_name(str(model)) != lasting_name(profile.engine["model"]):
         raise ConfigError(
-            f"profile {path} is of {profile.engine['model']}, and the model is {model}",
-            hint=f"tune that one: peagle tune --model {model}; or leave --model out",
+            f"profile {path} is for {profile.engine['model']}, but the model is {model}",
+            hint=f"run peagle tune --model {model}, or leave --model out",
         )
-    said = {key for key, value in values.items() if value is not None}
-    left_out = {key for together in _TOGETHER if together & said for key in together}
+    user_keys = {key for key, value in values.items() if value is not None}
+    left_out = {key for together in _TOGETHER if together & user_keys for key in together}
     known = {key: value for key, value in profile.engine.items() if value is not None and key not in left_out}
-    return known | {key: values[key] for key in said}
+    return known | {key: values[key] for key in user_keys}

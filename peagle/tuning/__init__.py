@@ -1,7 +1,4 @@
-"""Tuning: the best method, K, concurrency, batch and precision in a budget.
+"""Tuning: find the best method, K, concurrency, batch size and precision for a target, its prompts and this hardware.
 
-For a target, its prompts and this hardware.
-
-Read in this order: `config` (what can be asked), `run` (which engines there are, and their passes), `halving` (which is
-measured next), `answer` (the profile). It needs vLLM and no Ray.
+Read `config` (options), `run` (engines and passes), `search` (what is measured next) and `answer` (the profile).
 """

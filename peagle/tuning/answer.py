@@ -1,9 +1,4 @@
-"""The answer of a tuning: the choice in words, its profile, a table.
-
-Starts nothing.
-
-Everything comes from passes; it knows no files and no engines.
-"""
+"""The result of a tuning: decision, profile and table."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,10 +30,10 @@ def answer(
     search: Search,
     records: Mapping[Candidate, Sequence[PassRecord]],
 ) -> Profile:
-    """The profile of the best configuration.
+    """Return the profile of the best configuration.
 
     Raises:
-        ConfigError: none is within the limits; the nearest is named with what it misses.
+        ConfigError: no configuration is within the limits; the nearest one is described.
     """
     setups = {setup.name: setup for setup in plan.setups}
     summaries = {candidate: summarise(found, usd_per_s=plan.usd_per_s) for candidate, found in records.items()}
@@ -67,7 +62,7 @@ def answer(
 
 
 def text_table(profile: Profile) -> str:
-    """The table of measurements, the choice first."""
+    """Return the table of measurements, the choice first."""
     rows = [
         ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
     ]
@@ -88,10 +83,7 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    """The keys of the engine that was measured, those without a value left out.
-
-    Those of a drafter mean nothing where none was chosen.
-    """
+    """Return the engine options of the choice; those of drafters only if it drafts."""
     names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.drafts else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
         "model": lasting_name(config.model),
@@ -115,10 +107,7 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
 
 
 def _drafter(config: TuneConfig, setup: Setup) -> str:
-    """The value of --drafter for an engine.
-
-    It is the named head, wherever a command runs, or the catalog's method.
-    """
+    """Return the value of --drafter: the configured head, or the method from the catalog."""
     return setup.drafter.model if setup.drafter and setup.method in config.heads else setup.method
 
 
@@ -130,7 +119,7 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     if not chosen.drafts:
         against = (
             f"; the best with a drafter, {method_label(others[0].method, others[0].k)} at {others[0].concurrency}, has "
-            f"{others[0].output_tokens_per_s / chosen.output_tokens_per_s:.2f} times that (a drafter has to win by "
+            f"{others[0].output_tokens_per_s / chosen.output_tokens_per_s:.2f} times that (a drafter must win by "
             f"{WORTH:.0%})"
             if others
             else "; no drafter is within the limits"
@@ -166,8 +155,8 @@ def _nothing_fits(
     ranked = search.ranked()
     if not ranked:
         return ConfigError(
-            f"a budget of {config.budget_min:g} engine minutes was spent before a single pass was done",
-            hint="give more with --budget-min; the same command goes on",
+            f"the budget of {config.budget_min:g} engine minutes was spent before any pass finished",
+            hint="increase --budget-min; the same command continues",
         )
     nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
     found = [
@@ -179,7 +168,7 @@ def _nothing_fits(
         f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {engine.label} with "
         f"{ranked[0].concurrency} at once: {' and '.join(found)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
-        "measurements are kept",
+        "measurements are reused",
     )
 
 
@@ -192,7 +181,9 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     left = [turn.candidate for turn in search.pending() if not turn.repeat]
     engines = dict.fromkeys(setups[candidate.engine].label for candidate in left)
     if engines:
-        notes.append(f"Not measured within the budget: {'; '.join(engines)}. More --budget-min goes on with them.")
+        notes.append(
+            f"Not measured within the budget: {'; '.join(engines)}. Increase --budget-min to continue with them."
+        )
     return notes
 
 

@@ -1,4 +1,4 @@
-"""The keys of a tuning, the same in YAML and on the command line."""
+"""Options of `peagle tune`, for YAML and the command line."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,10 +18,7 @@ AUTO = "auto"
 
 
 class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
-    """One tuning.
-
-    A description is the help text of its flag; an unknown key is an error.
-    """
+    """Options of a tuning. Descriptions are help texts; unknown keys are errors."""
 
     objective: Objective = Field(
         "tokens-per-dollar",
@@ -29,32 +26,28 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     )
     max_tpot_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time per output token")
     max_ttft_ms: float | None = Field(None, gt=0, description="limit: p95 of a request's time to its first token")
-    budget_min: float = Field(
-        30, gt=0, description="minutes that engines may be up in all, starting included, earlier commands too"
-    )
+    budget_min: float = Field(30, gt=0, description="total engine minutes, including starts and earlier commands")
 
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
-        description=f"any of {', '.join(METHODS)}; none is always among them; default: none,peagle",
+        description=f"any of {', '.join(METHODS)}; none is always included; default: none,peagle",
     )
     max_num_seqs: list[int] | None = Field(
-        None, description="requests at once, as 1,4,16; default: 1,4,16 on a CPU, 8,32,128 on a GPU"
+        None, description="concurrent requests, as 1,4,16; default: 1,4,16 on CPUs, 8,32,128 on GPUs"
     )
     max_num_batched_tokens: list[str] = Field(
         default_factory=lambda: [AUTO],
-        description="token slots of a step, as auto,4096; auto is sized from K and requests at once; default: auto",
+        description="token slots per step, as auto,4096; auto depends on K and concurrency; default: auto",
     )
-    precision: list[str] = Field(  # type: ignore[assignment]  # several, where a measurement has one
+    precision: list[str] = Field(  # type: ignore[assignment]  # a list, unlike in a benchmark
         default_factory=lambda: [AUTO], description="weights and KV cache of the target, as bf16,fp8; default: auto"
     )
-    waves: int = Field(
-        3, ge=1, description="prompts of a pass, as a multiple of the requests at once; never fewer than 6"
-    )
+    waves: int = Field(3, ge=1, description="prompts per pass, as a multiple of the concurrency; at least 6")
     output: Path | None = Field(
-        None, description="folder of results; a tuning there is continued; default: runs/tune/FINGERPRINT"
+        None, description="folder of results; an existing tuning continues; default: runs/tune/FINGERPRINT"
     )
-    profile_output: Path | None = Field(None, description="where the profile goes; default: OUTPUT/profile.yaml")
+    profile_output: Path | None = Field(None, description="file of the profile; default: OUTPUT/profile.yaml")
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -80,10 +73,7 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         return list(dict.fromkeys(words))
 
     def goal(self) -> dict[str, Any]:
-        """The goal that decides among measurements.
-
-        Another goal needs no new ones.
-        """
+        """Return the goal, which may change without new measurements."""
         return {"objective": self.objective, "max_tpot_ms": self.max_tpot_ms, "max_ttft_ms": self.max_ttft_ms}
 
 

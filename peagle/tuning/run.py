@@ -1,15 +1,13 @@
 """A tuning, from its configuration to its profile.
 
-    config -> engines and prompts -> (search says what is next -> engine, pass) until it has the answer -> profile
+    tune.json      what is measured, on what hardware; written once
+    cells/         finished passes, and the engine time so far
+    profile.yaml   the result, for `peagle generate --profile` and `peagle serve --profile`
+    logs/          output of the engines
 
-    tune.json      what is measured, on what (written once)
-    cells/         a finished pass each; engine time so far
-    profile.yaml   the answer: `peagle generate --profile`, `peagle serve --profile`
-    logs/          what the engines print
-
-An engine is a method, K, precision and number of token slots, sized for the largest concurrency; it serves each
-concurrency, so that one start measures several configurations. Engines, checks, price and loop are a benchmark's. A
-pass has so many prompts for each request at once, other ones in each repeat, and the same ones for all engines.
+An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and serves all
+of them, so one start measures several configurations. Passes run as in a benchmark. Repeats use other prompts; all
+engines use the same ones.
 """
 
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ from peagle.tuning.config import AUTO, TuneConfig
 from peagle.tuning.search import Candidate, Score, Search, Turn, score
 
 _DEFAULT_SIZES = {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}
-_MIN_PROMPTS = 6  # of a pass: fewer are no sample of anything
+_MIN_PROMPTS = 6  # per pass
 _SPENT = "engine-time"
 
 
@@ -49,16 +47,10 @@ def tune(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
-    """Search until the answer is found or the budget is spent.
-
-    Returns the profile and its file.
-
-    Args:
-        start: starts an engine.
-        tokenizer_of: the tokenizer of a folder, or of a hub id and its revision.
+    """Search until the answer is found or the budget is spent, and return the profile and its path.
 
     Raises:
-        ConfigError: bad usage; no engine was started. Or: nothing meets the limits, and the nearest is named.
+        ConfigError: bad usage, before any engine starts; or no configuration is within the limits.
         EngineError: no engine started.
     """
     run = Tuning.prepare(config, listener, start, tokenizer_of)
@@ -70,10 +62,7 @@ def tune(
 
 
 def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
-    """The engine with its token slots fixed.
-
-    Its name and label have precision and slots as they were asked for.
-    """
+    """Return the engine with a fixed number of token slots. Its name contains precision and slots as requested."""
     precision = setup.spec.precision
     fixed = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
     spec = replace(setup.spec, max_num_batched_tokens=fixed)
@@ -83,7 +72,7 @@ def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
 
 
 class Tuning(Measurement):
-    """The passes that the search wants, earlier ones included.
+    """The passes of a search, including those of earlier commands.
 
     Attributes:
         records: finished passes by configuration.
@@ -94,17 +83,14 @@ class Tuning(Measurement):
 
     @staticmethod
     def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Every engine, checked.
-
-        They are a benchmark's for each precision, with each number of token slots. Methods, K, precisions, the goal,
-        and sizes up to the largest can change in a folder.
+        """Return every engine, checked: those of a benchmark, for each precision and number of token slots.
 
         Raises:
-            ConfigError: of the kind that fits (drafter, precision, context, token slots, price).
-            CapacityError: the hardware cannot hold an engine.
+            ConfigError: an option does not fit.
+            CapacityError: an engine does not fit on the hardware.
         """
         if config.objective == "tokens-per-dollar":
-            resolve_price(config, hardware)  # raises where a benchmark would do without
+            resolve_price(config, hardware)  # required here, unlike in a benchmark
         sizes = config.max_num_seqs or _DEFAULT_SIZES[hardware.platform]
         varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
         plans = [
@@ -112,7 +98,7 @@ class Tuning(Measurement):
             for precision in config.precision
         ]
         own = {name: value for name, value in plans[0].own.items() if name != "precision"} | {"waves": config.waves}
-        cache = config.kv_cache_precision  # named only where it was asked for, as a benchmark's further keys are
+        cache = config.kv_cache_precision  # included only if set, like additional keys of a benchmark
         return replace(
             plans[0],
             setups=[
@@ -146,36 +132,36 @@ class Tuning(Measurement):
         return None if turn is None else self._pass(turn)
 
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
-        """As many waves of prompts as are asked for."""
+        """Return the prompts of a pass."""
         return prompts_of(self.dataset.prompts, concurrency=one.concurrency, waves=self.config.waves, repeat=one.repeat)
 
     def accept(self, one: Pass, record: PassRecord) -> None:
-        """Take a finished pass, and tell the search."""
+        """Record a finished pass."""
         super().accept(one, record)
         turn = _turn(one)
         self.records.setdefault(turn.candidate, []).append(record)
         self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
 
     def fail(self, setup: Setup, reason: str) -> None:
-        """Leave an engine out; the search goes on without it."""
+        """Exclude an engine from the search."""
         super().fail(setup, reason)
         self.search.fail(setup.name, reason)
 
     def spend(self, spent_s: float) -> None:
-        """Count engine time, for later commands too."""
+        """Record engine time, also for later commands."""
         super().spend(spent_s)
         self.search.spent_s = spent_s
         self.folder.keep(_SPENT, {"engine_s": spent_s})
 
     def standing(self) -> str:
-        """Return the size of the grid, and what earlier commands measured."""
+        """Return the size of the grid, and the progress of earlier commands."""
         return (
             f"{len(self.search.candidates)} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
             f"finished, after {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
         )
 
     def words(self, one: Pass, record: PassRecord) -> str:
-        """Return a line about a finished pass and the time left."""
+        """Return a progress line for a finished pass."""
         left_s = max(self._budget_s - self.spent_s, 0.0)
         rest_s = min(self.search.pending_s(one.setup.name), left_s)
         spent = f"{in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
@@ -185,7 +171,6 @@ class Tuning(Measurement):
         )
 
     def _load(self, candidate: Candidate) -> None:
-        """Take the passes that earlier commands stored."""
         for repeat in count():
             one = self._pass(Turn(candidate=candidate, repeat=repeat))
             record = self.find(one)
@@ -203,10 +188,7 @@ class Tuning(Measurement):
 
 
 def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, repeat: int) -> list[BenchPrompt]:
-    """The prompts of a pass.
-
-    Each repeat goes on where the one before ended, and begins again at the end.
-    """
+    """Return the prompts of a pass. Each repeat continues where the previous one ended, cyclically."""
     num = max(concurrency * waves, _MIN_PROMPTS)
     return [prompts[(repeat * num + index) % len(prompts)] for index in range(num)]
 

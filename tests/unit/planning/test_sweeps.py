@@ -51,15 +51,15 @@ def test_without_any_head_the_benchmark_is_of_no_speculation(home: Path) -> None
 
 def test_a_file_of_that_name_wins(tmp_path: Path) -> None:
     (tmp_path / QWEN).write_text("{}")
-    with pytest.raises(ConfigError, match="neither a benchmark's report nor a sweep"):
+    with pytest.raises(ConfigError, match="neither a benchmark report nor a sweep"):
         read_sweep(Path(QWEN))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nothing.json", "no such file or model"), ("gpt-oss-20b", "no speeds of gpt-oss-20b are published")],
+    [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
 )
 def test_what_is_neither_names_the_models_with_published_speeds(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
         read_sweep(Path(name))
-    assert refused.value.hint.endswith(f"a model with published speeds: {QWEN}")
+    assert refused.value.hint.endswith("one of these models with published speeds: {QWEN}")

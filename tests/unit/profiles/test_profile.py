@@ -47,8 +47,8 @@ def test_a_profile_from_before_heads_were_kept_is_read(changed: Any, profile: Pr
     [
         (None, "No such file"),
         ("a: [", "not valid YAML"),
-        ("max_num_seqs: 4", "no peagle_profile, so it is no profile"),
-        ("- a", "no peagle_profile"),
+        ("max_num_seqs: 4", "not a profile: peagle_profile is missing"),
+        ("- a", "peagle_profile is missing"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(
@@ -66,11 +66,11 @@ def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(
     [
         (lambda d: d.update(peagle_profile=2), "peagle_profile: Input should be 1"),
         (lambda d: d.pop("tuned"), "tuned: Field required"),
-        (lambda d: d["engine"].update(max_seqs=3), "engine holds 'max_seqs', which no engine has .*max_num_seqs"),
+        (lambda d: d["engine"].update(max_seqs=3), "engine has the unknown key 'max_seqs' .*max_num_seqs"),
         (lambda d: d["engine"].pop("drafter"), "engine lacks drafter"),
-        (lambda d: d["engine"].update(num_speculative_tokens=9), "no measurement is of the engine that was chosen"),
+        (lambda d: d["engine"].update(num_speculative_tokens=9), "no measurement of the chosen engine"),
         (lambda d: d.update(measurements=[]), "measurements"),
-        (lambda d: d["measurements"][0].update(k=0), "k is 0 exactly with method none"),
+        (lambda d: d["measurements"][0].update(k=0), "k must be 0 with method none"),
         (lambda d: d.update(mine=1), "mine: Extra inputs"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_profile_without_speculation_is_drafter_none(changed: Any) -> None:
 
 
 def test_a_profile_of_another_target_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"p.yaml is of smollm2-135m, and the model is gpt-oss-20b") as refused:
+    with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
         EngineKeys(profile=file, model="gpt-oss-20b")
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
 
@@ -121,7 +121,7 @@ def test_a_folder_is_the_same_target_by_any_of_its_names(
     monkeypatch.chdir(tmp_path)
     file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
     assert EngineKeys(profile=file, model="target").model == "target"
-    with pytest.raises(ConfigError, match="and the model is elsewhere"):
+    with pytest.raises(ConfigError, match="but the model is elsewhere"):
         EngineKeys(profile=file, model="elsewhere")
 
 

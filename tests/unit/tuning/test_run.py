@@ -157,7 +157,7 @@ def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: 
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
-    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. More --budget-min goes on with them.")
+    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --budget-min to continue with them.")
     more = Starter({0: SLOW, 2: FAST, 4: SLOW})
     assert run(more).engine["num_speculative_tokens"] == 2
     assert more.ks[0] in (0, 2)
@@ -276,7 +276,7 @@ def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named
         ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
         ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "give more than"),
         ({"drafter": "peagle=/nowhere"}, ConfigError, "no such drafter: /nowhere", "folder"),
-        ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price is known", "c7a.large"),
+        ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price for the instance type", "c7a.large"),
     ],
 )
 def test_what_cannot_be_is_refused_before_an_engine_starts(

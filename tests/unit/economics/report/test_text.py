@@ -19,7 +19,7 @@ def test_the_summary_of_a_run_with_a_drafter(with_drafter):
         "  spent on      load 15% · compile 8% · busy 77% · idle 0% · lost 0%",
         "  value         830,769 output tokens per dollar, $1.20 per million",
         "  drafter       unknown: its step times were not measured, or its drafts were not counted",
-        "  prompts       unknown: no steps of these engines were measured",
+        "  prompts       unknown: no step times were measured",
     ]
 
 
