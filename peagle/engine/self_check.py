@@ -38,6 +38,7 @@ TEXT = '''def celsius(fahrenheit):
 def fahrenheit(celsius):
 '''
 
+
 async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *, limit_s: float = LIMIT_S) -> SelfCheck:
     """Check an engine, and print what came of it to standard error, which is its log.
 
