@@ -15,8 +15,16 @@ from jobs import cli
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FLAGS = {
-    **{"model": "smollm2-135m", "drafter": "none", "input": "prompts.jsonl", "output": "run", "max-tokens": "16"},
-    **{"rows-per-unit": "3", "max-num-seqs": "3", "engines": "1", "usd-per-hour": "1", "tag": "team=search"},
+    "model": "smollm2-135m",
+    "drafter": "none",
+    "input": "prompts.jsonl",
+    "output": "run",
+    "max-tokens": "16",
+    "rows-per-unit": "3",
+    "max-num-seqs": "3",
+    "engines": "1",
+    "usd-per-hour": "1",
+    "tag": "team=search",
 }
 RESUME = ["generate", "--engine", "fake", *(word for name, value in FLAGS.items() for word in (f"--{name}", value))]
 
