@@ -1,8 +1,8 @@
 """A client for S3 stores: read, write, conditional writes, listings, and retries.
 
 Transient errors (500, 503, SlowDown, broken connections, timeouts) are retried with exponential backoff and jitter for
-a bounded time. A retry may repeat a write whose response was lost. That is harmless for a replacement. For a conditional
-write, the metadata of the object names its writer, so that the writer recognises its own object
+a bounded time. A retry may repeat a write whose response was lost. That is harmless for a replacement. For a
+conditional write, the metadata of the object names its writer, so that the writer recognises its own object
 (`docs/decisions/0008-exactly-once-on-s3.md`).
 """
 
