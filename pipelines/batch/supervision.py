@@ -240,7 +240,7 @@ class Supervisor:
         return math.ceil(wanted / step) * step
 
     def _later(self) -> dict[str, str | None]:
-        """Return the flag of a new deadline: a duration is repeated, a time of day needs a new value."""
+        """Return the deadline flag to resume with: none for a fixed time, which has passed; a duration stays."""
         text = self._resolved.config.deadline or "none"
         again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
