@@ -15,12 +15,11 @@ from peagle.requests.bounds import token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST
-from pipelines.online.gateway.contents import answer_shape, check_contents, within_room
+from pipelines.online.gateway.contents import TEMPLATE_TOKENS, answer_shape, check_contents, within_room
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
-_TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
 _LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -306,7 +305,7 @@ def _most_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: Served
     n = int(values.get("n") or 1)
     num_prompts = num_choices // n
     most = num_prompts * model.max_model_len
-    return n * (most if _has_media(values) else min(num_bytes + num_prompts * _TEMPLATE_TOKENS, most))
+    return n * (most if _has_media(values) else min(num_bytes + num_prompts * TEMPLATE_TOKENS, most))
 
 
 def _has_media(values: Mapping[str, Any]) -> bool:

@@ -119,7 +119,7 @@ def _shown(kind: Any) -> str:
     return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
 
 
-_TEMPLATE_TOKENS = 1_024  # that a chat template may add to what the body says
+TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 
 
 def answer_shape(
@@ -142,7 +142,7 @@ def answer_shape(
     prompt_logprobs = 1 + _count(asked) if asked is not None else max(logprobs, int(is_chat)) * repeats
     with_ids = bool(values.get("return_token_ids"))
     comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
-    most = num_body_bytes + _TEMPLATE_TOKENS
+    most = num_body_bytes + TEMPLATE_TOKENS
     lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
     each = num_choices // max(1, len(lengths))
     return AnswerShape(
