@@ -7,7 +7,7 @@ from typing import Any
 from jobs import flags
 from jobs.output import listener, say
 from peagle.bench.config import BenchConfig
-from peagle.economics.price_options import PRICE_KEYS
+from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 
@@ -35,7 +35,7 @@ _GROUPS = {
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
-    "price": list(PRICE_KEYS),
+    "price": list(PRICE_OPTIONS),
 }  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.report.spending import csv_statement, text_statement
     from peagle.economics.report.spending_page import html_statement
     from peagle.economics.spending import charges
-    from peagle.economics.statement import dimensions, in_currency, statement
+    from peagle.economics.statement import convert_currency, dimensions, statement
     from peagle.plain_json import to_json
     from peagle.profiles.baselines import read_benchmark
     from peagle.runs.ledgers import find_ledgers
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         charged += node_charges(sessions, days, _positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
     result = statement(charged, by, days, found.notes)
     if currency:
-        result = in_currency(result, *currency)
+        result = convert_currency(result, *currency)
         result["notes"].append(f"{currency[0]} at {currency[1]:g} for a dollar, on all days.")
     if args.format == "focus":
         print(focus_csv(charged, *(currency or ())))

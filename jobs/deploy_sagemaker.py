@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import flags
 from jobs.output import say
 from peagle.deploy.sagemaker import SageMakerKeys, known_offer, make_requests
-from peagle.economics.report.figures import in_words_s, in_words_usd
+from peagle.economics.report.figures import format_duration, format_usd
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     say(f"drafter: {found.drafter}")
     if known_offer(keys) is None:
         say(f"{keys.instance_type} is not in the price table, so whether {card.name} fits there was not checked")
-    say(f"{in_words_usd(requests.usd_per_hour)} an hour while it exists ({requests.price})")
+    say(f"{format_usd(requests.usd_per_hour)} an hour while it exists ({requests.price})")
     if args.dry_run:
         say(json.dumps(requests.to_dict(), indent=2))
         return 0, requests.to_dict()
@@ -89,7 +89,7 @@ def _cost(removed: "Removed") -> str:
     """The endpoint's life, and its price as far as it is known."""
     if removed.lived_s is None:
         return ""
-    lived = f"; it was there for {in_words_s(removed.lived_s)}"
+    lived = f"; it was there for {format_duration(removed.lived_s)}"
     if removed.usd_per_hour is None:
         return lived
-    return f"{lived}, about {in_words_usd(removed.usd_per_hour * removed.lived_s / 3600)}"
+    return f"{lived}, about {format_usd(removed.usd_per_hour * removed.lived_s / 3600)}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs import flags
 from jobs.output import DRY_RUN_HELP, console, print_forecast
-from peagle.economics.price_options import PRICE_KEYS
+from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.requests.sampling import SAMPLING_KEYS
 from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
@@ -45,7 +45,7 @@ _GROUPS = {
         "lease_s",
     ],
     "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "engine_timeout_s", "grace_s"],
-    "money": [*PRICE_KEYS, "tags", "draw_on"],
+    "money": [*PRICE_OPTIONS, "tags", "draw_on"],
 }
 
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _select(table: "PriceTable", name: str | None) -> "list[Offer]":
-    from peagle.economics.prices import WAYS_OUT
+    from peagle.economics.prices import PRICE_HINT
     from peagle.errors import PriceError, did_you_mean
 
     if name is None:
@@ -53,7 +53,7 @@ def _select(table: "PriceTable", name: str | None) -> "list[Offer]":
     offers = [offer for offer in table.offers if offer.instance_type == name] or table.carrying(name)
     if not offers:
         names = {name for offer in table.offers for name in (offer.instance_type, offer.accelerator) if name}
-        raise PriceError(f"no price for {name!r}", hint=f"{did_you_mean(name, names)}; or {WAYS_OUT}")
+        raise PriceError(f"no price for {name!r}", hint=f"{did_you_mean(name, names)}; or {PRICE_HINT}")
     return offers
 
 

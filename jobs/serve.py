@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags
 from jobs.output import DRY_RUN_HELP, print_forecast
-from peagle.economics.price_options import PRICE_KEYS, resolve_price
+from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.engine.sagemaker import variable_of
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
@@ -103,7 +103,7 @@ _GROUPS = {
         "max_transfers_mib_per_key",
         "presigned_downloads",
     ],
-    "money": [*PRICE_KEYS, "tags"],
+    "money": [*PRICE_OPTIONS, "tags"],
 }
 
 

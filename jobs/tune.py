@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs import flags
 from jobs.output import listener, say
-from peagle.economics.price_options import PRICE_KEYS
+from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.engine.keys import TARGET_SIZES
 from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
@@ -38,7 +38,7 @@ _GROUPS = {
     "prompts": list(PromptKeys.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": list(TARGET_SIZES),
-    "price": list(PRICE_KEYS),
+    "price": list(PRICE_OPTIONS),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import flags, serve
 from jobs.output import say
-from peagle.economics.report.figures import in_words_s, in_words_usd
+from peagle.economics.report.figures import format_duration, format_usd
 from peagle.ports import free_port, is_free
 from peagle.tables import aligned
 from pipelines.online.config import ServeConfig
@@ -72,7 +72,7 @@ def described(endpoint: "Endpoint") -> dict[str, Any]:
 
 def cost_in_words(usd: float | None) -> str:
     """Dollars, which are not known before an endpoint was up."""
-    return "unknown" if usd is None else in_words_usd(usd)
+    return "unknown" if usd is None else format_usd(usd)
 
 
 def _print_list(endpoints: "list[Endpoint]") -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def _print_list(endpoints: "list[Endpoint]") -> list[dict[str, Any]]:
             one["name"],
             one["status"],
             one["url"],
-            in_words_s(now - one["started_at"]),
+            format_duration(now - one["started_at"]),
             cost_in_words(one["usd"]),
             one["log"],
         ]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.bench.synthetic import parse_synthetic
 from peagle.catalog.drafters import find_on_cards
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.engine.keys import TargetKeys
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.humaneval import HUMANEVAL
@@ -87,7 +87,7 @@ class DraftingKeys(BaseModel):
         return parse_pairs(self.drafter)
 
 
-class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
+class BenchConfig(PriceOptions, MeasurementKeys, DraftingKeys):
     """One benchmark."""
 
     methods: list[str] = Field(
@@ -220,7 +220,7 @@ def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
     Args:
         own: the benchmark's keys that the command decides itself.
     """
-    shared = {*PriceKeys.model_fields, *MeasurementKeys.model_fields} - {"output"}
+    shared = {*PriceOptions.model_fields, *MeasurementKeys.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})
 
 

@@ -20,7 +20,7 @@ from peagle.bench.config import BenchConfig
 from peagle.bench.prompts import Dataset
 from peagle.bench.setups import Setup, make_setups, require_capacity, target_spec
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.price_options import PRICE_KEYS, require_device, resolve_price
+from peagle.economics.price_options import PRICE_OPTIONS, require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.engine.keys import stated
 from peagle.engine.precision import Precision
@@ -190,7 +190,7 @@ def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[
     try:
         price = resolve_price(config, hardware)
     except PriceError as error:
-        if any(name in config.model_fields_set for name in PRICE_KEYS):
+        if any(name in config.model_fields_set for name in PRICE_OPTIONS):
             raise
         way_out = error.hint.partition("\n")[0]  # without the list of choices
         return None, [f"tokens per dollar are left out: {error.message} ({way_out})"]

@@ -24,7 +24,7 @@ from peagle.bench.report import caveats, make_report, require_prompts
 from peagle.bench.setups import Setup
 from peagle.bench.tables import cost_plot, markdown_tables, speed_plot
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.report.figures import in_words_s
+from peagle.economics.report.figures import format_duration
 from peagle.engine.vllm import start_engine
 from peagle.files import write_atomic, write_json
 from peagle.hardware import Hardware
@@ -140,7 +140,7 @@ class Bench(Measurement):
         left = self.left()
         is_up = bool(left) and left[0].setup == one.setup
         left_s = time_left_s(list(self.done.values()), left, is_up=is_up)
-        rest = f"; about {in_words_s(left_s)} left" if left and left_s is not None else ""
+        rest = f"; about {format_duration(left_s)} left" if left and left_s is not None else ""
         return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(one, record)}{rest}"
 
     def figures(self, one: Pass, record: PassRecord) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from peagle.bench.report import best
 from peagle.charts import Axes, Curve, line_chart, standalone
-from peagle.economics.report.figures import UNKNOWN, in_words_count, in_words_share
+from peagle.economics.report.figures import UNKNOWN, format_count, format_share
 from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.tables import aligned, markdown
 
@@ -88,7 +88,7 @@ def positions_of(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def acceptance_figures(found: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
     """Acceptance length, drafts, and a figure for each position; blank beyond K."""
-    rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
+    rates = [format_share(rate) for rate in found["acceptance_rates"]]
     blank = [""] * (len(positions) - len(rates))
     return [_decimals(found["acceptance_length"], 2), f"{found['num_drafts']:,}", *rates, *blank]
 
@@ -108,7 +108,7 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
                 *latencies,
                 _ms(cell["step_s"]),
                 _decimals(cell["peak_memory_gib"], 2),
-                UNKNOWN if tokens_per_usd is None else in_words_count(tokens_per_usd),
+                UNKNOWN if tokens_per_usd is None else format_count(tokens_per_usd),
             ]
         )
     return rows
@@ -192,7 +192,7 @@ def _ratio(ratio: Mapping[str, Any], concurrency: str) -> str:
 def _speed(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return UNKNOWN
-    around = "" if cell["spread"] is None else f" ({in_words_share(cell['spread'])})"
+    around = "" if cell["spread"] is None else f" ({format_share(cell['spread'])})"
     return f"{cell['output_tokens_per_s']:,.1f}{around}"
 
 

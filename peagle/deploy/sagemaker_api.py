@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.deploy.sagemaker import Requests
-from peagle.economics.report.figures import in_words_s
+from peagle.economics.report.figures import format_duration
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, did_you_mean
 
 POLL_S = 15.0
@@ -145,7 +145,7 @@ class SageMaker:
                 )
             if self._now() - said_at >= _SAID_EVERY_S:
                 said_at = self._now()
-                self._say(f"endpoint {name}: {status} since {in_words_s(said_at - began_at)}")
+                self._say(f"endpoint {name}: {status} since {format_duration(said_at - began_at)}")
             self._sleep(POLL_S)
 
     def _take_back(self, name: str, made: list[str], error: BaseException) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from peagle.economics.offers import Offer
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import PriceTable, choices
 from peagle.errors import ConfigError
 from peagle.private import user_path
@@ -45,7 +45,7 @@ class Workload:
         return yaml.safe_dump({**self.keys, **keys}, sort_keys=False, allow_unicode=True, width=120)
 
 
-def offer_of(keys: PriceKeys) -> Offer:
+def offer_of(keys: PriceOptions) -> Offer:
     """The machine that a configuration names.
 
     Raises:

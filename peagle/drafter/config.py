@@ -10,15 +10,15 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peagle.drafter.decontamination import DEFAULT
 from peagle.drafter.prompts import is_shipped_source
-from peagle.economics.price_options import PriceKeys
-from peagle.economics.tags import TagKeys
+from peagle.economics.price_options import PriceOptions
+from peagle.economics.tags import TagOptions
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
 
 WAYS = ("greedy", "sampled")
 
 
-class TrainConfig(PriceKeys, TagKeys):
+class TrainConfig(PriceOptions, TagOptions):
     """One training.
 
     A description is the help text of its flag; an unknown key is an error.

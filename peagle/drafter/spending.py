@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from peagle.drafter.config import TrainConfig
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.price_options import PRICE_KEYS, resolve_price
+from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.economics.prices import Device, Price
 from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import tags_to_text
@@ -161,7 +161,7 @@ def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callabl
     try:
         price = resolve_price(config, hardware)
     except PriceError as error:
-        if any(name in config.model_fields_set for name in PRICE_KEYS):
+        if any(name in config.model_fields_set for name in PRICE_OPTIONS):
             raise
         say(f"the dollars of the training are unknown: {error.message}")
         return None

@@ -24,8 +24,8 @@ from peagle.economics.segments import (
     REQUESTS,
     Files,
     Segment,
+    continues_segment,
     files_of,
-    goes_on,
     index_bytes,
     listed,
     placed,
@@ -123,7 +123,7 @@ def _remove_leftovers(ledger: Place, files: Files) -> None:
     merged = {segment.name: segment for members in files.merged.values() for segment in members}
     for name, path in list(files.own.items()):
         segment = merged.get(name)
-        if segment and path.stat().st_size == segment.size_now() and goes_on(path, segment):
+        if segment and path.stat().st_size == segment.size_now() and continues_segment(path, segment):
             remove(path)
             del files.own[name]
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
-from peagle.economics.segments import BEATS, REQUESTS, Segment, listed, look_again, segment_of, segments
+from peagle.economics.segments import BEATS, REQUESTS, Segment, listed, retry_if_moved, segment_of, segments
 from peagle.economics.sessions import session_at, session_since, sessions_from_table, sessions_to_table
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.errors import PeagleError
@@ -52,7 +52,7 @@ def read_sessions(folder: Place) -> list[EngineSession]:
     Raises:
         PeagleError: a file is damaged.
     """
-    return look_again(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
+    return retry_if_moved(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
 def session_files(folder: Place) -> list[Place]:
@@ -107,7 +107,7 @@ class SessionReader:
         Raises:
             PeagleError: a file is damaged.
         """
-        return look_again(self._all)
+        return retry_if_moved(self._all)
 
     def _all(self) -> list[EngineSession]:
         known = {}
@@ -121,7 +121,7 @@ class SessionReader:
 
     def then(self, session: EngineSession, moment: float) -> EngineSession:
         """Return a session at a Unix time in its life."""
-        return session_then(self._folder, session, moment)
+        return session_at_time(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
         """Return the usage of each session since a Unix time. Sessions that ended before it are left out.
@@ -136,7 +136,7 @@ class SessionReader:
         ]
 
 
-def session_then(folder: Place, session: EngineSession, moment: float) -> EngineSession:
+def session_at_time(folder: Place, session: EngineSession, moment: float) -> EngineSession:
     """Return a session at a Unix time in its life, interpolated between heartbeats."""
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)

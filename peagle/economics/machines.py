@@ -7,7 +7,7 @@ detected, so plans state that.
 from dataclasses import dataclass
 
 from peagle.economics.offers import Offer, is_accelerator
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware, detect
@@ -45,7 +45,7 @@ CARDS = {
 }  # fmt: skip
 
 
-def machine_for(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
+def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
     """Return the configured machine, else this one, and whether it is this one.
 
     Arguments and errors are those of `named_machine`.
@@ -54,7 +54,7 @@ def machine_for(keys: PriceKeys, accelerator: str | None, *, num_accelerators: i
     return (named, False) if named else (identified(detect()), True)
 
 
-def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
+def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:
     """Return the machine that a configuration names, or None.
 
     Args:
@@ -77,13 +77,13 @@ def named_machine(keys: PriceKeys, accelerator: str | None, *, num_accelerators:
     return None if kind is None else _machine(kind, num_accelerators, num_cpus=num_accelerators)
 
 
-def names_accelerators(keys: PriceKeys) -> bool:
+def names_accelerators(keys: PriceOptions) -> bool:
     """Return whether the configured instance type has accelerators."""
     offer = _offer(keys)
     return offer is not None and offer.accelerator is not None
 
 
-def _offer(keys: PriceKeys) -> Offer | None:
+def _offer(keys: PriceOptions) -> Offer | None:
     return PriceTable.load(keys.prices).offer(keys.instance_type)
 
 

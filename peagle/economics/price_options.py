@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from peagle.economics.prices import WAYS_OUT, Basis, Device, Price, PriceTable, default_instance
+from peagle.economics.prices import PRICE_HINT, Basis, Device, Price, PriceTable, default_instance
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 
-PRICE_KEYS = ("instance_type", "market", "provider", "region", "usd_per_hour", "prices")
+PRICE_OPTIONS = ("instance_type", "market", "provider", "region", "usd_per_hour", "prices")
 
 
-class PriceKeys(BaseModel):
+class PriceOptions(BaseModel):
     """Price options of commands that run engines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -30,7 +30,7 @@ class PriceKeys(BaseModel):
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 
 
-def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
+def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
     """Return the price of the hardware, and whether it is stated, detected or assumed.
 
     Raises:
@@ -46,7 +46,7 @@ def resolve_price(keys: PriceKeys, hardware: Hardware) -> Price:
     return _of_table(keys, hardware.accelerator, hardware.machine_names)
 
 
-def settled_price(keys: PriceKeys, price: Price) -> dict[str, tuple[Any, str]]:
+def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[Any, str]]:
     """Return the price options that the user left open: value, and how it was determined."""
     if price.market == "fixed":
         return {}
@@ -55,7 +55,7 @@ def settled_price(keys: PriceKeys, price: Price) -> dict[str, tuple[Any, str]]:
     return {name: value for name, value in found.items() if getattr(keys, name) is None}
 
 
-def require_price(keys: PriceKeys, accelerator: str | None) -> None:
+def require_price(keys: PriceOptions, accelerator: str | None) -> None:
     """Require a price for machines that do not exist yet.
 
     Args:
@@ -69,12 +69,12 @@ def require_price(keys: PriceKeys, accelerator: str | None) -> None:
     if keys.instance_type is None and accelerator is None:
         raise PriceError(
             "machines that do not exist yet have no price without an instance type",
-            hint=f"set --instance-type to the machines that the cluster adds, {WAYS_OUT}",
+            hint=f"set --instance-type to the machines that the cluster adds, {PRICE_HINT}",
         )
     require_device(_of_table(keys, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}")
 
 
-def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[str]) -> Price:
+def _of_table(keys: PriceOptions, accelerator: str | None, machine_names: Sequence[str]) -> Price:
     table = PriceTable.load(keys.prices)
     detected = next((name for name in machine_names if table.sells(name, accelerator)), None)
     basis: Basis = "assumed"
@@ -88,7 +88,7 @@ def _of_table(keys: PriceKeys, accelerator: str | None, machine_names: Sequence[
 
 
 def require_same_price(
-    keys: PriceKeys, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
+    keys: PriceOptions, price: Price, hardware: Hardware, *, before: Price, keys_before: Mapping[str, Any], machine: str
 ) -> None:
     """Require the original price when a run continues.
 
@@ -105,8 +105,8 @@ def require_same_price(
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
-    options = keys.model_dump(mode="json", include=set(PRICE_KEYS))
-    defaults = PriceKeys.model_validate({}).model_dump(mode="json")
+    options = keys.model_dump(mode="json", include=set(PRICE_OPTIONS))
+    defaults = PriceOptions.model_validate({}).model_dump(mode="json")
     is_stated = options not in (defaults, {key: keys_before.get(key, value) for key, value in defaults.items()})
     here = machine_of(hardware.to_dict())
     if not is_stated and here == machine:

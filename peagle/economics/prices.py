@@ -19,7 +19,7 @@ Device = Literal["accelerator", "vcpu"]
 Basis = Literal["stated", "detected", "assumed"]
 
 DEFAULT_CPU_INSTANCE = "c7a.large"
-WAYS_OUT = "set --usd-per-hour, or use a price table with --prices FILE.csv"
+PRICE_HINT = "set --usd-per-hour, or use a price table with --prices FILE.csv"
 # Closer prices are equal, with different rounding (p4d.24xlarge: 21.957642 and 21.95764).
 _SAME_PRICE = 1e-4
 
@@ -157,7 +157,7 @@ class PriceTable:
         if not priced:
             raise PriceError(
                 f"no {_words(market)} price for {instance_type}; known prices: {_listing(offers)}",
-                hint=f"use another --market, {WAYS_OUT}",
+                hint=f"use another --market, {PRICE_HINT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
         if highest - lowest <= _SAME_PRICE * lowest:
@@ -166,7 +166,7 @@ class PriceTable:
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
                 f"the {_words(market)} price of {instance_type} depends on the region: {by_place} per hour",
-                hint=f"set --region (and --provider), {WAYS_OUT}",
+                hint=f"set --region (and --provider), {PRICE_HINT}",
             )
         return replace(
             _price(*min(priced, key=lambda pair: pair[1]), market),
@@ -193,14 +193,14 @@ class PriceTable:
             names = {offer.instance_type for offer in self.offers}
             raise PriceError(
                 f"no price for the instance type {instance_type!r}",
-                hint=f"{did_you_mean(instance_type, names)}; or {WAYS_OUT}",
+                hint=f"{did_you_mean(instance_type, names)}; or {PRICE_HINT}",
             )
         here = [offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)]
         if not here:
             wanted = " ".join(part for part in (provider, region) if part)
             raise PriceError(
                 f"no price for {instance_type} at {wanted}; known prices: {_listing(everywhere)}",
-                hint=WAYS_OUT,
+                hint=PRICE_HINT,
             )
         return here
 
@@ -228,7 +228,7 @@ def default_instance(
     unknown = f"; none is called {', '.join(called)}, like this machine" if called else ""
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {found}{unknown}",
-        hint="\n    ".join([f"set --instance-type, {WAYS_OUT}", *choices(offers, market)]),
+        hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *choices(offers, market)]),
     )
 
 

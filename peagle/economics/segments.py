@@ -106,10 +106,10 @@ def segments(folder: Place, kind: str) -> list[Segment]:
         OSError: the folder cannot be read.
         PeagleError: an index is damaged.
     """
-    return look_again(lambda: list(placed(files_of(folder, kind)).values()))
+    return retry_if_moved(lambda: list(placed(files_of(folder, kind)).values()))
 
 
-def look_again(read: Callable[[], T]) -> T:
+def retry_if_moved(read: Callable[[], T]) -> T:
     """Call `read`, and retry if compaction deletes a file meanwhile."""
     for _ in range(_RETRIES - 1):
         with contextlib.suppress(FileNotFoundError):
@@ -153,13 +153,13 @@ def placed(files: Files) -> dict[str, Segment]:
             if segment.name not in found or found[segment.name].size_now() < segment.size_now():
                 found[segment.name] = segment
     for name, path in files.own.items():
-        while name in found and not goes_on(path, found[name]):
+        while name in found and not continues_segment(path, found[name]):
             name += "+"
         found[name] = Segment(name, path)
     return dict(sorted(found.items()))
 
 
-def goes_on(path: Place, merged: Segment) -> bool:
+def continues_segment(path: Place, merged: Segment) -> bool:
     """Return whether a process's own file starts with the merged segment."""
     size = merged.size_now()
     return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)

@@ -19,7 +19,7 @@ from typing import Self
 
 from peagle.economics.account import shares_by_period
 from peagle.economics.baseline import Baseline
-from peagle.economics.gain import Gain, gain_of, spot_gain
+from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.usage import EngineSession
 from peagle.economics.work import COUNTS, Work
 
@@ -95,7 +95,7 @@ class SpendingGroup:
     tags: str
 
 
-_NO_GAIN = Gain()
+_NO_SAVINGS = Savings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Spend:
     """Dollars by kind, with what they bought; they add up with `+`.
 
     Attributes:
-        gain: savings from the drafter and spot machines.
+        savings: savings from the drafter and spot machines.
         is_priced: False if some engine time has no price; then only `attributed_usd` is known.
     """
 
@@ -115,13 +115,13 @@ class Spend:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    gain: Gain = _NO_GAIN
+    savings: Savings = _NO_SAVINGS
     is_priced: bool = True
 
     @classmethod
-    def of(cls, work: Work, gain: Gain) -> Self:
+    def of(cls, work: Work, savings: Savings) -> Self:
         """Return the spending on committed work."""
-        return cls(attributed_usd=work.usd, gain=gain, **{name: getattr(work, name) for name in COUNTS})
+        return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
@@ -198,10 +198,10 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
 
 def _on_work(session: EngineSession | None, group: SpendingGroup, work: Work) -> Spend:
     baseline = Baseline.from_text(session.baseline) if session else None
-    gain = gain_of(work, has_drafter=group.drafter is not None, baseline=baseline)
+    savings = work_savings(work, has_drafter=group.drafter is not None, baseline=baseline)
     if session:
-        gain += spot_gain(session, kept_usd=work.usd, lost_usd=0.0)
-    return Spend.of(work, gain)
+        savings += spot_savings(session, kept_usd=work.usd, lost_usd=0.0)
+    return Spend.of(work, savings)
 
 
 def _overheads(
@@ -233,7 +233,7 @@ def _overheads(
             loading_usd=loading_usd,
             idle_usd=by_kind.idle,
             lost_usd=by_kind.lost,
-            gain=spot_gain(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
+            savings=spot_savings(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
         )
         if spend != Spend():
             yield replace(nobody, day=day), spend

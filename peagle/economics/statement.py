@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from peagle.economics.gain import Gain
+from peagle.economics.savings import Savings
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
 from peagle.economics.work import COUNTS
@@ -50,15 +50,15 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
 
     Returns:
         `schema`, `currency`, `start` and `end` (inclusive; None if unbounded), `by`, `rows` (with their dimensions,
-        counts, `usd`, `usd_per_million_tokens` and `saved` as in `Gain.to_dict`), `total` and `notes`.
+        counts, `usd`, `usd_per_million_tokens` and `saved` as in `Savings.to_dict`), `total` and `notes`.
     """
     groups: dict[tuple[str, ...], Spend] = {}
-    by_drafter: dict[tuple[str, str], Gain] = {}
+    by_drafter: dict[tuple[str, str], Savings] = {}
     for charge in charges:
         names = tuple(_value(charge, dimension) for dimension in by)
         groups[names] = groups.get(names, Spend()) + charge.spend
         drafted = (charge.drafter, charge.model)
-        by_drafter[drafted] = by_drafter.get(drafted, Gain()) + charge.spend.gain
+        by_drafter[drafted] = by_drafter.get(drafted, Savings()) + charge.spend.savings
     ordered = sorted(groups.items())
     whole = sum((spend for _, spend in ordered), Spend())
     unpriced = [] if whole.is_priced else ["Some engines have no price in their ledger, so their cost is unknown."]
@@ -73,9 +73,9 @@ def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: S
     }
 
 
-def _loss_notes(by_drafter: Mapping[tuple[str, str], Gain]) -> Iterator[str]:
-    for (drafter, model), gain in sorted(by_drafter.items()):
-        if note := gain.loss_note(f"{drafter} for {model}"):
+def _loss_notes(by_drafter: Mapping[tuple[str, str], Savings]) -> Iterator[str]:
+    for (drafter, model), savings in sorted(by_drafter.items()):
+        if note := savings.loss_note(f"{drafter} for {model}"):
             yield note
 
 
@@ -107,7 +107,7 @@ def _figures(spend: Spend, units: Sequence[int]) -> dict[str, Any]:
         **{name: getattr(spend, name) for name in COUNTS},
         "usd": usd,
         "usd_per_million_tokens": 1e6 * total / tokens if total and tokens else None,
-        "saved": spend.gain.to_dict(),
+        "saved": spend.savings.to_dict(),
     }
 
 
@@ -161,7 +161,7 @@ def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
     return _round_again(data, "usd", digits, 1.0)
 
 
-def in_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
+def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
     """Return a statement with amounts in another currency, as `converted` alongside `usd`.
 
     Args:

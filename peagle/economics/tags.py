@@ -14,12 +14,12 @@ from peagle.pairs import parse_pairs
 
 NO_TAGS = "{}"
 """The text of no tags."""
-MOST_TAGS = 16
+MAX_TAGS = 16
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _VALUE = re.compile(r"[A-Za-z0-9_.:/@+-][A-Za-z0-9_.:/@+ -]{0,127}")
 
 
-class TagKeys(BaseModel):
+class TagOptions(BaseModel):
     """The option for tags."""
 
     tags: dict[str, str] = Field(
@@ -38,7 +38,7 @@ class TagKeys(BaseModel):
     @field_validator("tags")
     @classmethod
     def _tags_are_plain(cls, tags: dict[str, str]) -> dict[str, str]:
-        return checked_tags(tags)
+        return validate_tags(tags)
 
 
 def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
@@ -50,17 +50,17 @@ def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
     >>> parse_tags(["team=search", "project=x"])
     {'team': 'search', 'project': 'x'}
     """
-    return checked_tags({key: value.strip() for key, value in parse_pairs(pairs).items()})
+    return validate_tags({key: value.strip() for key, value in parse_pairs(pairs).items()})
 
 
-def checked_tags(tags: dict[str, str]) -> dict[str, str]:
+def validate_tags(tags: dict[str, str]) -> dict[str, str]:
     """Return the tags if they are valid.
 
     Raises:
         ValueError: a key or value is invalid, or there are too many.
     """
-    if len(tags) > MOST_TAGS:
-        raise ValueError(f"{len(tags)} tags; at most {MOST_TAGS} are allowed")
+    if len(tags) > MAX_TAGS:
+        raise ValueError(f"{len(tags)} tags; at most {MAX_TAGS} are allowed")
     for key, value in tags.items():
         if not _KEY.fullmatch(key):
             raise ValueError(f"invalid tag name {key!r}: use a letter, then up to 62 letters, digits, '_', '.' or '-'")

@@ -87,7 +87,7 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
     return _option(config, option.sweep, cell, option.machine.price)
 
 
-def why_beyond(option: Option, config: PlanConfig) -> str | None:
+def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
     """Return the limit that an option exceeds, or None."""
     if not _within_limits(config, option.cell):
         return "exceeds the latency limits"
@@ -110,7 +110,7 @@ def _of_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]
         option = _option(config, sweep, cell, price)
         if option is None:
             reasons.append(f"{price.instance_type} {price.market}: starting and replacing machines takes all the time")
-        elif why := why_beyond(option, config):
+        elif why := exceeded_limit(option, config):
             reasons.append(f"{price.instance_type} {price.market}: {why}")
         else:
             yield option

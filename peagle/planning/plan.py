@@ -7,7 +7,7 @@ from typing import Any
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Option, options, scaled, why_beyond, with_cell
+from peagle.planning.options import Option, exceeded_limit, options, scaled, with_cell
 from peagle.planning.sweeps import Sweep, read_sweeps
 from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
@@ -97,7 +97,7 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
             continue
         option = with_cell(chosen, scaled(chosen.cell, factor), config)
         if option is not None:
-            beyond = why_beyond(option, config)
+            beyond = exceeded_limit(option, config)
             rows.append(option_dict(option, config) | {"factor": factor, "beyond": beyond})
     return rows
 
@@ -134,7 +134,7 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
 
 
 def _is_possible(option: Option | None, config: PlanConfig) -> bool:
-    return option is not None and why_beyond(option, config) is None
+    return option is not None and exceeded_limit(option, config) is None
 
 
 def _caveats(sweeps: Sequence[Sweep]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.economics.report.figures import in_words_s, in_words_share, in_words_usd
+from peagle.economics.report.figures import format_duration, format_share, format_usd
 from peagle.tables import aligned
 
 Rows = list[list[str]]
@@ -33,10 +33,10 @@ def _sentence(one: Mapping[str, Any], *, has_several: bool) -> str:
     fleet = f"{one['num_machines']} x {one['instance_type']} {one['market'].replace('_', '-')}"
     how = f"{one['num_engines']} engines, {one['label']}, {one['concurrency']} requests at once on each"
     how += f", as measured in {_measured(one)}" if has_several else ""
-    price = f"{in_words_usd(one['usd_per_million_tokens'])} per million tokens"
+    price = f"{format_usd(one['usd_per_million_tokens'])} per million tokens"
     if one["usd"] is None:
-        return f"{fleet}: {how}; {in_words_usd(one['usd_per_h'])} an hour, {price}."
-    return f"{fleet}: {how}; {in_words_s(one['hours'] * 3600)}, {in_words_usd(one['usd'])}, {price}."
+        return f"{fleet}: {how}; {format_usd(one['usd_per_h'])} an hour, {price}."
+    return f"{fleet}: {how}; {format_duration(one['hours'] * 3600)}, {format_usd(one['usd'])}, {price}."
 
 
 def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> Rows:
@@ -51,7 +51,7 @@ def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several: bool) -> 
             one["label"],
             str(one["concurrency"]),
             *_cost(one),
-            in_words_share(one["lost_share"]),
+            format_share(one["lost_share"]),
             *([_measured(one)] if has_several else []),
         ]
         for one in options
@@ -82,8 +82,8 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> Rows:
 
 def _cost(one: Mapping[str, Any]) -> list[str]:
     if one["usd"] is None:
-        return ["-", f"{in_words_usd(one['usd_per_h'])}/h", in_words_usd(one["usd_per_million_tokens"])]
-    return [f"{one['hours']:,.2f}", in_words_usd(one["usd"]), in_words_usd(one["usd_per_million_tokens"])]
+        return ["-", f"{format_usd(one['usd_per_h'])}/h", format_usd(one["usd_per_million_tokens"])]
+    return [f"{one['hours']:,.2f}", format_usd(one["usd"]), format_usd(one["usd_per_million_tokens"])]
 
 
 def _assumed(wanted: Mapping[str, Any]) -> str:

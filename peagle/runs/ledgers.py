@@ -12,7 +12,7 @@ from typing import Any
 
 from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
-from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_then
+from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions, session_at_time
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
@@ -203,7 +203,7 @@ def _endpoint(name: str, state: Place) -> Ledger:
     work = read_work(ledger)  # before the sessions: each request names one that was there before it
 
     def then(session: EngineSession, moment: float) -> EngineSession:
-        return session_then(ledger, session, moment)
+        return session_at_time(ledger, session, moment)
 
     return Ledger(run=name, sessions=read_sessions(ledger), work=work, then=then)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import STAND_IN, price_in_words
+from peagle.economics.report.figures import STAND_IN, format_price
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.lease import Lease, clock, read_lease
@@ -145,7 +145,7 @@ class StatusReader:
             tokens_per_s=speed,
             acceptance_length=total.speculation.acceptance_length,
             usd=total.total_usd,
-            price=price_in_words(price.to_dict()) + (f"; {STAND_IN}" if is_stand_in(self._manifest) else ""),
+            price=format_price(price.to_dict()) + (f"; {STAND_IN}" if is_stand_in(self._manifest) else ""),
             seconds_left=seconds_left(num_left, plan.num_rows - num_left, total.num_output_tokens, speed or 0.0),
         )
 

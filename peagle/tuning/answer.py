@@ -10,7 +10,7 @@ from peagle.bench.record import PassRecord, summarise
 from peagle.bench.setups import Setup
 from peagle.catalog.cards import lasting_name
 from peagle.catalog.targets import ResolvedModel
-from peagle.economics.report.figures import in_words_count
+from peagle.economics.report.figures import format_count
 from peagle.engine.keys import DRAFTER_KEYS, TARGET_SIZES
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import METHOD_NAMES, method_label
@@ -73,7 +73,7 @@ def text_table(profile: Profile) -> str:
                 str(cell.k or "-"),
                 str(cell.concurrency),
                 f"{cell.output_tokens_per_s:,.1f}",
-                "-" if cell.tokens_per_usd is None else in_words_count(cell.tokens_per_usd),
+                "-" if cell.tokens_per_usd is None else format_count(cell.tokens_per_usd),
                 *("-" if found is None else f"{found[P95] * 1000:,.1f}" for found in (cell.tpot_s, cell.ttft_s)),
                 "-" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
                 str(cell.repeats),

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator
 
 from peagle.bench.config import MAX_CONCURRENCY, DraftingKeys, MeasurementKeys, whole_numbers
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
 from peagle.profiles.measurements import NONE
@@ -17,7 +17,7 @@ METHODS = (NONE, *DRAFT_METHODS)
 AUTO = "auto"
 
 
-class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
+class TuneConfig(PriceOptions, MeasurementKeys, DraftingKeys):
     """Options of a tuning. Descriptions are help texts; unknown keys are errors."""
 
     objective: Objective = Field(

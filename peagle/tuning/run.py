@@ -25,7 +25,7 @@ from peagle.bench.record import PassRecord, summarise
 from peagle.bench.setups import Setup
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import resolve_price
-from peagle.economics.report.figures import in_words_s
+from peagle.economics.report.figures import format_duration
 from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.engine.vllm import start_engine
 from peagle.hardware import Hardware
@@ -157,17 +157,17 @@ class Tuning(Measurement):
         """Return the size of the grid, and the progress of earlier commands."""
         return (
             f"{len(self.search.candidates)} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
-            f"finished, after {in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
+            f"finished, after {format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         )
 
     def words(self, one: Pass, record: PassRecord) -> str:
         """Return a progress line for a finished pass."""
         left_s = max(self._budget_s - self.spent_s, 0.0)
         rest_s = min(self.search.pending_s(one.setup.name), left_s)
-        spent = f"{in_words_s(self.spent_s)} of {in_words_s(self._budget_s)}"
+        spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         return (
-            f"{spent}: {one.setup.label}, {one.concurrency} at once, "
-            f"pass {one.repeat + 1}: {record.output_tokens_per_s:.1f} output tokens/s; about {in_words_s(rest_s)} left"
+            f"{spent}: {one.setup.label}, {one.concurrency} at once, pass {one.repeat + 1}: "
+            f"{record.output_tokens_per_s:.1f} output tokens/s; about {format_duration(rest_s)} left"
         )
 
     def _load(self, candidate: Candidate) -> None:

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from peagle.economics.price_options import PriceKeys
-from peagle.economics.tags import TagKeys
+from peagle.economics.price_options import PriceOptions
+from peagle.economics.tags import TagOptions
 from peagle.engine.fake import FakeTraits
 from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError
@@ -67,7 +67,7 @@ class StandInKeys(BaseModel):
         return json.loads(value) if isinstance(value, str) else value
 
 
-class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, EngineKeys):
+class GenerateConfig(StandInKeys, PriceOptions, TagOptions, PromptKeys, SamplingKeys, EngineKeys):
     """One bulk run.
 
     A description is the help text of its flag; an unknown key is an error.

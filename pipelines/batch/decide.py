@@ -10,7 +10,7 @@ from typing import Literal
 
 from peagle import hardware
 from peagle.economics.price_options import require_price
-from peagle.economics.report.figures import price_in_words
+from peagle.economics.report.figures import format_price
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
@@ -54,7 +54,7 @@ class Decided:
             f"{self.plan.num_rows} rows; {resolved.model.name} on {resolved.hardware.describe()}, "
             f"{resolved.precision.describe()}\n"
             f"drafter: {name} ({resolved.drafter.note})\n"
-            f"price: {price_in_words(resolved.price.to_dict())}"
+            f"price: {format_price(resolved.price.to_dict())}"
         )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.economics.machines import machine_for
-from peagle.economics.price_options import settled_price
+from peagle.economics.price_options import resolve_price_defaults
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import in_words_count, in_words_s, in_words_usd, price_in_words
+from peagle.economics.report.figures import format_count, format_duration, format_price, format_usd
 from peagle.engine.memory import Footprint, default_kv_cache_gib, gpu_need, read_footprint
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import FAKE_MODEL, ResolvedEngine, Settled, footprint_of, settled_keys
@@ -78,7 +78,7 @@ class RunForecast:
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
-            ("answers", f"at most {in_words_count(self.sample.most_output_tokens)} tokens in all"),
+            ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in all"),
             ("model", f"{resolved.model.name}, {resolved.precision.describe()}, context {resolved.spec.max_model_len}"),
             (
                 "drafter",
@@ -91,8 +91,8 @@ class RunForecast:
                 f"{config.engines} of {devices_of(resolved.placement)}, {decided.concurrency} requests at once in each",
             ),
             ("memory", self.memory),
-            ("price", price_in_words(resolved.price.to_dict())),
-            ("engines cost", f"{in_words_usd(self.usd_per_h)} an hour{doubt_of(resolved.price)}"),
+            ("price", format_price(resolved.price.to_dict())),
+            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{doubt_of(resolved.price)}"),
             ("expected", self._expected()),
             *_limits(config, self.usd_per_h),
         ]
@@ -130,10 +130,10 @@ class RunForecast:
             return "nothing is left to do"
         if self.speed is None or self.most_s is None:
             return UNKNOWN_SPEED
-        usd = in_words_usd(self.most_s / 3600 * self.usd_per_h)
+        usd = format_usd(self.most_s / 3600 * self.usd_per_h)
         return (
-            f"at most {in_words_s(self.most_s)} and {usd} once engines are up, with answers as long as they may be: "
-            f"{self.speed.describe()}"
+            f"at most {format_duration(self.most_s)} and {usd} once engines are up, with answers as long as they "
+            f"may be: {self.speed.describe()}"
         )
 
 
@@ -181,7 +181,7 @@ def settled(config: GenerateConfig) -> Settled:
     """
     here, is_here, num_nodes = _machines(config)
     machines = resolve_machines(config, here, num_nodes=num_nodes, announce=print)
-    return settled_keys(config, machines.engine, here, is_here=is_here) | settled_price(config, machines.price)
+    return settled_keys(config, machines.engine, here, is_here=is_here) | resolve_price_defaults(config, machines.price)
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
@@ -215,7 +215,7 @@ def _prompts(found: CorpusSample) -> str:
     how = "all rows" if found.is_whole else f"{found.num_sampled:,} rows sampled"
     failed = f"; {found.num_failed:,} of them would be dead letters ({found.example})" if found.num_failed else ""
     about = "" if found.is_whole else "about "
-    return f"{about}{in_words_count(found.prompt_tokens)} tokens, {mean:,.0f} a row ({how}{failed})"
+    return f"{about}{format_count(found.prompt_tokens)} tokens, {mean:,.0f} a row ({how}{failed})"
 
 
 def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
@@ -239,8 +239,8 @@ def doubt_of(price: Price) -> str:
 def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
     if config.budget_usd is None:
         return []
-    hours = in_words_s(config.budget_usd / usd_per_h * 3600)
-    return [("budget", f"{in_words_usd(config.budget_usd)} pays these engines for {hours}")]
+    hours = format_duration(config.budget_usd / usd_per_h * 3600)
+    return [("budget", f"{format_usd(config.budget_usd)} pays these engines for {hours}")]
 
 
 def memory_in_words(

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from peagle.catalog.targets import name_of
-from peagle.economics.price_options import PriceKeys
-from peagle.economics.tags import TagKeys
+from peagle.economics.price_options import PriceOptions
+from peagle.economics.tags import TagOptions
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
 from peagle.engine_options import FAKE_MODEL, EngineKeys
@@ -127,7 +127,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         return self
 
 
-class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
+class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     """The endpoint.
 
     A description is the help text of its flag; an unknown key is an error.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.economics.machines import machine_for
-from peagle.economics.price_options import settled_price
+from peagle.economics.price_options import resolve_price_defaults
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import in_words_usd, price_in_words
+from peagle.economics.report.figures import format_price, format_usd
 from peagle.engine_options import Settled, settled_keys
 from peagle.hardware import Hardware
 from peagle.planning.expectation import known_speed
@@ -59,14 +59,14 @@ class EndpointForecast:
 
     def lines(self) -> Lines:
         """The facts to show, by label."""
-        least, most = (in_words_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
+        least, most = (format_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
         models = [line for one in self.served for line in self._model(one)]
         return [
             ("address", self.config.url),
             ("API keys", self.access()),
             *models,
             ("machine", machine_in_words(self.hardware, self.is_here, self.num_nodes)),
-            ("price", price_in_words(self.price.to_dict())),
+            ("price", format_price(self.price.to_dict())),
             ("engines cost", f"{least} to {most} an hour{doubt_of(self.price)}"),
         ]
 
@@ -131,4 +131,4 @@ def settled(config: ServeConfig) -> Settled:
         prefix = f"{one.keys.served_name}." if config.models else ""
         of_model = settled_keys(one.keys, one.engine, found.hardware, is_here=found.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
-    return rows | settled_price(config, found.price)
+    return rows | resolve_price_defaults(config, found.price)

@@ -16,7 +16,7 @@ import psutil
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import in_words_s, in_words_usd
+from peagle.economics.report.figures import format_duration, format_usd
 from peagle.errors import PeagleError
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig
@@ -83,7 +83,7 @@ def ended_when_idle(
     thread.join()
     if is_idle.is_set():
         began_at = psutil.Process().create_time()
-        say(f"its engines cost {in_words_usd(engines_usd(ledger, price, since=began_at))}")
+        say(f"its engines cost {format_usd(engines_usd(ledger, price, since=began_at))}")
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
@@ -110,6 +110,6 @@ def _look(
             say(f"cannot check for requests now: {error}")
             continue
         if idle_s >= timeout_s:
-            say(f"no requests for {in_words_s(timeout_s)}: stopping the endpoint")
+            say(f"no requests for {format_duration(timeout_s)}: stopping the endpoint")
             is_idle.set()
             stopped.set()

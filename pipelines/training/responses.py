@@ -19,7 +19,7 @@ from peagle.drafter.config import WAYS, TrainConfig
 from peagle.drafter.hash_split import part_by_hash
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
 from peagle.drafter.target import Target, load_target
-from peagle.economics.price_options import PRICE_KEYS
+from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.errors import InputError
 from peagle.files import write_atomic, writing
 from peagle.plain_json import to_json
@@ -29,7 +29,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
-_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_KEYS)
+_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIONS)
 
 
 def regenerate(

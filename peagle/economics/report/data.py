@@ -13,9 +13,9 @@ from typing import Any, Self, get_args
 from peagle import speculation
 from peagle.economics.account import Account
 from peagle.economics.baseline import recorded_baseline
-from peagle.economics.gain import Gain, gain_of, spot_gain
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import FIGURES, SHARES, in_words_share
+from peagle.economics.report.figures import FIGURES, SHARES, format_share
+from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.work import Work
 from peagle.errors import PeagleError, did_you_mean
 
@@ -134,7 +134,7 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
 
     Returns:
         `schema`, `run`, `account` (with derived figures), `shares` (fractions of the cost), `saved` (as in
-        `Gain.to_dict`) and `notes` (sentences for the reader).
+        `Savings.to_dict`) and `notes` (sentences for the reader).
 
     Raises:
         PeagleError: `run` is invalid.
@@ -147,12 +147,12 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
         "run": info.to_dict(),
         "account": account.to_dict(),
         "shares": shares,
-        "saved": _gain(account, info).to_dict(),
+        "saved": _savings(account, info).to_dict(),
         "notes": _notes(account, info, shares),
     }
 
 
-def _gain(account: Account, info: RunInfo) -> Gain:
+def _savings(account: Account, info: RunInfo) -> Savings:
     usd = account.usd
     work = Work(
         num_requests=account.num_rows,
@@ -164,8 +164,8 @@ def _gain(account: Account, info: RunInfo) -> Gain:
         usd=usd.busy,
     )
     baseline = recorded_baseline({"baseline": info.baseline})
-    gain = gain_of(work, has_drafter=info.drafter is not None, baseline=baseline)
-    return gain + spot_gain(account.price, kept_usd=usd.total - usd.lost, lost_usd=usd.lost)
+    savings = work_savings(work, has_drafter=info.drafter is not None, baseline=baseline)
+    return savings + spot_savings(account.price, kept_usd=usd.total - usd.lost, lost_usd=usd.lost)
 
 
 def check_report(report: object) -> dict[str, Any]:
@@ -217,15 +217,15 @@ def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
     notes = []
     if shares["lost"] > LARGE_WASTE:
         notes.append(
-            f"{in_words_share(shares['lost'])} of the cost was lost work: {account.num_lost_tokens:,} tokens "
+            f"{format_share(shares['lost'])} of the cost was lost work: {account.num_lost_tokens:,} tokens "
             "were generated but not committed. Smaller work units lose less when an engine crashes."
         )
     if shares["idle"] > LARGE_WASTE:
-        notes.append(f"{in_words_share(shares['idle'])} of the cost was idle time. Use fewer engines or more rows.")
+        notes.append(f"{format_share(shares['idle'])} of the cost was idle time. Use fewer engines or more rows.")
     start = shares["load"] + shares["compile"]
     if start > LARGE_START:
         notes.append(
-            f"{in_words_share(start)} of the cost was loading and compiling. "
+            f"{format_share(start)} of the cost was loading and compiling. "
             "It is paid once per engine, so longer runs have a smaller share."
         )
     return notes

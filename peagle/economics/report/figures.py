@@ -18,10 +18,10 @@ SHARE_MEANINGS = {
 UNKNOWN = "-"
 
 
-def in_words_usd(usd: float) -> str:
+def format_usd(usd: float) -> str:
     """Return dollars with three significant digits, or cents from one dollar up.
 
-    >>> in_words_usd(1234.5), in_words_usd(0.0053161), in_words_usd(0)
+    >>> format_usd(1234.5), format_usd(0.0053161), format_usd(0)
     ('$1,234.50', '$0.00532', '$0')
     """
     if usd == 0:
@@ -30,19 +30,19 @@ def in_words_usd(usd: float) -> str:
     return f"${usd:,.{decimals}f}"
 
 
-def in_words_count(count: float) -> str:
+def format_count(count: float) -> str:
     """Return a count, in millions if it is large.
 
-    >>> in_words_count(5872), in_words_count(1_104_862.4)
+    >>> format_count(5872), format_count(1_104_862.4)
     ('5,872', '1.10 M')
     """
     return f"{count / 1e6:,.2f} M" if count >= 1e6 else f"{count:,.0f}"
 
 
-def in_words_s(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units.
 
-    >>> in_words_s(7.31), in_words_s(189), in_words_s(7500)
+    >>> format_duration(7.31), format_duration(189), format_duration(7500)
     ('7.3 s', '3 min 9 s', '2 h 5 min')
     """
     if seconds < 60:
@@ -53,10 +53,10 @@ def in_words_s(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def in_words_share(share: float) -> str:
+def format_share(share: float) -> str:
     """Return a fraction in percent; a small one is "<1%", never "0%".
 
-    >>> in_words_share(0.482), in_words_share(0.0004), in_words_share(0)
+    >>> format_share(0.482), format_share(0.0004), format_share(0)
     ('48%', '<1%', '0%')
     """
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
@@ -108,9 +108,9 @@ def _account(name: str, label: str, words: Callable[[float], str], *, is_ratio: 
 FIGURES = {
     figure.name: figure
     for figure in (
-        _account("tokens_per_usd", "output tokens per dollar", in_words_count),
-        _account("usd_per_million_tokens", "per million output tokens", in_words_usd),
-        _account("tokens_per_busy_usd", "tokens per dollar, busy time only", in_words_count),
+        _account("tokens_per_usd", "output tokens per dollar", format_count),
+        _account("usd_per_million_tokens", "per million output tokens", format_usd),
+        _account("tokens_per_busy_usd", "tokens per dollar, busy time only", format_count),
         _account("output_tokens_per_s", "output tokens/s of a busy engine", _decimals),
         _account("output_tokens_per_wall_s", "output tokens/s of the whole run", _decimals),
         Figure(
@@ -123,20 +123,20 @@ FIGURES = {
             name="total_usd",
             label="cost",
             path=("account", "usd", "total"),
-            words=in_words_usd,
+            words=format_usd,
             is_ratio=False,
         ),
-        _account("wall_s", "engines up", in_words_s, is_ratio=False),
-        _account("num_rows", "rows committed", in_words_count, is_ratio=False),
-        _account("num_failed_rows", "rows failed", in_words_count, is_ratio=False),
-        _account("num_output_tokens", "output tokens", in_words_count, is_ratio=False),
-        _account("num_prompt_tokens", "prompt tokens", in_words_count, is_ratio=False),
+        _account("wall_s", "engines up", format_duration, is_ratio=False),
+        _account("num_rows", "rows committed", format_count, is_ratio=False),
+        _account("num_failed_rows", "rows failed", format_count, is_ratio=False),
+        _account("num_output_tokens", "output tokens", format_count, is_ratio=False),
+        _account("num_prompt_tokens", "prompt tokens", format_count, is_ratio=False),
         *(
             Figure(
                 name=f"share_{share}",
                 label=f"spent on {share}",
                 path=("shares", share),
-                words=in_words_share,
+                words=format_share,
                 is_ratio=False,
             )
             for share in SHARES
@@ -166,7 +166,7 @@ def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
     return [label for label, applies in labels.items() if applies]
 
 
-def price_in_words(price: Mapping[str, Any]) -> str:
+def format_price(price: Mapping[str, Any]) -> str:
     """Return a price as one line.
 
     For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1; assumed)".

@@ -11,11 +11,11 @@ from peagle.economics.report.figures import (
     SHARE_MEANINGS,
     SHARES,
     UNKNOWN,
-    in_words_s,
-    in_words_share,
-    in_words_usd,
+    format_duration,
+    format_price,
+    format_share,
+    format_usd,
     money_labels,
-    price_in_words,
 )
 from peagle.economics.report.panels import headline, of_rows, over_time
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Rates, acceptance_svg, money_svg
@@ -124,16 +124,14 @@ def _acceptance(
             "label": run.label,
             "series": run.series,
             "length": lengths[run.label],
-            "rates": [in_words_share(rate) for rate in run.rates],
+            "rates": [format_share(rate) for rate in run.rates],
         }
         for run in drafting
     ]
 
 
 def _money_row(name: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cells = [
-        (in_words_share(report["shares"][name]), in_words_usd(report["account"]["usd"][name])) for report in reports
-    ]
+    cells = [(format_share(report["shares"][name]), format_usd(report["account"]["usd"][name])) for report in reports]
     return {"name": name, "meaning": SHARE_MEANINGS[name], "cells": cells}
 
 
@@ -190,9 +188,9 @@ def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
         "engine starts": _words(account["num_sessions"]),
         "hardware": _words(run["hardware"]),
         "versions": _words(run["versions"]),
-        "price": price_in_words(price),
+        "price": format_price(price),
         "price source": f"{price['source']}, {price['as_of']}",
-        "device-seconds": f"{account['device_s']['total']:,.0f} ({in_words_s(account['device_s']['total'])})",
+        "device-seconds": f"{account['device_s']['total']:,.0f} ({format_duration(account['device_s']['total'])})",
         "input rows": _words(run["num_input_rows"]),
         "started": _moment(run["started_at"]),
         "finished": _moment(run["finished_at"]),

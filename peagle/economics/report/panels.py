@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peagle.economics.report.figures import SHARES, in_words_count, in_words_s, in_words_share, in_words_usd
+from peagle.economics.report.figures import SHARES, format_count, format_duration, format_share, format_usd
 from peagle.economics.report.plots import Bar, bars_svg, histogram_svg, plain_bar, tick, usd_tick
 from peagle.economics.report.time_plots import engines_svg, series_svg
 
@@ -41,7 +41,7 @@ def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Pan
 
 def _with(report: Mapping[str, Any], label: str) -> Bar:
     value = report["account"]["tokens_per_usd"]
-    return plain_bar(label, value or 0.0, "no output yet" if value is None else in_words_count(value))
+    return plain_bar(label, value or 0.0, "no output yet" if value is None else format_count(value))
 
 
 def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
@@ -54,13 +54,13 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
         return [], "Without the drafter: unknown, because its step times were not measured."
     tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
     value, low, high = tokens / total_usd, None, None
-    words = f"{in_words_count(value)}, of unknown error"
+    words = f"{format_count(value)}, of unknown error"
     if error_usd is not None and error_usd < total_usd:
         low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
-        words = f"{in_words_count(value)} ({in_words_count(low)} to {in_words_count(high)})"
+        words = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
-    rest = f" Unknown for {in_words_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
+    rest = f" Unknown for {format_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
     lead = f"Without the drafter: equal loading, idling and losses, with measured step times ({sources}).{rest}"
     return [bar], lead
 
@@ -74,10 +74,8 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
     shown, num = len(timeline["engines"]), timeline["num_engines"]
     rest = f" Showing the first {shown} of {num} engines." if num > shown else ""
     cut = " Dashed lines are pauses without an engine, which are cut out." if timeline["pauses"] else ""
-    speed = (
-        f"Maximum {peak:,.1f} over {in_words_s(timeline['step_s'])}; a unit's tokens are spread evenly over its time."
-    )
-    paid = f"{in_words_usd(usd)} in {in_words_s(timeline['total_s'])} of engine time."
+    speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; tokens are spread evenly over a unit."
+    paid = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
         "Heartbeats record the duration of states, not their order. Busy is drawn where a committed unit was open, "
         f"and lost time at the end of an engine.{rest}"
@@ -139,7 +137,7 @@ def _ends(report: Mapping[str, Any]) -> list[Panel]:
     plots, rows, failed = [], report.get("rows"), report.get("failures")
     if rows:
         reasons = [
-            plain_bar(reason, count, f"{count:,} ({in_words_share(count / rows['num_read'])})")
+            plain_bar(reason, count, f"{count:,} ({format_share(count / rows['num_read'])})")
             for reason, count in rows["finish_reasons"].items()
         ]
         plots.append((f"Finish reasons of {rows['num_read']:,} rows", _bars("Finish reasons", reasons)))

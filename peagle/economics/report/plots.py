@@ -22,7 +22,7 @@ from peagle.charts import (
     x_axis_name,
     y_axis_name,
 )
-from peagle.economics.report.figures import SHARES, in_words_share, in_words_usd
+from peagle.economics.report.figures import SHARES, format_share, format_usd
 
 SHARE_LIGHT = (
     "--load: #8a79d8; --compile: #e0a320; --busy: #2a78d6; --idle: #b4b8bd; --lost: #cf3f3f;"
@@ -115,7 +115,7 @@ def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float
             f'rx="3">{words}</rect>'
         )
         if width >= 34:
-            share = in_words_share(shares[name])
+            share = format_share(shares[name])
             parts.append(text(start + width / 2, y + height / 2 + 4, share, f"inside on-{name}", "middle"))
     return parts
 
@@ -131,7 +131,7 @@ def _column(x: float, width: float, top: float, base: float, series: int, words:
 
 
 def _value_label(x: float, y: float, rate: float, width: float) -> str:
-    share = in_words_share(rate)
+    share = format_share(rate)
     return text(x, y - 5, share if width >= 26 else share.rstrip("%"), "value", "middle")
 
 
@@ -220,7 +220,7 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
         (
             label,
             [
-                (kind, amount, f"{label}, {layer}: {in_words_usd(amount)}")
+                (kind, amount, f"{label}, {layer}: {format_usd(amount)}")
                 for (layer, kind), amount in zip(layers, amounts, strict=True)
             ],
         )

@@ -5,10 +5,10 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peagle.economics.report.figures import in_words_count, in_words_usd
+from peagle.economics.report.figures import format_count, format_usd
 from peagle.economics.report.saved import saved_lines
 from peagle.economics.spending import KINDS
-from peagle.economics.statement import DIGITS, in_currency, shown
+from peagle.economics.statement import DIGITS, convert_currency, shown
 from peagle.economics.work import COUNTS
 from peagle.tables import aligned
 
@@ -22,8 +22,8 @@ _NAME_WIDTH = 10
 
 def text_statement(one: Mapping[str, Any]) -> str:
     """Return the statement for a terminal: a line per group, then totals and savings."""
-    one = for_people(one)
-    lines = [period_in_words(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
+    one = round_for_display(one)
+    lines = [format_period(one), "", *aligned(statement_table(one)), "", *aligned(summary_rows(one)), "", "saved"]
     saved = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in saved_rows(one)]
     return "\n".join([*lines, *saved, *(f"! {note}" for note in one["notes"])])
 
@@ -46,16 +46,16 @@ def decimal(usd: float | None) -> str:
     return UNKNOWN if usd is None else f"{usd:.{DIGITS}f}"
 
 
-def for_people(one: Mapping[str, Any]) -> dict[str, Any]:
+def round_for_display(one: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statement with amounts rounded to cents, or to more digits if the total is small."""
     known = one["total"]["usd"]["total"] or one["total"]["usd"]["attributed"]
     digits = _CENTS if known >= 1 else _SMALL
     for code in _beside(one):
-        one = in_currency(one, code, one["per_usd"], digits)
+        one = convert_currency(one, code, one["per_usd"], digits)
     return {**shown(one, digits), "digits": digits}
 
 
-def period_in_words(one: Mapping[str, Any]) -> str:
+def format_period(one: Mapping[str, Any]) -> str:
     """Return the period as a heading."""
     start, end = one["start"], one["end"]
     if start is None and end is None:
@@ -64,7 +64,7 @@ def period_in_words(one: Mapping[str, Any]) -> str:
 
 
 def statement_table(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the header, a row per group and the total. `one` is a result of `for_people`."""
+    """Return the header, a row per group and the total. `one` is a result of `round_for_display`."""
     heads = [_LABELS.get(name, name) for name in one["by"]] or [""]
     beside = [f"total, {code}" for code in _beside(one)]
     rows: list[tuple[str, ...]] = [(*heads, "requests", "output tokens", *_COLUMNS, *beside, "per million tokens")]
@@ -78,10 +78,10 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
     return (
         *names,
         f"{row['num_requests']:,}",
-        in_words_count(row["num_output_tokens"]),
+        format_count(row["num_output_tokens"]),
         *(_dollars(row["usd"][kind], digits) for kind in _COLUMNS),
         *([_amount(row["converted"]["total"], digits)] if "converted" in row else []),
-        UNKNOWN if per_million is None else in_words_usd(per_million),
+        UNKNOWN if per_million is None else format_usd(per_million),
     )
 
 

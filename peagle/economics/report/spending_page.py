@@ -7,9 +7,9 @@ from datetime import date, timedelta
 from typing import Any
 
 from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
-from peagle.economics.report.figures import in_words_usd
+from peagle.economics.report.figures import format_usd
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
-from peagle.economics.report.spending import for_people, period_in_words, saved_rows, statement_table, summary_rows
+from peagle.economics.report.spending import format_period, round_for_display, saved_rows, statement_table, summary_rows
 
 MAX_COLUMNS = 62  # days; above, columns are months
 MAX_BARS = 12
@@ -39,10 +39,10 @@ def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
     Args:
         daily: the same charges by day and one other dimension.
     """
-    shown = for_people(one)
+    shown = round_for_display(one)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
     noted = f'<ul class="notes">{notes}</ul>' if notes else ""
-    title = html.escape(period_in_words(one))
+    title = html.escape(format_period(one))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
@@ -77,8 +77,7 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
     drawn = [(words, kind) for _, words, kind in layers]
     name = "Spending by day, in dollars: " + ", ".join(
-        f"{words} {in_words_usd(sum(amounts[index] for _, amounts in columns))}"
-        for index, (words, _) in enumerate(drawn)
+        f"{words} {format_usd(sum(amounts[index] for _, amounts in columns))}" for index, (words, _) in enumerate(drawn)
     )
     return _figure(f"By day and {dimension}", dollars_svg(columns, drawn, name), drawn)
 
@@ -117,10 +116,10 @@ def _by_group(one: Mapping[str, Any]) -> str:
 
 def _bar(label: str, usd: Sequence[float]) -> Bar:
     parts = [
-        (f"share-{colour}", amount, f"{label}, {kind}: {in_words_usd(amount)}")
+        (f"share-{colour}", amount, f"{label}, {kind}: {format_usd(amount)}")
         for (kind, colour), amount in zip(_KINDS, usd, strict=True)
     ]
-    return Bar(label=label, parts=parts, words=in_words_usd(sum(usd)))
+    return Bar(label=label, parts=parts, words=format_usd(sum(usd)))
 
 
 def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:

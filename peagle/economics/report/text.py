@@ -9,11 +9,11 @@ from peagle.economics.report.figures import (
     FIGURES,
     SHARES,
     UNKNOWN,
-    in_words_count,
-    in_words_s,
-    in_words_share,
+    format_count,
+    format_duration,
+    format_price,
+    format_share,
     money_labels,
-    price_in_words,
 )
 from peagle.economics.report.saved import savings_of_run
 from peagle.tables import aligned
@@ -35,11 +35,11 @@ def text_summary(report: Mapping[str, Any]) -> str:
         ("output", _output(account)),
         ("speed", _speed(account)),
         *_acceptance(account["speculation"]),
-        ("engines up", f"{in_words_s(account['wall_s'])}, {_engines(account)}"),
-        ("price", price_in_words(account["price"])),
+        ("engines up", f"{format_duration(account['wall_s'])}, {_engines(account)}"),
+        ("price", format_price(account["price"])),
         ("price source", f"{account['price']['source']}, {account['price']['as_of']}"),
         ("cost", _labelled(FIGURES["total_usd"].text(report), report)),
-        ("spent on", " · ".join(f"{name} {in_words_share(report['shares'][name])}" for name in SHARES)),
+        ("spent on", " · ".join(f"{name} {format_share(report['shares'][name])}" for name in SHARES)),
         ("value", _labelled(_value(report), report)),
         *savings_of_run(report),
     ]
@@ -86,9 +86,9 @@ def _rows(run: Mapping[str, Any], account: Mapping[str, Any]) -> str:
 
 
 def _output(account: Mapping[str, Any]) -> str:
-    prompt = f"{in_words_count(account['num_prompt_tokens'])} prompt tokens, "
-    cached = f"{in_words_count(account['num_cached_tokens'])} of them cached"
-    return f"{in_words_count(account['num_output_tokens'])} tokens, for {prompt}{cached}"
+    prompt = f"{format_count(account['num_prompt_tokens'])} prompt tokens, "
+    cached = f"{format_count(account['num_cached_tokens'])} of them cached"
+    return f"{format_count(account['num_output_tokens'])} tokens, for {prompt}{cached}"
 
 
 def _speed(account: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ def _speed(account: Mapping[str, Any]) -> str:
 def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if speculation["acceptance_length"] is None:
         return []
-    rates = " ".join(in_words_share(rate) for rate in speculation["acceptance_rates"])
+    rates = " ".join(format_share(rate) for rate in speculation["acceptance_rates"])
     return [
         (
             "acceptance",

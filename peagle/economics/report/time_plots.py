@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peagle.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, drawing, grid_line, text, title
-from peagle.economics.report.figures import SHARES, in_words_s, in_words_share
+from peagle.economics.report.figures import SHARES, format_duration, format_share
 from peagle.economics.report.plots import vertical_axis
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
@@ -69,7 +69,7 @@ def engines_svg(timeline: Mapping[str, Any]) -> str:
 def _in_words(engine: Mapping[str, Any]) -> str:
     starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
     lived_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
-    shares = ", ".join(f"{state} {in_words_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
+    shares = ", ".join(f"{state} {format_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
     return f"engine {engine['engine']}{starts}: {shares}"
 
 
@@ -82,7 +82,7 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
             if kind == state
         )
         if path:
-            words = title(f"engine {engine['engine']}: {state} {in_words_s(engine['seconds'][state])}")
+            words = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
             drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
     return drawn
 
@@ -102,7 +102,7 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
-        words = title(f"a pause of {in_words_s(pause['lasted_s'])} is cut out")
+        words = title(f"a pause of {format_duration(pause['lasted_s'])} is cut out")
         place = f"{x(pause['at_s']):.1f}"
         drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
     return drawn

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.economics.price_options import PriceKeys
-from peagle.economics.tags import TagKeys
+from peagle.economics.price_options import PriceOptions
+from peagle.economics.tags import TagOptions
 from peagle.engine.spec import EngineSpec
 from peagle.engine_options import EngineKeys
 from peagle.hardware import Hardware
@@ -133,7 +133,7 @@ def batch_settings(
         return None
     models = {model.name: model for model in gate.models}
     shared = {
-        **config.model_dump(mode="json", include={*PriceKeys.model_fields, *TagKeys.model_fields}),
+        **config.model_dump(mode="json", include={*PriceOptions.model_fields, *TagOptions.model_fields}),
         "engines": "1" if config.lends_engines else config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
     }

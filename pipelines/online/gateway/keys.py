@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field
 
 from peagle.economics.shared_budgets import Every
-from peagle.economics.tags import TagKeys
+from peagle.economics.tags import TagOptions
 from peagle.errors import ConfigError
 from peagle.files import changing, make_folder, write_atomic
 from peagle.private import SECRET_MODE
@@ -32,7 +32,7 @@ _NO_HASH = "0" * 64  # no key has it
 LOCAL_NAME = "local"  # in usage, where there are no keys
 
 
-class KeyRecord(TagKeys):
+class KeyRecord(TagOptions):
     """A key as it is stored, and what it may do; null is no limit.
 
     Attributes:

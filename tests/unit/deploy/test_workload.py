@@ -4,7 +4,7 @@ from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 from jobs.deploying import read_workload
 from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable
 from peagle.economics.offers import Offer
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.errors import ConfigError, PriceError
 
 EIGHT = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_hour_spot=1.0)
@@ -35,15 +35,15 @@ def test_an_engine_on_cpus_has_a_machine_to_itself():
 
 
 def test_the_machine_is_the_one_of_the_price_and_has_to_be_named(tmp_path):
-    found = offer_of(PriceKeys(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
+    found = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
     assert (found.region, found.num_accelerators) == ("us-east-2", 8)
     with pytest.raises(ConfigError, match="names no instance_type") as error:
-        offer_of(PriceKeys())
+        offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
     with pytest.raises(PriceError, match=r"no price for the instance type 'p6\.48xlarge'"):
-        offer_of(PriceKeys(instance_type="p6.48xlarge"))
+        offer_of(PriceOptions(instance_type="p6.48xlarge"))
     with pytest.raises(ConfigError, match="a file of this machine is not on others"):
-        offer_of(PriceKeys(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
+        offer_of(PriceOptions(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
 
 
 def test_names_become_labels():

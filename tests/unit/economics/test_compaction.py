@@ -14,7 +14,7 @@ from peagle.economics.ledger import (
     append_beat,
     append_request,
     read_sessions,
-    session_then,
+    session_at_time,
     write_batch,
     write_session,
 )
@@ -77,7 +77,7 @@ def said(folder):
         read_work(folder),
         sessions,
         sorted(SessionReader(folder).all(), key=lambda one: one.session_id),
-        [session_then(folder, one, one.last_seen_at - seconds) for one in sessions for seconds in (30, 60, 90)],
+        [session_at_time(folder, one, one.last_seen_at - seconds) for one in sessions for seconds in (30, 60, 90)],
     )
 
 

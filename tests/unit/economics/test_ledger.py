@@ -15,7 +15,7 @@ from peagle.economics.ledger import (
     append_beat,
     append_request,
     is_billed,
-    session_then,
+    session_at_time,
     write_session,
 )
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
@@ -205,7 +205,7 @@ def test_a_session_at_any_moment_lies_between_its_two_nearest_heartbeats(tmp_pat
             with (tmp_path / "beats-s.jsonl").open("ab") as file:
                 file.write(b'{"torn": ' + b"x" * (number % 7) + b"\n")
     last = replace(beats[-1], last_seen_at=1000 + 36_000.0 + 1, idle_s=36_001 - busy_s, ended=True)
-    then = session_then(tmp_path, last, 1000 + 60.0 * minute + 30)
+    then = session_at_time(tmp_path, last, 1000 + 60.0 * minute + 30)
     at = [0.0, *(beat.busy_s for beat in beats)]
     expected = at[minute] + 30 / 60 * (at[minute + 1] - at[minute]) if minute < 599 else busy_s
     assert then.busy_s == pytest.approx(expected)
@@ -213,4 +213,4 @@ def test_a_session_at_any_moment_lies_between_its_two_nearest_heartbeats(tmp_pat
 
 
 def test_a_session_without_kept_heartbeats_is_divided_evenly(tmp_path):
-    assert session_then(tmp_path, SESSION, 1030.0).busy_s == pytest.approx(30)
+    assert session_at_time(tmp_path, SESSION, 1030.0).busy_s == pytest.approx(30)

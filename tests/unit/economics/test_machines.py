@@ -2,20 +2,20 @@ import pytest
 
 from peagle import hardware
 from peagle.economics.machines import CARDS, machine_for, named_machine
-from peagle.economics.price_options import PriceKeys, resolve_price
+from peagle.economics.price_options import PriceOptions, resolve_price
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
 
 
 def named(accelerator=None, **keys):
-    return named_machine(PriceKeys(**keys), accelerator, num_accelerators=2)
+    return named_machine(PriceOptions(**keys), accelerator, num_accelerators=2)
 
 
 def test_an_instance_type_has_its_cards_and_its_price():
     found = named(instance_type="p5.48xlarge")
     assert (found.platform, found.accelerator, found.num_accelerators) == ("cuda", "H100 80GB HBM3", 8)
     assert (found.compute_capability, found.num_cpus, round(found.memory_gib)) == ((9, 0), 192, 80)
-    price = resolve_price(PriceKeys(instance_type="p5.48xlarge"), found)
+    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), found)
     assert (price.num_devices, price.basis) == (8, "stated")
 
 
@@ -28,7 +28,7 @@ def test_a_kind_alone_is_a_machine_with_as_many_as_one_engine_takes():
 def test_what_names_no_accelerator_is_this_machine(keys):
     assert named(**keys) is None
     assert named("any", **keys) is None
-    found, is_here = machine_for(PriceKeys(**keys), None, num_accelerators=1)
+    found, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
     assert (found.num_cpus, is_here) == (hardware.detect().num_cpus, True)
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.economics.price_options import PriceKeys, machine_of, require_price, require_same_price, resolve_price
+from peagle.economics.price_options import PriceOptions, machine_of, require_price, require_same_price, resolve_price
 from peagle.economics.prices import Price
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
@@ -32,25 +32,25 @@ def gpus(number, name="H100"):
     ],
 )
 def test_flags_win_then_what_the_machine_says_and_the_rest_is_assumed(keys, here, names, expected):
-    price = resolve_price(PriceKeys(**keys), replace(here, machine_names=names))
+    price = resolve_price(PriceOptions(**keys), replace(here, machine_names=names))
     assert (price.instance_type, price.basis) == expected
 
 
 def test_a_gpu_that_several_types_have_is_never_guessed():
     with pytest.raises(PriceError, match="13 instance types have it") as error:
-        resolve_price(PriceKeys(), gpus(8, "NVIDIA H100 80GB HBM3"))
+        resolve_price(PriceOptions(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
     azure = replace(gpus(8, "NVIDIA H100 80GB HBM3"), machine_names=("Standard_ND96isr_H100_v5",))
     with pytest.raises(PriceError, match="none is called Standard_ND96isr_H100_v5, like this machine"):
-        resolve_price(PriceKeys(), azure)
+        resolve_price(PriceOptions(), azure)
 
 
 def test_spot_is_that_of_the_region_that_the_machine_says():
     here = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
-    assert resolve_price(PriceKeys(market="spot"), here).usd_per_hour == 17.84685
-    assert resolve_price(PriceKeys(market="spot", region="us-east-1"), here).usd_per_hour == 18.7089
+    assert resolve_price(PriceOptions(market="spot"), here).usd_per_hour == 17.84685
+    assert resolve_price(PriceOptions(market="spot", region="us-east-1"), here).usd_per_hour == 18.7089
     elsewhere = replace(here, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
-    assert resolve_price(PriceKeys(market="spot"), elsewhere).region == "us-east-2"
+    assert resolve_price(PriceOptions(market="spot"), elsewhere).region == "us-east-2"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_spot_is_that_of_the_region_that_the_machine_says():
     [({"usd_per_hour": 1}, None), ({"instance_type": "p5.48xlarge"}, "H100"), ({"instance_type": "g6.xlarge"}, None)],
 )
 def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
-    require_price(PriceKeys(**keys), accelerator)
+    require_price(PriceOptions(**keys), accelerator)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
 )
 def test_machines_without_a_price_are_refused_before_they_are_there(keys, accelerator, reason):
     with pytest.raises(PriceError, match=reason):
-        require_price(PriceKeys(**keys), accelerator)
+        require_price(PriceOptions(**keys), accelerator)
 
 
 def continued(before, first, keys, here):
@@ -87,17 +87,22 @@ def continued(before, first, keys, here):
     )
 
 
-H100_SPOT = PriceKeys(instance_type="p5.48xlarge", market="spot", provider="aws", region="us-east-1")
+H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="aws", region="us-east-1")
 
 
 @pytest.mark.parametrize(
     ("before", "first", "keys", "here"),
     [
-        (PriceKeys(usd_per_hour=8), gpus(8), PriceKeys(usd_per_hour=8), gpus(8)),
-        (PriceKeys(usd_per_hour=8), gpus(8), PriceKeys(usd_per_hour=1), gpus(1)),  # the same by the accelerator
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(8)),
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same by the accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # stated for them too
-        (PriceKeys(usd_per_hour=1), CPU, PriceKeys(), CPU),  # nothing is stated: it stays
-        (PriceKeys(), CPU, PriceKeys(), replace(CPU, machine_names=("m7i.large",))),  # nor where another is detected
+        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # nothing is stated: it stays
+        (
+            PriceOptions(),
+            CPU,
+            PriceOptions(),
+            replace(CPU, machine_names=("m7i.large",)),
+        ),  # another is detected
     ],
 )
 def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):
@@ -107,11 +112,11 @@ def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):
 @pytest.mark.parametrize(
     ("before", "first", "keys", "here"),
     [
-        (PriceKeys(usd_per_hour=8), gpus(8), PriceKeys(usd_per_hour=9), gpus(8)),
-        (PriceKeys(usd_per_hour=8), gpus(8), H100_SPOT, gpus(8)),
-        (PriceKeys(usd_per_hour=8), gpus(8), PriceKeys(usd_per_hour=8), gpus(1)),
-        (H100_SPOT, gpus(8), PriceKeys(usd_per_hour=2), gpus(1, "L4")),
-        (PriceKeys(usd_per_hour=8), gpus(8), PriceKeys(usd_per_hour=8), CPU),
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=9), gpus(8)),
+        (PriceOptions(usd_per_hour=8), gpus(8), H100_SPOT, gpus(8)),
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(1)),
+        (H100_SPOT, gpus(8), PriceOptions(usd_per_hour=2), gpus(1, "L4")),
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), CPU),
     ],
 )
 def test_another_price_is_refused(before, first, keys, here):

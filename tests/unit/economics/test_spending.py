@@ -185,8 +185,8 @@ def test_spot_is_compared_with_all_that_was_kept_on_demand():
     """Of 35 s at 0.02 USD five are lost: the other 30 s would have cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
-    gain = spent(ledger([spot], work)).gain
-    assert (gain.spot_usd, gain.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
-    assert spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).gain.unpriced_spot_usd == pytest.approx(
-        0.70
-    )
+    savings = spent(ledger([spot], work)).savings
+    assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
+    assert spent(
+        ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)
+    ).savings.unpriced_spot_usd == pytest.approx(0.70)

@@ -1,7 +1,7 @@
 import pytest
 
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import dimensions, in_currency, rounded, shown, statement
+from peagle.economics.statement import convert_currency, dimensions, rounded, shown, statement
 from peagle.errors import ConfigError
 
 
@@ -72,7 +72,7 @@ def test_dimensions_may_be_none_at_all():
 
 def test_amounts_in_another_currency_add_up_and_dollars_stay():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
-    both = in_currency(result, "EUR", 0.86, digits=2)
+    both = convert_currency(result, "EUR", 0.86, digits=2)
     assert [row["converted"]["total"] for row in both["rows"]] == [0.29, 0.29, 0.28]
     assert (both["total"]["converted"]["total"], both["currency_beside"], both["per_usd"]) == (0.86, "EUR", 0.86)
     assert [row["usd"] for row in both["rows"]] == [row["usd"] for row in result["rows"]]
@@ -80,4 +80,4 @@ def test_amounts_in_another_currency_add_up_and_dollars_stay():
 
 def test_an_unknown_cost_is_unknown_in_every_currency():
     result = statement([charge(1.0), charge(0.0, spend=Spend(is_priced=False))], (), Days())
-    assert in_currency(result, "EUR", 0.86)["total"]["converted"]["total"] is None
+    assert convert_currency(result, "EUR", 0.86)["total"]["converted"]["total"] is None

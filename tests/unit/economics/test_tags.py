@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.economics.tags import MOST_TAGS, TagKeys, parse_tags, tags_from_text, tags_to_text
+from peagle.economics.tags import MAX_TAGS, TagOptions, parse_tags, tags_from_text, tags_to_text
 
 
 def test_equal_tags_are_equal_text_and_come_back():
@@ -13,7 +13,7 @@ def test_equal_tags_are_equal_text_and_come_back():
     "value", [["team=search", "project=x"], "team=search, project=x", {"team": "search", "project": "x"}]
 )
 def test_tags_come_as_flags_as_a_variable_or_as_a_map(value):
-    assert TagKeys(tags=value).tags == {"team": "search", "project": "x"}
+    assert TagOptions(tags=value).tags == {"team": "search", "project": "x"}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_tags_come_as_flags_as_a_variable_or_as_a_map(value):
         (["team="], "1 to 128"),
         (["team=a\nb"], "1 to 128"),
         (["team=" + "x" * 129], "1 to 128"),
-        ([f"t{number}=1" for number in range(MOST_TAGS + 1)], "are allowed"),
+        ([f"t{number}=1" for number in range(MAX_TAGS + 1)], "are allowed"),
     ],
 )
 def test_other_tags_are_refused(pairs, message):

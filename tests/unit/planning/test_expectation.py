@@ -6,14 +6,14 @@ from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import ResolvedDrafter
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.machines import named_machine
-from peagle.economics.price_options import PriceKeys
+from peagle.economics.price_options import PriceOptions
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.planning.expectation import known_speed
 
-B200 = named_machine(PriceKeys(instance_type="p6-b200.48xlarge"), None, num_accelerators=1)
-H100 = named_machine(PriceKeys(instance_type="p5.48xlarge"), None, num_accelerators=1)
+B200 = named_machine(PriceOptions(instance_type="p6-b200.48xlarge"), None, num_accelerators=1)
+H100 = named_machine(PriceOptions(instance_type="p5.48xlarge"), None, num_accelerators=1)
 FP8, BF16 = Precision(dtype="bfloat16", quantization="fp8"), Precision(dtype="bfloat16")
 
 

@@ -80,9 +80,7 @@ def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan: A
     keys = {"measured": [sweep(cells=at_one)], "market": "on_demand"}
     free = plan(**keys)
     bound = plan(max_machines=free["chosen"]["num_machines"], **keys)
-    assert {row["beyond"] for row in bound["sensitivity"] if row["factor"] < 0.85} == {
-        "needs more than 8 machines"
-    }
+    assert {row["beyond"] for row in bound["sensitivity"] if row["factor"] < 0.85} == {"needs more than 8 machines"}
     assert bound["least_acceptance_length"] == pytest.approx(1.6 * 20e6 / 28_520 / 16 / 50, abs=1e-3), "16 engines"
     assert free["least_acceptance_length"] is None
     assert "not possible" not in text_plan(free)
@@ -132,7 +130,9 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
     assert found["labels"] == ["DUMMY WEIGHTS: x"]
     assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
-    with pytest.raises(ConfigError, match=r"report\.json was measured at a stated price, so it has no spot price") as refused:
+    with pytest.raises(
+        ConfigError, match=r"report\.json was measured at a stated price, so it has no spot price"
+    ) as refused:
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, market="spot")
     assert "--instance-types" in refused.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, but box-2 has BIG: its speed is unknown"):
@@ -248,7 +248,10 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, messag
         ({"cells": []}, "cells must be a non-empty list"),
         ({"cells": [3]}, "cell 1: must be a mapping"),
         ({"cells": [{"method": "none", "k": 0, "concurrency": 1}]}, "cell 1: output_tokens_per_s: Field required"),
-        ({"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]}, "k must be 0 with method none"),
+        (
+            {"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]},
+            "k must be 0 with method none",
+        ),
         (
             {"cells": [{"method": "medusa", "k": 3, "concurrency": 1, "output_tokens_per_s": 5}]},
             r"sweep.json, cell 1: method: 'medusa' is not one of none, peagle, eagle3, ngram, suffix",

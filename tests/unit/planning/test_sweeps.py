@@ -62,4 +62,4 @@ def test_a_file_of_that_name_wins(tmp_path: Path) -> None:
 def test_what_is_neither_names_the_models_with_published_speeds(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
         read_sweep(Path(name))
-    assert refused.value.hint.endswith("one of these models with published speeds: {QWEN}")
+    assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

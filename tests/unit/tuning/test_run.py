@@ -276,7 +276,12 @@ def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named
         ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
         ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "give more than"),
         ({"drafter": "peagle=/nowhere"}, ConfigError, "no such drafter: /nowhere", "folder"),
-        ({"usd_per_hour": None, "instance_type": "c7a.lage"}, PriceError, "no price for the instance type", "c7a.large"),
+        (
+            {"usd_per_hour": None, "instance_type": "c7a.lage"},
+            PriceError,
+            "no price for the instance type",
+            "c7a.large",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_an_engine_starts(

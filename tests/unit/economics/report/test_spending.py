@@ -4,7 +4,7 @@ from decimal import Decimal
 
 from peagle.economics.report.spending import csv_statement, text_statement
 from peagle.economics.spending import Charge, Days, Spend
-from peagle.economics.statement import in_currency, statement
+from peagle.economics.statement import convert_currency, statement
 
 
 def a_statement(*, is_priced=True, scale=1.0):
@@ -55,7 +55,7 @@ def test_lines_of_csv_add_up_to_the_last_digit():
 
 
 def test_another_currency_stands_beside_the_dollars_and_adds_up_too():
-    both = in_currency(a_statement(), "EUR", 0.86)
+    both = convert_currency(a_statement(), "EUR", 0.86)
     rows, total = csv.DictReader(io.StringIO(csv_statement(both))), both["total"]["converted"]["total"]
     assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
     text = text_statement(both)

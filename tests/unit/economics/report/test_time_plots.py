@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.economics.report.figures import in_words_usd
+from peagle.economics.report.figures import format_usd
 from peagle.economics.report.time_plots import engines_svg, series_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -19,7 +19,7 @@ def an_engine(*spans, **seconds):
 
 
 def test_steps_are_as_wide_and_as_high_as_their_time_and_value():
-    root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], a_timeline(), "speed", in_words_usd))
+    root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], a_timeline(), "speed", format_usd))
     (line,) = root.iter(f"{SVG}polyline")
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
     assert len(points) == 6
@@ -30,7 +30,7 @@ def test_steps_are_as_wide_and_as_high_as_their_time_and_value():
 
 
 def test_a_sum_grows_from_nothing_to_its_value_at_the_end_of_each_step():
-    root = ElementTree.fromstring(series_svg([1.0, 2.0, 4.0], a_timeline(), "spent", in_words_usd, is_sum=True))
+    root = ElementTree.fromstring(series_svg([1.0, 2.0, 4.0], a_timeline(), "spent", format_usd, is_sum=True))
     (line,) = root.iter(f"{SVG}polyline")
     heights = [float(point.split(",")[1]) for point in line.get("points").split()]
     assert len(heights) == 4
@@ -41,7 +41,7 @@ def test_a_sum_grows_from_nothing_to_its_value_at_the_end_of_each_step():
     ("total_s", "last"), [(0.5, "0 s"), (5.0, "5 s"), (120.0, "120 s"), (7000.0, "100 min"), (9e5, "10 d")]
 )
 def test_seconds_are_told_in_durations_of_which_few_fit(total_s, last):
-    root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", in_words_usd))
+    root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
     ticks = [one.text for one in root.iter(f"{SVG}text") if one.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
@@ -63,5 +63,5 @@ def test_an_engine_that_has_only_begun_has_an_empty_lane():
 
 
 def test_a_pause_is_a_line_that_says_how_long_it_was():
-    plot = series_svg([1.0], a_timeline(pauses=[{"at_s": 60.0, "lasted_s": 7200.0}]), "x", in_words_usd)
+    plot = series_svg([1.0], a_timeline(pauses=[{"at_s": 60.0, "lasted_s": 7200.0}]), "x", format_usd)
     assert "a pause of 2 h 0 min is cut out" in plot

@@ -86,8 +86,8 @@ def test_a_driver_that_cannot_look_leaves_ray_alone_until_its_end(monkeypatch, e
     assert abandoned == [True]
 
 
-@pytest.mark.parametrize(("ending", "goes_on"), [(StoppedEarly, True), (EngineError, False), (None, False)])
-def test_what_breaks_off_in_a_stop_ends_with_the_stop(monkeypatch, ending, goes_on):
+@pytest.mark.parametrize(("ending", "continues_segment"), [(StoppedEarly, True), (EngineError, False), (None, False)])
+def test_what_breaks_off_in_a_stop_ends_with_the_stop(monkeypatch, ending, continues_segment):
     """A signal to all processes of a machine ends Ray too."""
 
     def receipts():
@@ -100,10 +100,10 @@ def test_what_breaks_off_in_a_stop_ends_with_the_stop(monkeypatch, ending, goes_
     supervisor = SimpleNamespace(observe=lambda: heard.append("looked"), ending=ended)
     found = streaming._until_broken(receipts(), supervisor)
     assert next(found) == "usage"
-    if goes_on:
+    if continues_segment:
         assert list(found) == []
     else:
         with pytest.raises(EngineError, match="broke off"):
             next(found)
     assert heard == ["looked"]
-    assert bool(abandoned) is goes_on
+    assert bool(abandoned) is continues_segment

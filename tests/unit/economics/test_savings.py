@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.economics.baseline import Baseline, Step
-from peagle.economics.gain import Gain, gain_of, spot_gain
 from peagle.economics.prices import PriceTable
+from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.work import Work
 
 STEPS = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.080, plain_step_s=0.040, error=0.1),))
@@ -19,16 +19,16 @@ WORK = Work(
 
 
 def test_generation_without_the_drafter_takes_as_many_steps_as_it_has_tokens():
-    gain = gain_of(WORK, has_drafter=True, baseline=STEPS)
-    assert (gain.prompt_usd, gain.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
-    assert (gain.undrafted_usd, gain.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
-    assert gain.error_usd == pytest.approx(0.0125)
-    assert (gain.acceptance_length, gain.break_even) == (2.5, pytest.approx(2.0))
-    assert gain.loss_note("head for m") is None
+    savings = work_savings(WORK, has_drafter=True, baseline=STEPS)
+    assert (savings.prompt_usd, savings.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
+    assert (savings.undrafted_usd, savings.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
+    assert savings.error_usd == pytest.approx(0.0125)
+    assert (savings.acceptance_length, savings.break_even) == (2.5, pytest.approx(2.0))
+    assert savings.loss_note("head for m") is None
 
 
 def test_a_drafter_below_its_break_even_loses_money_and_is_told_of():
-    poor = gain_of(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
+    poor = work_savings(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
     assert poor.saved_usd == pytest.approx(-0.025)
     note = poor.loss_note("head for m")
     assert note is not None
@@ -36,24 +36,24 @@ def test_a_drafter_below_its_break_even_loses_money_and_is_told_of():
 
 
 def test_a_loss_within_the_error_is_no_loss():
-    near = gain_of(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
+    near = work_savings(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
     assert near.saved_usd < 0
     assert near.loss_note("head for m") is None
 
 
 def test_generation_is_never_more_than_the_busy_seconds():
     slow = Baseline(source="another machine", steps=(Step(concurrency=1, step_s=1.0, plain_step_s=0.5),))
-    gain = gain_of(WORK, has_drafter=True, baseline=slow)
-    assert (gain.prompt_usd, gain.generation_usd, gain.undrafted_usd) == (0.0, 0.12, pytest.approx(0.15))
-    assert gain.to_dict()["speculation"]["error_usd"] is None
+    savings = work_savings(WORK, has_drafter=True, baseline=slow)
+    assert (savings.prompt_usd, savings.generation_usd, savings.undrafted_usd) == (0.0, 0.12, pytest.approx(0.15))
+    assert savings.to_dict()["speculation"]["error_usd"] is None
 
 
 def test_without_a_drafter_each_later_token_is_a_step_and_nothing_is_compared():
     plain = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.040, plain_step_s=0.040),))
-    gain = gain_of(replace(WORK, num_drafts=0, num_accepted_tokens=0, busy_s=20.0, request_s=160.0), has_drafter=False,
-                   baseline=plain)  # fmt: skip
-    assert gain.generation_usd == pytest.approx(0.12 * (2500 * 0.040 / 8) / 20.0)
-    assert gain.to_dict()["speculation"] == Gain().to_dict()["speculation"]
+    work = replace(WORK, num_drafts=0, num_accepted_tokens=0, busy_s=20.0, request_s=160.0)
+    savings = work_savings(work, has_drafter=False, baseline=plain)
+    assert savings.generation_usd == pytest.approx(0.12 * (2500 * 0.040 / 8) / 20.0)
+    assert savings.to_dict()["speculation"] == Savings().to_dict()["speculation"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_without_a_drafter_each_later_token_is_a_step_and_nothing_is_compared():
     ids=["nothing measured", "how many at once is not known", "no busy seconds", "drafts are not told"],
 )
 def test_what_cannot_be_compared_is_unknown_and_not_nothing(work, baseline):
-    found = gain_of(work, has_drafter=True, baseline=baseline).to_dict()
+    found = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
     assert found["speculation"]["usd"] is None
     assert found["prompt_usd"] is found["generation_usd"] is None
     assert found["speculation"]["unknown_usd"] == found["unsplit_usd"] == 0.12
@@ -77,7 +77,7 @@ def test_spot_saves_what_is_kept_on_demand_less_all_that_was_paid():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
-    found = spot_gain(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
+    found = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
     assert found["spot_usd"] == 10.0
     assert found["on_demand_usd"] == pytest.approx(9.0 * ratio)
     assert found["usd"] == pytest.approx(9.0 * ratio - 10.0)
@@ -85,9 +85,9 @@ def test_spot_saves_what_is_kept_on_demand_less_all_that_was_paid():
 
 def test_spot_without_a_price_on_demand_is_unknown_and_another_market_saves_nothing():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
-    unknown = spot_gain(replace(spot, on_demand_usd_per_hour=None), kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
+    unknown = spot_savings(replace(spot, on_demand_usd_per_hour=None), kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
     assert (unknown["usd"], unknown["unknown_usd"]) == (None, 10.0)
-    assert spot_gain(PriceTable.load().price("c7a.large"), kept_usd=9.0, lost_usd=1.0) == Gain()
+    assert spot_savings(PriceTable.load().price("c7a.large"), kept_usd=9.0, lost_usd=1.0) == Savings()
 
 
 @st.composite
@@ -107,12 +107,12 @@ def works(draw):
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(drawn=st.lists(st.tuples(works(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
 def test_the_parts_are_the_whole_in_any_order(drawn):
-    gains = [gain_of(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in drawn]
-    whole = sum(gains, Gain())
+    gains = [work_savings(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in drawn]
+    whole = sum(gains, Savings())
     paid = sum(work.usd for work, _, _ in drawn)
     assert whole.prompt_usd + whole.generation_usd + whole.unsplit_usd == pytest.approx(paid)
     assert whole.drafted_usd + whole.uncompared_usd <= paid + 1e-9
     assert min(whole.prompt_usd, whole.generation_usd, whole.undrafted_usd, whole.error_usd) >= 0
-    backwards = sum(reversed(gains), Gain())
+    backwards = sum(reversed(gains), Savings())
     assert backwards.saved_usd == pytest.approx(whole.saved_usd)
     assert backwards.num_drafts == whole.num_drafts

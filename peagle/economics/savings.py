@@ -24,7 +24,7 @@ from peagle.economics.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gain:
+class Savings:
     """Dollars to compare; they add up with `+`.
 
     Attributes:
@@ -133,26 +133,26 @@ class Gain:
 
 
 _DIGITS = 9  # of a dollar, as in a statement
-_ADDED = tuple(field.name for field in fields(Gain) if field.name not in ("is_error_known", "sources"))
+_ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is_error_known", "sources"))
 
 
-def gain_of(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Gain:
+def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
     """Return the savings of work. Without a drafter, each token after a request's first one is a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
     is_counted = num_steps > 0 or num_later_tokens == 0
     if baseline is None or not is_counted or not work.busy_s or not work.request_s:
-        return Gain(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
+        return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
     step = baseline.at(work.request_s / work.busy_s)
     generation_s = num_steps * step.step_s / step.concurrency
     generation_usd = work.usd * min(generation_s / work.busy_s, 1.0)
-    split = Gain(
+    split = Savings(
         prompt_usd=work.usd - generation_usd, generation_usd=generation_usd, sources=frozenset([baseline.source])
     )
     if not has_drafter or not num_steps:
         return split
     undrafted_usd = generation_usd * (1 + work.num_accepted_tokens / num_steps) / step.break_even
-    return split + Gain(
+    return split + Savings(
         drafted_usd=generation_usd,
         undrafted_usd=undrafted_usd,
         error_usd=undrafted_usd * (step.error or 0.0),
@@ -162,12 +162,12 @@ def gain_of(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Gain
     )
 
 
-def spot_gain(paid: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Gain:
+def spot_savings(paid: EngineSession | Price, *, kept_usd: float, lost_usd: float) -> Savings:
     """Return the savings of a spot machine. On demand nothing would have been lost."""
     if paid.market != "spot":
-        return Gain()
+        return Savings()
     usd = kept_usd + lost_usd
     if not (paid.on_demand_usd_per_device_s and paid.usd_per_device_s):
-        return Gain(unpriced_spot_usd=usd)
+        return Savings(unpriced_spot_usd=usd)
     ratio = paid.on_demand_usd_per_device_s / paid.usd_per_device_s
-    return Gain(spot_usd=usd, on_demand_usd=kept_usd * ratio)
+    return Savings(spot_usd=usd, on_demand_usd=kept_usd * ratio)
