@@ -15,41 +15,42 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "csv", "json", "html", "focus")
 HELP = """\
-Say what runs and endpoints cost in a period: work, overhead and losses, by key, model, tag or day. The lines add up to
-the cent.
+Show what runs and endpoints cost in a period: work, overhead and losses, by key, model, tag or day. Rounded amounts add
+up exactly.
 
   peagle cost runs/* runs/serve --month 2026-11 --by key,model
   peagle cost s3://bucket/runs/* --from 2026-11-01 --to 2026-11-15 --by tag:team --format csv > team.csv
   peagle cost runs/serve --by day --format html > spending.html
   peagle cost runs/serve --month 2026-11 --format focus > focus.csv
-  peagle cost runs/serve --month 2026-11 --currency EUR --rate 0.86      # at a rate of yours
+  peagle cost runs/serve --month 2026-11 --currency EUR --rate 0.86      # at your rate
   peagle cost runs/* --month 2026-11 --nodes-usd-per-hour 0.38           # with the cluster's head and CPU nodes
 
-Under "saved" it says what generation would have cost without the drafter, by step times that were measured: of the
-catalog, of the profile, or of a benchmark that you name.
+The section "saved" compares with generation without the drafter, using step times from the catalog, the profile or a
+benchmark:
 
   peagle bench --model m --methods none,peagle ... --output runs/bench
   peagle cost runs/* --baseline runs/bench/report.json
 
-A SOURCE is a run directory, the --state folder of `peagle serve`, the folder of a measurement or of a training, or a
-glob of them. Days are UTC's, and both ends are included. Work counts on the day on which it is committed. A cost
-without a price is "unknown", never 0.
+A SOURCE is a run directory, the --state folder of `peagle serve`, the output folder of a measurement or training, or a
+glob of them. Days are in UTC; both ends are included. Work counts on the day it is committed. A cost without a price is
+"unknown", never 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle cost`."""
+    """Add the flags of `peagle cost`."""
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="run directory, --state folder, or a glob of them; local or s3://"
     )
-    parser.add_argument("--month", metavar="YYYY-MM", help="the days of this month")
-    parser.add_argument("--from", dest="first", metavar="DATE", help="from this day on")
-    parser.add_argument("--to", dest="last", metavar="DATE", help="up to and including this day")
+    parser.add_argument("--month", metavar="YYYY-MM", help="a calendar month")
+    parser.add_argument("--from", dest="first", metavar="DATE", help="first day")
+    parser.add_argument("--to", dest="last", metavar="DATE", help="last day")
     parser.add_argument(
         "--by",
         default="run",
         metavar="LIST",
-        help="of key, model, drafter, tag, tag:NAME, day, run, instance; empty for the total (default: %(default)s)",
+        help="dimensions: key, model, drafter, tag, tag:NAME, day, run, instance; empty for the total "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="report.json of `peagle bench`, to compute savings"
@@ -58,15 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes-usd-per-hour",
         type=float,
         metavar="X",
-        help="price of head and CPU nodes: overhead for as long as an engine of these sources lived",
+        help="price of all head and CPU nodes, charged while an engine of these sources is running",
     )
     parser.add_argument("--currency", metavar="CODE", help="convert amounts to this currency; FOCUS uses only this one")
-    parser.add_argument("--rate", type=float, metavar="X", help="of that currency for a dollar")
+    parser.add_argument("--rate", type=float, metavar="X", help="amount of that currency per dollar")
     parser.add_argument("--format", type=_format, choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Add up, and print."""
+    """Print the statement."""
     from peagle.economics.other_nodes import node_charges
     from peagle.economics.report.focus import focus_csv
     from peagle.economics.report.spending import csv_statement, text_statement
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     result = statement(charged, by, days, found.notes)
     if currency:
         result = convert_currency(result, *currency)
-        result["notes"].append(f"{currency[0]} at {currency[1]:g} for a dollar, on all days.")
+        result["notes"].append(f"Converted at {currency[1]:g} {currency[0]} per dollar on all days.")
     if args.format == "focus":
         print(focus_csv(charged, *(currency or ())))
     elif args.format == "json":
@@ -107,41 +108,26 @@ def _format(text: str) -> str:
 
 
 def _currency(args: argparse.Namespace) -> tuple[str, float] | None:
-    """A currency beside dollars, and its rate.
-
-    Raises:
-        ConfigError: one is given without the other, or is none.
-    """
     from peagle.errors import ConfigError
 
     if args.currency is None and args.rate is None:
         return None
     if args.currency is None or args.rate is None:
-        raise ConfigError("--currency and --rate go together", hint="as in --currency EUR --rate 0.86")
+        raise ConfigError("--currency and --rate must be set together", hint="for example --currency EUR --rate 0.86")
     if not re.fullmatch("[A-Z]{3}", args.currency):
-        raise ConfigError(f"{args.currency!r} is no currency", hint="write its code of ISO 4217, as EUR")
+        raise ConfigError(f"{args.currency!r} is not a currency code", hint="use an ISO 4217 code like EUR")
     return args.currency, _positive("--rate", args.rate)
 
 
 def _positive(flag: str, value: float) -> float:
-    """The value, if it is a positive number.
-
-    Raises:
-        ConfigError: it is none.
-    """
     from peagle.errors import ConfigError
 
     if not 0 < value < math.inf:
-        raise ConfigError(f"{flag} is a positive number, got {value:g}")
+        raise ConfigError(f"{flag} must be a positive number, got {value:g}")
     return value
 
 
 def _days(args: argparse.Namespace) -> "Days":
-    """The period that is asked for.
-
-    Raises:
-        ConfigError: it is no month or no date, both are given, or it ends before it begins.
-    """
     from peagle.economics.spending import Days, day_number
     from peagle.errors import ConfigError
 
@@ -150,11 +136,11 @@ def _days(args: argparse.Namespace) -> "Days":
             ends = (None if text is None else day_number(date.fromisoformat(text)) for text in (args.first, args.last))
             return Days(*ends)
         if args.first is not None or args.last is not None:
-            raise ConfigError("--month is a whole period: leave out --from and --to")
+            raise ConfigError("--month cannot be combined with --from and --to")
         first = date.fromisoformat(f"{args.month}-01")
         last = first.replace(day=calendar.monthrange(first.year, first.month)[1])
         return Days(day_number(first), day_number(last))
     except ValueError as error:
         raise ConfigError(
-            f"the period: {error}", hint="write --month 2026-11, or --from 2026-11-01 --to 2026-11-30"
+            f"invalid period: {error}", hint="for example --month 2026-11, or --from 2026-11-01 --to 2026-11-30"
         ) from error

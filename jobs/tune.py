@@ -1,7 +1,4 @@
-"""`peagle tune`: the best method, K, concurrency, batch and precision.
-
-The answer holds for one target, its prompts and this hardware.
-"""
+"""`peagle tune`: find the best method, K, concurrency, batch size and precision for a target on this hardware."""
 
 import argparse
 import sys
@@ -15,18 +12,18 @@ from peagle.requests.prompts import PromptKeys
 from peagle.tuning.config import TuneConfig
 
 HELP = """\
-Find the configuration with the most tokens per dollar, or with the most throughput below a latency limit, in a given
-budget of engine time: every configuration once, then the best ones again. Engines run one at a time, and each serves
-several configurations. Ray is not needed.
+Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits. Every
+configuration is measured once within a budget of engine time, then the best ones again. Engines run one at a time,
+without Ray.
 
   peagle tune --dataset mine.jsonl --budget-min 30
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
   peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
-The answer is a profile for `peagle generate` and `peagle serve`; it may be that no speculation is best. Finished passes
-are kept in OUTPUT: the same command continues where it stopped, also with a larger budget, other limits or more
-methods. Ctrl-C and SIGTERM shut the engine down.
+The result is a profile for `peagle generate` and `peagle serve`; no speculation may be the best choice. OUTPUT contains
+the finished passes, so the same command continues, also with a larger budget, other limits or more methods. Ctrl-C and
+SIGTERM shut the engine down.
 """
 _GROUPS = {
     "goal": ["objective", "max_tpot_ms", "max_ttft_ms", "budget_min", "profile_output"],
@@ -43,12 +40,12 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle tune`."""
+    """Add the flags of `peagle tune`."""
     flags.add_flags(parser, TuneConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Tune, and print what was measured and what was chosen."""
+    """Tune, and print the measurements and the choice."""
     config = flags.load(TuneConfig, args)
     from peagle.tuning.answer import text_table
     from peagle.tuning.run import tune

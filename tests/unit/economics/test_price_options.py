@@ -97,12 +97,7 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same by the accelerator
         (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # stated for them too
         (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # nothing is stated: it stays
-        (
-            PriceOptions(),
-            CPU,
-            PriceOptions(),
-            replace(CPU, machine_names=("m7i.large",)),
-        ),  # another is detected
+        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),  # another is detected
     ],
 )
 def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):

@@ -187,6 +187,5 @@ def test_spot_is_compared_with_all_that_was_kept_on_demand():
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
     savings = spent(ledger([spot], work)).savings
     assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
-    assert spent(
-        ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)
-    ).savings.unpriced_spot_usd == pytest.approx(0.70)
+    unpriced = spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
+    assert unpriced.unpriced_spot_usd == pytest.approx(0.70)

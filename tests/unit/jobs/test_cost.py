@@ -120,9 +120,9 @@ def test_months_add_up_to_all_time(peagle):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--month", "2026-13"], "the period"),
-        (["--month", "2026-11", "--to", "2026-11-02"], "leave out --from and --to"),
-        (["--from", "yesterday"], "the period"),
+        (["--month", "2026-13"], "invalid period"),
+        (["--month", "2026-11", "--to", "2026-11-02"], "cannot be combined with --from"),
+        (["--from", "yesterday"], "invalid period"),
         (["--from", "2026-11-02", "--to", "2026-11-01"], "before it starts on 2026-11-02"),
         (["--by", "kye"], "did you mean key"),
     ],
@@ -135,16 +135,16 @@ def test_a_currency_has_a_rate_that_is_told(peagle):
     arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
     said = peagle(*arguments)
     assert "13.76 EUR" in said
-    assert "EUR at 0.5 for a dollar, on all days." in said
+    assert "Converted at 0.5 EUR per dollar on all days." in said
     assert ",EUR," in peagle(*arguments, "--format", "focus")
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--currency", "EUR"], "go together"),
-        (["--rate", "2"], "go together"),
-        (["--currency", "euro", "--rate", "2"], "no currency"),
+        (["--currency", "EUR"], "must be set together"),
+        (["--rate", "2"], "must be set together"),
+        (["--currency", "euro", "--rate", "2"], "not a currency code"),
         (["--currency", "EUR", "--rate", "0"], "positive"),
         (["--currency", "EUR", "--rate", "nan"], "positive"),
     ],

@@ -130,9 +130,7 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
     found = plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None)
     assert found["labels"] == ["DUMMY WEIGHTS: x"]
     assert found["chosen"]["usd"] == pytest.approx((3600 + 60) / 3600 * 0.1)
-    with pytest.raises(
-        ConfigError, match=r"report\.json was measured at a stated price, so it has no spot price"
-    ) as refused:
+    with pytest.raises(ConfigError, match="at a stated price, so it has no spot price") as refused:
         plan(measured=[tmp_path / "report.json"], tokens=360_000, within=None, market="spot")
     assert "--instance-types" in refused.value.hint
     with pytest.raises(ConfigError, match="measured on CPUs, but box-2 has BIG: its speed is unknown"):

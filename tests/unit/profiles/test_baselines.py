@@ -65,7 +65,7 @@ def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one()
     ("content", "message"),
     [
         (None, "No such file"), ("{", "not JSON"), ("[]", "no step time"), ("{}", "no step time"),
-        (json.dumps({"cells": [{"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 9.0}]}), "no step time"),
+        (json.dumps({"cells": [{"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 9.0}]}), "no step"),
         (
             json.dumps(
                 {"cells": [{"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 9.0, "step_s": 0.1}]}
