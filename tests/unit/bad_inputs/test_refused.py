@@ -201,7 +201,7 @@ CASES = [
         files={"run/plan.*.parquet": b"PAR1"}),
     # money, time and other limits
     bad("an instance type that has no price", "--instance-type c7a.larg", "did you mean c7a.large"),
-    bad("a market where it is not sold", "--instance-type p5e.48xlarge", "no on-demand price is known"),
+    bad("a market where it is not sold", "--instance-type p5e.48xlarge", "no on-demand price for p5e"),
     bad("a place where it is not sold", "--instance-type c7a.large --region mars", "at mars"),
     bad("a price table that is not there", "--prices mine.csv", "mine.csv"),
     bad("a price table of other columns", "--prices mine.csv", "mine.csv", files={"mine.csv": b"a,b\n1,2\n"}),
