@@ -1,4 +1,4 @@
-"""Measured step times with and without a drafter, from which savings are computed.
+"""Measured step times with and without a drafter, used to compute savings.
 
 An engine session in the ledger contains the baseline of its engine as JSON.
 """
@@ -19,7 +19,7 @@ class Step:
 
     Attributes:
         step_s: seconds of a decoding step, including drafting and verification.
-        plain_step_s: seconds without the drafter; equal to `step_s` if there is none.
+        plain_step_s: seconds without the drafter; equal to `step_s` for an engine without one.
         error: relative error of the ratio of the two, or None if it is unknown.
 
     Raises:

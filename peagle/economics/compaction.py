@@ -2,7 +2,7 @@
 
 The merged file is written completely before the old files are deleted, so a crash at any point leaves an equivalent
 ledger, and the next run finishes the work. Only files of processes that have ended are merged: one hour after their
-last record, or one day after the last sign of life. A file that changes meanwhile stays.
+last record, or one day after the last sign of life. A file that changes during the merge stays.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
 """The files of a ledger.
 
     session-ID.parquet     the latest heartbeat of an engine process; each heartbeat replaces it
-    beats-ID.jsonl         endpoints only: one heartbeat per minute, from which costs per hour are computed
+    beats-ID.jsonl         endpoints only: one heartbeat per minute, for costs per hour
     requests-ID.jsonl      endpoints only: one line per request of the process; a batch has a file with one line
 
-A bulk run has its ledger in the run directory, an endpoint in a folder of its own. `peagle ledger compact` merges the
+A bulk run has its ledger in the run directory, an endpoint in a separate folder. `peagle ledger compact` merges the
 files of ended processes (`segments.py`, `compaction.py`).
 """
 

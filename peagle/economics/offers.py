@@ -172,7 +172,7 @@ _PLAIN_MEMORY = {"A100": "40GB"}
 
 
 def is_accelerator(name: str | None, device_name: str) -> bool:
-    """Return whether an accelerator of a price table is the one that a driver reports.
+    """Return whether a price table and a driver name the same accelerator.
 
     The name must be a sequence of whole words of the device name, so "L4" is not "NVIDIA L40S".
 

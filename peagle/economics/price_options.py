@@ -97,7 +97,7 @@ def require_same_price(
 
     Args:
         price: from the options and the hardware now.
-        before, keys_before: the original price, and the options as JSON from which it was resolved.
+        before, keys_before: the original price, and its options as JSON.
         machine: `machine_of` the original hardware.
 
     Raises:
@@ -118,7 +118,7 @@ def require_same_price(
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Require a price for the kind of device by which engines are billed.
+    """Require a price for the billed kind of device.
 
     Args:
         engines: which engines, for the message.

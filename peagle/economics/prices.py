@@ -212,7 +212,7 @@ def default_instance(
 
     Args:
         accelerator: the device name, as "NVIDIA H100 80GB HBM3".
-        market: whose prices the error lists.
+        market: the prices to list in the error.
         called: names of this machine that the table lacks, for the message.
 
     Raises:

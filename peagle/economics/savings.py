@@ -11,7 +11,7 @@ of 12 busy seconds has 1,000 drafts with 1,500 accepted tokens: an acceptance le
 1,000 x 0.08 / 8 = 10 s, its prompt 2 s. Without the drafter, generation would take
 10 x 2.5 / 2.0 = 12.5 s; 2.5 s are saved.
 
-Unknown amounts are sums of their own, so they are never counted as zero.
+Unknown amounts are added up separately and never count as zero.
 """
 
 from dataclasses import dataclass, fields
@@ -82,16 +82,16 @@ class Savings:
             return None
         return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DIGITS)
 
-    def loss_note(self, whose: str) -> str | None:
+    def loss_note(self, name: str) -> str | None:
         """Return a warning if speculation costs more than it saves, beyond the error; else None.
 
         Args:
-            whose: the drafter and its model.
+            name: the drafter and its model.
         """
         if self.acceptance_length is None or self.break_even is None or self.saved_usd + self.error_usd >= 0:
             return None
         return (
-            f"Speculation loses money: generation with {whose} cost ${-self.saved_usd:.3g} more than without, at an "
+            f"Speculation loses money: generation with {name} cost ${-self.saved_usd:.3g} more than without, at an "
             f"acceptance length of {self.acceptance_length:.2f} where {self.break_even:.2f} breaks even. "
             "Use --drafter none, or a smaller --num-speculative-tokens."
         )

@@ -121,7 +121,7 @@ def files_of(folder: Place, kind: str) -> Files:
     """Return the files of a kind.
 
     Raises:
-        FileNotFoundError: an index was deleted meanwhile.
+        FileNotFoundError: an index was deleted during the call.
         PeagleError: an index is damaged.
     """
     found = Files()
@@ -142,10 +142,10 @@ def placed(files: Files) -> dict[str, Segment]:
     """Return each segment once, by name.
 
     After a crash a segment may be in several files; the longest one counts. If a process continued after its file was
-    merged, its new file is a segment of its own.
+    merged, its new file is another segment.
 
     Raises:
-        FileNotFoundError: a file was deleted meanwhile.
+        FileNotFoundError: a file was deleted during the call.
     """
     found: dict[str, Segment] = {}
     for members in files.merged.values():

@@ -4,7 +4,7 @@ Every dollar of an engine's life is in exactly one charge:
 
     attributed     work that was committed, or billed to a request
     loading, idle  overhead, which belongs to no key
-    lost           work that was not committed, or billed to nobody
+    lost           work that was not committed, or not billed
 
 Days are in UTC. Work counts on the day on which it is committed, with all its seconds (`shares_by_period`).
 `statement.py` adds charges up.
@@ -100,7 +100,7 @@ _NO_SAVINGS = Savings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
-    """Dollars by kind, with what they bought; they add up with `+`.
+    """Dollars by kind, and the work paid for; they add up with `+`.
 
     Attributes:
         savings: savings from the drafter and spot machines.
@@ -139,7 +139,7 @@ class Ledger:
     Attributes:
         run: its name.
         sessions: as of their latest heartbeats.
-        work: committed work. The batches of an endpoint have engines of their own, without a session here.
+        work: committed work. The batches of an endpoint run on separate engines, without a session here.
         then: returns a session at a Unix time in its life.
     """
 

@@ -130,7 +130,7 @@ class RequestUsage:
         model: the name that the client used.
         outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
             answer.
-        ttft_s: time to first token in the engine; None if there was none.
+        ttft_s: time to first token in the engine; or None.
         usage: as of a unit with one row.
         usd: price of its busy seconds, without loading and idling.
         num_choices: engine slots used at most.
@@ -151,7 +151,7 @@ class RequestUsage:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a whole batch, which is a session of its own."""
+        """Whether it is a whole batch with its own session."""
         return self.request_id == self.usage.session_id
 
     def to_json(self) -> bytes:

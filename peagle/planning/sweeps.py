@@ -173,7 +173,7 @@ def _of_model(path: Path) -> Sweep:
 
 
 def _bench_command(card: ModelCard, table: PublishedTable) -> str:
-    """Return the benchmark command for the same table, without methods whose head is not on the card."""
+    """Return the benchmark command for the same table, without methods that need a head missing from the card."""
     heads = [method for method, head in card.heads.items() if head.published]
     rows = [row for row in table.speeds if row.method == NONE or row.method in heads]
     methods = ",".join(dict.fromkeys(row.method for row in rows))

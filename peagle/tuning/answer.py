@@ -83,7 +83,7 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    """Return the engine options of the choice; those of drafters only if it drafts."""
+    """Return the engine options of the choice; drafter options only if it drafts."""
     names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.drafts else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
         "model": lasting_name(config.model),

@@ -72,7 +72,7 @@ def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
 
 
 class Tuning(Measurement):
-    """The passes of a search, including those of earlier commands.
+    """The passes of a search, including earlier commands.
 
     Attributes:
         records: finished passes by configuration.

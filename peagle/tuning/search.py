@@ -51,7 +51,7 @@ class Score:
 
     Attributes:
         value: of the objective; more is better.
-        excess: the share by which it exceeds a limit; 0 within all limits.
+        excess: relative excess over a limit; 0 within all limits.
     """
 
     value: float
@@ -224,7 +224,7 @@ def score(summary: Mapping[str, Any], config: TuneConfig) -> Score:
 
 
 def excesses(summary: Mapping[str, Any], config: TuneConfig) -> dict[str, float]:
-    """Return the share by which each limit is exceeded; negative within, empty without limits."""
+    """Return the relative excess over each limit; negative within, empty without limits."""
     limits = {"tpot_s": config.max_tpot_ms, "ttft_s": config.max_ttft_ms}
     return {
         name: (summary[name][P95] * 1000 / limit_ms - 1 if summary[name] else 1.0)

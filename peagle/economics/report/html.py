@@ -139,7 +139,7 @@ def _comparison(compared: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for figure in compared["figures"]:
         if figure["name"].startswith("share_"):
-            continue  # in a table of their own
+            continue  # in another table
         form = FIGURES[figure["name"]].words
         cells = [
             (
