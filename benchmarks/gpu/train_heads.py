@@ -3,7 +3,7 @@
     python3 benchmarks/gpu/train_heads.py
 
 Three processes of `peagle train` on the responses of this repository, each for eight minutes: the shipped P-EAGLE head,
-a P-EAGLE head of four layers unrolled from the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
+a P-EAGLE head of four layers that continues the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
 checkpoint every minute and metrics every step; what is worth keeping is copied to the output as it comes.
 """
 
@@ -26,10 +26,10 @@ SHARED = [
     "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--num-key-value-heads", "9",
     "--cod-ratio", "0.8",
 ]  # fmt: skip
-UNROLLED = ["--further-layers", "unrolled", "--depth-weight", "dpace", "--muon-learning-rate", "0.0025"]
+_DPACE = ["--depth-weight", "dpace", "--muon-learning-rate", "0.0025"]
 HEADS = {
-    "peagle-5": ["--algorithm", "peagle", "--num-layers", "5", "--init", "smollm2-135m-peagle", *UNROLLED],
-    "peagle-4": ["--algorithm", "peagle", "--num-layers", "4", "--init", "smollm2-135m-eagle3", *UNROLLED],
+    "peagle-5": ["--algorithm", "peagle", "--num-layers", "5", "--init", "smollm2-135m-peagle", *_DPACE],
+    "peagle-4": ["--algorithm", "peagle", "--num-layers", "4", "--init", "smollm2-135m-eagle3", *_DPACE],
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
 }  # fmt: skip

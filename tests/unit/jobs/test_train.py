@@ -61,7 +61,7 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
     output = tmp_path / "out"
     source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
     assert _train(*source, *SMALL, "--output", output) == 2
-    assert "no prompts or responses there" in capsys.readouterr().err
+    assert "has no prompts or responses" in capsys.readouterr().err
     assert not output.exists()
 
 
@@ -83,12 +83,12 @@ def heads(tmp_path: Path) -> None:
         (("--init", "nowhere"), "init must be one of warm, random or the folder of a head, got 'nowhere'"),
         (("--init", "."), "config.json cannot be read"),
         (("--device", "cuda"), "torch sees no GPU here"),
-        (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 heads"),
+        (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 attention heads"),
         (("--num-layers", "5"), "5 layers cannot start as the last ones of a target that has 4"),
         (("--mask-token-id", "96"), "--mask-token-id 96: the target has tokens 0 to 95"),
         ((), "--draft-vocab-size 8192: the target has 96 tokens"),
         (("--init", "stranger"), "its hidden size is 8, the target's is 32"),
-        (("--init", "deep"), "deep: has 3 layers, the head to train 2"),
+        (("--init", "deep"), "deep: has 3 layers, but the head to train has 2"),
         (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_a_target_will_not_have_is_said_before_it_answers(
 ) -> None:
     def regenerate(*_: object, **__: object) -> None:
         printed = capsys.readouterr()
-        assert "not known to serve heads for 'gemma3_text' targets" in printed.out
+        assert "may not serve heads for 'gemma3_text' targets" in printed.out
         assert "the head starts at random" in printed.out
         raise StoppedEarly("here it would answer")
 
