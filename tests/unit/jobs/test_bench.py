@@ -85,7 +85,7 @@ def test_sigterm_ends_a_benchmark_as_an_interrupt_does(
     [
         (["--methods", "none,medusa"], "methods are none, peagle"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--synthetic-acceptance", "0.1,0.2"], "never rise"),
+        (["--synthetic-acceptance", "0.1,0.2"], "non-increasing rates"),
     ],
 )
 def test_bad_usage_ends_before_a_model_is_looked_for(
