@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.bench.tables import text_tables
 
     report, folder = bench(config, listener())
-    say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, with plots")
     if report["num_passes_left"]:
         say(f"{report['num_passes_left']} passes are left: the same command goes on")
     if report["failed"]:

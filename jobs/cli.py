@@ -30,7 +30,7 @@ COMMANDS = {
     "demo": "the main job on the embedded model, with and without speculation",
     "generate": "generate text in bulk for a corpus of prompts",
     "status": "show a run's progress, from another terminal or machine",
-    "audit": "check a run's files against its plan, and a sample of its rows against the target alone",
+    "audit": "check a run's files, and a sample of its rows against the target without the drafter",
     "serve": "serve models through OpenAI's API, with keys, limits and cost",
     "up": "start an endpoint in the background, or list them",
     "down": "stop an endpoint that `peagle up` started",
@@ -38,9 +38,9 @@ COMMANDS = {
     "serve keys": "make, list and revoke the endpoint's API keys",
     "serve budgets": "set, list and remove budgets of tags and of the whole endpoint",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
-    "report": "account for runs: tokens per dollar, acceptance, where the money went",
-    "cost": "say what runs and endpoints cost in a period, by key, model, tag or day",
-    "ledger compact": "put the many small files of a ledger into few, beside whoever writes it",
+    "report": "report on runs: tokens per dollar, acceptance, costs",
+    "cost": "show what runs and endpoints cost in a period, by key, model, tag or day",
+    "ledger compact": "merge the small files of a ledger, also while it is being written",
     "prices": "list the prices of machines, each with its date and source",
     "models": "list the catalog, or show one model's card",
     "models add": "put a drafter head into your catalog",
@@ -49,14 +49,13 @@ COMMANDS = {
     "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
     "bench": "measure methods of speculation, K and concurrency against each other",
     "tune": "find method, K, concurrency and precision for a target, prompts and hardware: a profile for runs",
-    "plan": "say which machines, hours and dollars your tokens take, from measured speeds",
+    "plan": "estimate machines, hours and dollars for your tokens, from measured speeds",
     "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
     "deploy kuberay": "write the Kubernetes objects of a bulk run or an endpoint, and apply them",
     "deploy cluster": "write the file for `ray up` of a bulk run's cluster on AWS, and start it",
-    "deploy skypilot": "write SkyPilot's file of a bulk run or an endpoint, and launch it",
     "config show": "print each value of a configuration, and where it came from",
     "config schema": "print the JSON schema of a command's YAML, for editors",
-    "doctor": "say what this machine can do",
+    "doctor": "show what this machine can run",
 }
 _SHARED = ("models add", "quantize-drafter")  # a catalog and its heads may be for all users of a machine
 _JSON_HELP = "write the result as JSON ('-' for standard output; the rest then goes to standard error)"
@@ -106,8 +105,8 @@ def _run(args: argparse.Namespace) -> int:
     except PeagleError as error:
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         code = error.exit_code
-        if code == ConfigError.exit_code and (variables := getattr(args, "variables", ())):
-            print(f"  set in the environment: {', '.join(variables)}", file=sys.stderr)
+        if code == ConfigError.exit_code and (variables := getattr(args, "variables", {})):
+            print(f"  set in the environment: {', '.join(dict.fromkeys(variables.values()))}", file=sys.stderr)
         result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     if args.json:
         _write_result(args.json, result)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of key, model, drafter, tag, tag:NAME, day, run, instance; empty for the total (default: %(default)s)",
     )
     parser.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="report.json of `peagle bench`, for what was saved"
+        "--baseline", type=Path, metavar="FILE", help="report.json of `peagle bench`, to compute savings"
     )
     parser.add_argument(
         "--nodes-usd-per-hour",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="price of head and CPU nodes: overhead for as long as an engine of these sources lived",
     )
-    parser.add_argument("--currency", metavar="CODE", help="amounts in this currency too; of FOCUS in it alone")
+    parser.add_argument("--currency", metavar="CODE", help="convert amounts to this currency; FOCUS uses only this one")
     parser.add_argument("--rate", type=float, metavar="X", help="of that currency for a dollar")
     parser.add_argument("--format", choices=FORMATS, default="table", help="(default: %(default)s)")
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     print(text_comparison(reports))
     print(
         "A drafter saves less the more requests there are at once: verifying drafts is then bound by arithmetic, not "
-        f"by reading weights. `peagle models {MODEL}` says which drafter was fastest at how many."
+        f"by reading weights. `peagle models {MODEL}` shows the fastest drafter by concurrency."
     )
     print(describe_answers(RunDirectory(runs[0]["output"])))
     print(f"report: {folder / 'report.html'}")

@@ -37,11 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="Secret whose entries are environment variables, as AWS_ACCESS_KEY_ID or HF_TOKEN; may be repeated",
+        help="Secret with environment variables such as AWS_ACCESS_KEY_ID or HF_TOKEN; may be repeated",
     )
-    secrets.add_argument(
-        "--service-account", metavar="TEXT", help="account whose rights pods have, instead of AWS's keys"
-    )
+    secrets.add_argument("--service-account", metavar="TEXT", help="service account of the pods, instead of AWS keys")
     secrets.add_argument(
         "--token-secret", default="peagle-ray", metavar="TEXT", help="Ray's token, as auth_token (default: %(default)s)"
     )
@@ -56,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="times to continue a run that ended early (default: 3)",
     )
-    bulk.add_argument("--schedule", metavar="CRON", help="a new run each time, in a folder of its own below output")
+    bulk.add_argument("--schedule", metavar="CRON", help="a new run each time, in a new folder below output")
     bulk.add_argument("--time-zone", metavar="NAME", help="time zone of the schedule (default: the operator's)")
 
 

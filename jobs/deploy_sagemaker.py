@@ -66,12 +66,12 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     say(f"drafter: {found.drafter}")
     if known_offer(keys) is None:
         say(f"{keys.instance_type} is not in the price table, so whether {card.name} fits there was not checked")
-    say(f"{in_words_usd(requests.usd_per_hour)} an hour while it is there ({requests.price})")
+    say(f"{in_words_usd(requests.usd_per_hour)} an hour while it exists ({requests.price})")
     if args.dry_run:
         say(json.dumps(requests.to_dict(), indent=2))
         return 0, requests.to_dict()
     arn = SageMaker(keys.region, say=say).create(requests)
-    say(f"{requests.name} is in service; `peagle deploy sagemaker --down {requests.name}` ends what it costs")
+    say(f"{requests.name} is in service; `peagle deploy sagemaker --down {requests.name}` deletes it and its costs")
     return 0, {**requests.to_dict(), "arn": arn}
 
 

@@ -31,7 +31,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> Non
         client: the command that `--apply` runs.
     """
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML of `peagle generate` or `peagle serve`")
-    parser.add_argument("--name", metavar="TEXT", help="name of what is created (default: peagle- and the file's name)")
+    parser.add_argument(
+        "--name", metavar="TEXT", help="name of the created resources (default: peagle- and the file's name)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to this file instead of standard output")
     parser.add_argument("--apply", action="store_true", help=f"also run it: {client}")
 
@@ -111,7 +113,7 @@ def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
     if done.returncode:
         raise CapacityError(
             f"{' '.join(command)} ended with code {done.returncode}: {done.stderr.strip()}",
-            hint="whatever it says above that it made is there; the same command applies the rest",
+            hint="the resources listed above exist; the same command applies the rest",
         )
 
 

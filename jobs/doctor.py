@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from peagle.hardware import Hardware
 
 HELP = """\
-Say what this machine can do: accelerator, memory, cores, FP8, versions, the embedded model, and what `auto`
+Show what this machine can run: accelerator, memory, cores, FP8, versions, the embedded model, and what `auto`
 would choose.
 
 Exit code 0 when an engine can run here, 1 when something prevents it.

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if endpoint.process() is None:
         say(f"{endpoint.name} has ended before")
     else:
-        say(f"{endpoint.name} stops: requests under way go on for a while")
+        say(f"{endpoint.name} is stopping: running requests may finish")
         background.end(endpoint)
     found = described(endpoint)
     cost = cost_in_words(found["usd"])

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.bench.acceptance_tables import text_report
 
     report, folder = evaluate(config, listener())
-    say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, and plots beside it")
+    say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, with plots")
     if report["failed"]:
         say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
     return (1 if report["failed"] else 0), report

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `peagle export`."""
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--format", required=True, metavar="FORMAT", help="parquet, jsonl or openai-batch")
-    parser.add_argument("--partial", action="store_true", help="export an unfinished run: what is committed so far")
+    parser.add_argument("--partial", action="store_true", help="export the committed rows of an unfinished run")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

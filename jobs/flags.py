@@ -10,7 +10,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -71,11 +71,17 @@ def add_flags(
         headings.get(name, parser).add_argument(*names, **options)
 
 
-def load(model: type[Model], args: argparse.Namespace, beside: Mapping[str, Any] = MappingProxyType({})) -> Model:
-    """The configuration that flags, environment and YAML add up to.
+def load(
+    model: type[Model],
+    args: argparse.Namespace,
+    foreign: Mapping[str, Any] = MappingProxyType({}),
+    foreign_variable: Callable[[str], str] = str,
+) -> Model:
+    """Return the configuration that flags, environment and YAML add up to.
 
     Args:
-        beside: keys that variables of others set; ours win over them.
+        foreign: keys that the variables of another program set. They win over the YAML, and PEAGLE_* over them.
+        foreign_variable: returns the variable that sets such a key.
 
     Raises:
         ConfigError: the YAML is unreadable, a key unknown, or a value not what its key takes.
@@ -84,9 +90,10 @@ def load(model: type[Model], args: argparse.Namespace, beside: Mapping[str, Any]
     values = _from_yaml(args.config, known) if args.config else {}
     set_there = _from_environment(known)
     flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
-    args.variables = [_variable(name) for name in set_there if name not in flags]
+    args.variables = {name: foreign_variable(name) for name in foreign} | {name: _variable(name) for name in set_there}
+    args.variables = {name: variable for name, variable in args.variables.items() if name not in flags}
     args.in_yaml = frozenset(values)
-    return _checked(model, values | dict(beside) | set_there | flags, args.variables)
+    return _checked(model, values | dict(foreign) | set_there | flags, args.variables)
 
 
 def load_file(model: type[Model], path: Path) -> Model:
@@ -95,7 +102,7 @@ def load_file(model: type[Model], path: Path) -> Model:
     Raises:
         ConfigError: as `load`.
     """
-    return _checked(model, _from_yaml(path, model.model_fields), ())
+    return _checked(model, _from_yaml(path, model.model_fields), {})
 
 
 def keys_of(path: Path) -> frozenset[str]:
@@ -119,15 +126,15 @@ def origins(config: pydantic.BaseModel, args: argparse.Namespace) -> dict[str, s
 def _origin(name: str, config: pydantic.BaseModel, args: argparse.Namespace) -> str:
     if hasattr(args, name):
         return "flag"
-    if _variable(name) in args.variables:
-        return f"environment, {_variable(name)}"
+    if name in args.variables:
+        return f"environment, {args.variables[name]}"
     if name in args.in_yaml:
         return str(args.config)
     # Keys that nobody said are set by a profile alone.
     return f"profile {getattr(config, 'profile', None)}" if name in config.model_fields_set else "default"
 
 
-def _checked(model: type[Model], values: Mapping[str, Any], variables: Collection[str]) -> Model:
+def _checked(model: type[Model], values: Mapping[str, Any], variables: Mapping[str, str]) -> Model:
     try:
         return model(**values)
     except pydantic.ValidationError as error:
@@ -188,9 +195,14 @@ def _mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def _explain(error: Any, variables: Collection[str]) -> str:
+def _explain(error: Any, variables: Mapping[str, str]) -> str:
+    """Return one fault with its place.
+
+    Args:
+        variables: by key, the environment variable that set it.
+    """
     where = ".".join(map(str, error["loc"]))
-    if error["loc"] and (variable := _variable(str(error["loc"][0]))) in variables:
+    if error["loc"] and (variable := variables.get(str(error["loc"][0]))):
         where = variable
     if error["type"] == "missing":
         return f"--{where.replace('_', '-')} is needed"

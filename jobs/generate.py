@@ -26,7 +26,7 @@ continues. RAY_ADDRESS names the cluster to run on. It must require a token, unl
 otherwise. Without RAY_ADDRESS a cluster is started on this machine, and stopped at the end.
 """
 EPILOG = """\
-each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
+each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
 exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
 """
 _GROUPS = {
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     request = RunRequest(config=config, command=args.command_line)
     outcome = generate(request, RunProgress(console(soft_wrap=True)))
-    if outcome.did_nothing:
-        print(f"{config.output} is finished: nothing to do.")
+    if outcome.was_already_finished:
+        print(f"{config.output} is already finished.")
     print(text_summary(outcome.report))
     if answers := describe_answers(RunDirectory(config.output)):
         print(answers)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sagemaker-env",
         action="store_true",
-        help="print the variables with which AWS's vLLM container, or peagle's, serves the model and its drafter",
+        help="print the environment variables for AWS's vLLM container or peagle's",
     )
 
 

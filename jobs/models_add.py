@@ -38,9 +38,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Add the head, and print what `--drafter auto` does from now on."""
     from peagle.catalog.add_head import add_head
     from peagle.catalog.drafters import find_head
+    from peagle.catalog.shipped_heads import whole_head
 
     added = add_head(
-        Path(find_head(args.head)),
+        whole_head(Path(find_head(args.head))),
         target=args.target,
         name=args.name,
         num_speculative_tokens=args.num_speculative_tokens,

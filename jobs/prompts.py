@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.drafter.decontamination import DEFAULT, index_of
     from peagle.drafter.prompt_sources import shipped_prompts
 
-    if args.output.suffix not in (".jsonl", ".parquet"):
+    if args.output.suffix.lower() not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output {args.output}: the name must end in .jsonl or .parquet")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def _write(prompts: list[dict[str, Any]], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".parquet":
+    if output.suffix.lower() == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 

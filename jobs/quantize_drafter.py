@@ -34,13 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Convert, and print what it cost."""
     from peagle.catalog.drafters import find_head
+    from peagle.catalog.shipped_heads import whole_head
     from peagle.drafter.fp8_folder import dequantize_head, quantize_head
     from peagle.errors import ConfigError
 
     if args.dequantize and args.keep:
-        raise ConfigError("--keep says what not to quantise; with --dequantize it means nothing")
+        raise ConfigError("--keep names tensors that are not quantised; it cannot be used with --dequantize")
     convert = dequantize_head if args.dequantize else quantize_head
-    conversion = convert(Path(find_head(args.head)), args.output, **({} if args.dequantize else {"keep": args.keep}))
+    conversion = convert(
+        whole_head(Path(find_head(args.head))), args.output, **({} if args.dequantize else {"keep": args.keep})
+    )
     _print(conversion)
     return 0, conversion.to_dict()
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jobs import flags
 from jobs.output import DRY_RUN_HELP, print_forecast
 from peagle.economics.price_options import PRICE_KEYS, resolve_price
+from peagle.engine.sagemaker import variable_of
 from peagle.engine_options import MODEL_KEYS, SIZE_KEYS
 from peagle.errors import ConfigError
+from peagle.quiet import QuietStderr
 from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
 
@@ -35,12 +37,12 @@ Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this mach
 listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
 RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
 the endpoint: new requests are refused, those under way get --drain-s; a second one stops it at once.
-`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true makes it a container as
-SageMaker runs it: docs/deploy.md.
+`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true keeps SageMaker's contract
+for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
 EPILOG = """\
-each key may also stand in the YAML of --config, or in the environment as PEAGLE_<KEY>
-exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped at once
+each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
+exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped immediately
 """
 APP_NAME = "peagle"
 _IF_LOST = (
@@ -49,7 +51,7 @@ _IF_LOST = (
 )
 _FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
-_AT_ONCE = "stopped at once: requests under way are lost"
+_AT_ONCE = "stopped immediately: running requests are lost"
 # Beside what requests get: Serve looks now and then, and kills what does not end by itself.
 _SPARE_S = 30.0
 _GROUPS = {
@@ -113,14 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Serve until stopped."""
-    config = flags.load(sagemaker.config_class(os.environ), args, beside=sagemaker.variables(os.environ))
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
+    if note := sagemaker.ignored_variables(os.environ):
+        print(note, flush=True)
+    with QuietStderr():  # vLLM, whose parser reads them, logs what it is missing
+        variables = sagemaker.variables(os.environ)
+    config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
     from peagle import hardware
     from peagle.machine import identified
     from peagle.ports import require_free
-    from peagle.quiet import QuietStderr
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
     from pipelines.cluster.inspection import inspect
@@ -172,7 +177,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)
                 _wait(config, here, served, stopped)
-                print("stopping: requests under way go on for a while; once more ends it at once", flush=True)
+                print("stopping: running requests may finish; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [one.keys.served_name for one in served]}
 
@@ -219,7 +224,7 @@ def _require_no_other() -> None:
     if there is not None and there.status != _FAILED:
         raise ConfigError(
             f"this cluster's Serve has an application `{APP_NAME}` already ({there.status.value})",
-            hint="stop the `peagle serve` that it belongs to; where there is none any more, this deletes it:\n"
+            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
             f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
         )
 

@@ -63,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state",
         type=Path,
         metavar="PATH",
-        help="for list: --state of the endpoint, for what each key has spent and has left",
+        help="for list: --state of the endpoint, to show what each key has spent and has left",
     )
     limits = parser.add_argument_group("limits of a new key, or of one that is set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--input-tokens-per-min", type=int, metavar="N", help="prompt tokens a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
-    limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="requests to engines under way at once")
+    limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="maximum concurrent requests")
     limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests and batches may cost")
     limits.add_argument(
         "--every",
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if args.name is None and args.action != "list":
         raise ConfigError(f"{args.action} needs the name of a key")
     if args.without and args.action != "set":
-        raise ConfigError(f"--without means nothing for {args.action}", hint="`set` takes a limit away from a key")
+        raise ConfigError(f"--without cannot be used with {args.action}", hint="`set` takes a limit away from a key")
     return _ACTIONS[args.action](user_path(args.keys), args)
 
 

@@ -75,11 +75,11 @@ class EngineKeys(TargetKeys):
     @model_validator(mode="after")
     def _k_needs_a_drafter(self) -> Self:
         if self.drafter == "none" and self.num_speculative_tokens is not None:
-            raise ValueError("num_speculative_tokens means nothing with drafter: none")
+            raise ValueError("num_speculative_tokens cannot be used with drafter: none")
         if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
             raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
         if self.drafter == "none" and self.draft_lookup == "on":
-            raise ValueError("draft_lookup is beside a head, so it means nothing with drafter: none")
+            raise ValueError("draft_lookup needs a head, so it cannot be used with drafter: none")
         return self
 
 
@@ -232,12 +232,12 @@ def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
     """
     if keys.drafter not in ("auto", "none"):
         raise ConfigError(
-            "engine: fake loads no drafter", hint="leave drafter out, and give num_speculative_tokens alone"
+            "engine: fake loads no drafter", hint="leave out drafter, and set only num_speculative_tokens"
         )
     k = keys.num_speculative_tokens
     spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
     name = FAKE_MODEL.name if k else None
-    note = "engine: fake; no model answers, and its speed means nothing"
+    note = "engine: fake; no model answers, and its speed is not a measurement"
     drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
     return compose_engine(keys, hardware, FAKE_MODEL, drafter)
 

@@ -132,4 +132,4 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:_MOST_SHOWN], choices, n=2, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"valid names: {', '.join(choices)}" if choices else "there is none to choose from"
+    return f"valid names: {', '.join(choices)}" if choices else "there are no choices"

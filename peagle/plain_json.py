@@ -5,8 +5,9 @@ import datetime
 import decimal
 import json
 import math
+import re
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 _LEAST_LOGPROB = -9999.0
 
@@ -15,26 +16,44 @@ class HalfSurrogate(ValueError):  # noqa: N818 - as a part of a sentence
     """JSON text with half of a surrogate pair, which no UTF-8 can hold."""
 
 
-def to_json(value: Any, **layout: Any) -> str:
-    """A value as JSON text: bytes in base64, times as ISO 8601, null for NaN.
-
-    Infinity is null too.
+def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null", **layout: Any) -> str:
+    """Return a value as JSON text: bytes in base64, times as ISO 8601.
 
     Args:
+        non_finite: NaN and infinities become null, are kept as Python writes and reads them, or are refused. JSON has
+            none of them.
         layout: `indent`, `separators`, `sort_keys` and `ensure_ascii` as `json.dumps` has them; text stays as it is by
             default.
 
     Raises:
         TypeError: a value that has no form in JSON.
+        ValueError: NaN or an infinity, if these are refused.
 
     >>> to_json({"é": [float("nan"), b"ab"]})
     '{"é": [null, "YWI="]}'
+    >>> to_json([float("-inf")], non_finite="keep")
+    '[-Infinity]'
     """
     layout = {"ensure_ascii": False, **layout}
     try:
-        return json.dumps(value, allow_nan=False, default=_as_json, **layout)
-    except ValueError:  # NaN and infinity are no JSON
+        return json.dumps(value, allow_nan=non_finite == "keep", default=_as_json, **layout)
+    except ValueError:  # NaN or an infinity
+        if non_finite == "refuse":
+            raise
         return json.dumps(_finite(value), allow_nan=False, default=_finite_as_json, **layout)
+
+
+def has_non_finite(value: Any) -> bool:
+    """Whether NaN or an infinity is in a value.
+
+    >>> has_non_finite({"a": [1.0, float("inf")]}), has_non_finite([1.0, "nan"])
+    (True, False)
+    """
+    try:
+        to_json(value, non_finite="refuse")
+    except ValueError:
+        return True
+    return False
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
@@ -52,7 +71,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
         ValueError: it is not JSON.
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    value = json.loads(text, parse_constant=_refuse, **{"parse_float": finite_float, **options})
+    value = json.loads(text, parse_constant=refuse_constant, **{"parse_float": finite_float, **options})
     require_unicode(text, value)
     return value
 
@@ -87,19 +106,40 @@ def is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
 def finite_float(text: str) -> float:
-    """A number of JSON text.
+    """Parse a number of JSON text.
 
     Raises:
-        ValueError: it is more than a number can be.
+        ValueError: it is too large for a 64-bit float, or so small that it would become 0.
     """
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is more than a number can be")
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is too large for a 64-bit float")
+    if number == 0 and re.match(r"-?[0.]*[1-9]", text):
+        raise ValueError(f"{text} is too small for a 64-bit float")
     return number
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its members; an `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        ValueError: a key is in it twice, of which Python's parser would drop the first value.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        key = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"key {key!r} is in an object twice")
+    return members
+
+
+def refuse_constant(word: str) -> None:
+    """Refuse NaN and infinities; a `parse_constant` of `json.loads`.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"{word} is no JSON")
 
 
 def _as_json(value: Any) -> Any:

@@ -25,7 +25,10 @@ os.umask(_UMASK)
 
 
 # Engines of vLLM bind their threads to cores: two at once would compute on the same ones.
-_ENGINES = tuple(f"integration/test_{name}.py" for name in ("draft_parity", "generate_vllm", "launch_models", "serve"))
+_ENGINES = tuple(
+    f"integration/test_{name}.py"
+    for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +114,11 @@ class BlockBench(Bench):
     def accept(self, one: Pass, record: PassRecord) -> None:
         """Take a finished pass and write the report."""
         super().accept(one, record)
-        self.write_report()
-        self.after_pass()
+        try:
+            self.write_report()
+            self.after_pass()
+        except Exception:  # what is measured is kept in `cells`, and the rest of the block is worth more than a table
+            traceback.print_exc()
 
     async def _measure(self, engine: Engine, one: Pass, start_s: float, spending: EngineSpending) -> PassRecord:
         if one.setup.name not in self._warm:

@@ -26,9 +26,8 @@ def run(args: argparse.Namespace) -> int:
     report = args.output / "report.json"
 
     def compare() -> None:
-        write_comparison(
-            args.output / "comparison.md", [json.loads(report.read_bytes())], lambda method, concurrency: K
-        )
+        reports = [json.loads(report.read_bytes())]
+        write_comparison(args.output / "comparison.md", reports, lambda method, concurrency: K, tiny=args.tiny)
 
     return run_block(args, benches(shapes_folder(tiny=args.tiny), tiny=args.tiny), compare)
 

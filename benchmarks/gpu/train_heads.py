@@ -1,13 +1,15 @@
-"""Item 4 of the GPU queue: the heads that ship trained further, and one of four layers, at the same time on one card.
+"""Item 4 of the GPU queue: the heads that ship trained further, and one of three layers, at the same time on one card.
 
     python3 benchmarks/gpu/train_heads.py
 
 Three processes of `peagle train` on the responses of this repository, each for eight minutes: the shipped P-EAGLE head,
-a P-EAGLE head of four layers that continues the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
+a P-EAGLE head of three layers unrolled from the shipped EAGLE-3 head, and the shipped EAGLE-3 head. Each writes a
 checkpoint every minute and metrics every step; what is worth keeping is copied to the output as it comes.
 """
 
 import argparse
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -17,19 +19,24 @@ from pathlib import Path
 from block import parser_of, run_script
 
 from jobs.output import say
+from peagle.signals import interrupted_by_signal
 
 _RESPONSES = "benchmarks/drafter/responses"
 _FILES = ("greedy", "sampled", "greedy-2", "code", "content")
+_TINY_FILE = Path("runs/responses-tiny.parquet")
+_SAVE_S = 15  # to save a checkpoint
 _START_S = 60  # to read the documents and load the target
+_UNROLLED = Path("runs/unrolled-head")
 SHARED = [
     "--target", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
-    "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--num-key-value-heads", "9",
-    "--cod-ratio", "0.8",
+    "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--cod-ratio", "0.8",
 ]  # fmt: skip
-_DPACE = ["--depth-weight", "dpace", "--muon-learning-rate", "0.0025"]
+PEAGLE = [
+    "--algorithm", "peagle", "--num-key-value-heads", "9", "--depth-weight", "dpace", "--muon-learning-rate", "0.0025",
+]  # fmt: skip
 HEADS = {
-    "peagle-5": ["--algorithm", "peagle", "--num-layers", "5", "--init", "smollm2-135m-peagle", *_DPACE],
-    "peagle-4": ["--algorithm", "peagle", "--num-layers", "4", "--init", "smollm2-135m-eagle3", *_DPACE],
+    "peagle-5": [*PEAGLE, "--num-layers", "5", "--init", "smollm2-135m-peagle"],
+    "peagle-3": [*PEAGLE, "--num-layers", "3", "--init", str(_UNROLLED)],
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
 }  # fmt: skip
@@ -43,34 +50,65 @@ def commands(folder: Path, seconds: float, *, tiny: bool) -> dict[str, list[str]
         folder: of the trainings; one that is there continues.
         seconds: how long each trains.
     """
-    files = ("greedy",) if tiny else _FILES
-    prompts = [word for name in files for word in ("--prompts", f"{_RESPONSES}/{name}.parquet")]
-    device = ["--device", "cpu", "--batch-tokens", "512"] if tiny else ["--device", "cuda", "--batch-tokens", "8192"]
+    files = [_TINY_FILE] if tiny else [f"{_RESPONSES}/{name}.parquet" for name in _FILES]
+    prompts = [word for file in files for word in ("--prompts", str(file))]
     # The learning rate follows from the number of passes: those of 480 s at 26,000 tokens/s, of 10.4 M tokens.
-    how = [*device, "--epochs", "0.01" if tiny else "1.2", "--time-budget-s", f"{seconds:g}"]
-    heads = {"peagle-4": HEADS["peagle-4"]} if tiny else HEADS
+    size = ["--batch-tokens", "256", "--epochs", "1"] if tiny else ["--batch-tokens", "8192", "--epochs", "1.2"]
+    how = ["--device", "cpu" if tiny else "cuda", *size, "--time-budget-s", f"{seconds:g}"]
     return {
-        name: ["train", *SHARED, *own, *prompts, *how, "--output", str(folder / name)] for name, own in heads.items()
+        name: ["train", *SHARED, *own, *prompts, *how, "--output", str(folder / name)] for name, own in HEADS.items()
     }
+
+
+def unroll_command(*, tiny: bool) -> list[str]:
+    """Return the arguments of Python that unroll the shipped EAGLE-3 head."""
+    file = _TINY_FILE if tiny else f"{_RESPONSES}/greedy.parquet"
+    return [
+        "-m", "benchmarks.drafter.unroll", "smollm2-135m-eagle3", "--prompts", str(file), "--num-layers", "3",
+        "--num-key-value-heads", "9", "--output", str(_UNROLLED),
+    ]  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Train all heads; copy what they write until they have ended."""
     folder = Path("runs/heads-tiny" if args.tiny else "runs/heads")
     args.output.mkdir(parents=True, exist_ok=True)
+    if args.tiny:
+        _write_tiny_file()
     seconds = 20.0 if args.tiny else args.time_budget_s - _START_S
+    # On a CPU three processes that each compute on all cores wait for each other most of the time.
+    variables = os.environ | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
+    if not _UNROLLED.is_dir():
+        subprocess.run([sys.executable, *unroll_command(tiny=args.tiny)], check=True, env=variables)
     running = {}
-    for name, words in commands(folder, seconds, tiny=args.tiny).items():
-        log = (args.output / f"{name}.log").open("wb")
-        command = [sys.executable, "-m", "jobs.cli", *words]
-        running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    while any(process.poll() is None for process in running.values()):
-        time.sleep(5)
-        _copy(folder, args.output)
-    _copy(folder, args.output)
+    with interrupted_by_signal():
+        try:
+            for name, words in commands(folder, seconds, tiny=args.tiny).items():
+                log = (args.output / f"{name}.log").open("wb")
+                command = [sys.executable, "-m", "jobs.cli", *words]
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
+            while any(process.poll() is None for process in running.values()):
+                time.sleep(5)
+                _copy(folder, args.output)
+        finally:
+            for process in running.values():
+                process.terminate()
+            _copy(folder, args.output)
+            for process in running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SAVE_S)
+                process.kill()
     codes = {name: process.returncode for name, process in running.items()}
     say(f"results: {args.output}; exit codes: {codes}")
     return 1 if any(code not in (0, 3) for code in codes.values()) else max(codes.values())
+
+
+def _write_tiny_file() -> None:
+    """Write the first responses as a corpus for a dry run."""
+    import pyarrow.parquet as pq
+
+    _TINY_FILE.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pq.read_table(f"{_RESPONSES}/greedy.parquet").slice(0, 60), _TINY_FILE)
 
 
 def _copy(folder: Path, output: Path) -> None:

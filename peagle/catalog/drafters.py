@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.cards import HeadCard, Platform, load_catalog
+from peagle.catalog.cards import HeadCard, ModelCard, Platform, load_catalog
 from peagle.catalog.fetched import fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit
@@ -219,15 +219,20 @@ def _method_named(name: str) -> str | None:
 
 
 def _path_on_card(model: ResolvedModel, method: str) -> str:
-    heads = {str(kind): card for kind, card in model.card.heads.items()} if model.card else {}
-    card = heads.get(method)
+    card = _heads(model.card).get(method) if model.card else None
     if card is None or not card.published:
         reason = f": {card.note}" if card else ""
+        others = [one.name for one in load_catalog() if (head := _heads(one).get(method)) and head.published]
         raise DrafterError(
-            f"no {method} head is known for {model.name}{reason}",
-            hint="use a folder, a hub id, or --drafter none",
+            f"the catalog has no {method} head for {model.name}{reason}",
+            hint=f"it has one for {', '.join(others)}; for another model name the head's folder or hub id, or use no "
+            "drafter",
         )
     return _head_path(card)
+
+
+def _heads(card: ModelCard) -> dict[str, HeadCard]:
+    return {str(kind): head for kind, head in card.heads.items()}
 
 
 def _head_path(card: HeadCard) -> str:

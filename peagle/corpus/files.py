@@ -17,10 +17,12 @@ import gzip
 import io
 import os
 import stat
+import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -32,6 +34,14 @@ from peagle.private import user_path
 FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_KNOWN = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
+# Suffixes that suggest rows in a format that is not read: such a file in a folder is not left out silently.
+_OTHER_DATA = frozenset({
+    ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
+    ".orc", ".parq", ".pq", ".pkl", ".npy", ".npz", ".msgpack", ".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".rar",
+    ".bz2", ".xz", ".lz4", ".br", ".snappy", ".z", ".gzip",
+})  # fmt: skip
+_DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
 _SUFFIX_OF = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
 # What other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops. Hidden names, too.
 _MARKERS = (
@@ -44,6 +54,7 @@ _KINDS_OF_FILES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_MOST_LOOKED_AT = 1000  # entries below a sub-folder
 _READ_ERRORS = (OSError, EOFError, zlib.error, pa.ArrowException)
 
 
@@ -56,14 +67,24 @@ class SourceFile:
     size: int
 
 
-def discover(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
+def write_note(note: str) -> None:
+    """Write a note to standard error."""
+    sys.stderr.write(f"note: {note}\n")
+
+
+def discover(
+    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+) -> list[SourceFile]:
     """Find the files of a corpus, sorted: a file, a folder (no sub-folders), a glob.
 
     An existing name is taken literally, whatever its characters. A glob skips hidden files and folders and markers such
     as `_SUCCESS`, unless it spells out their first character.
 
+    Suffixes are not case-sensitive.
+
     Args:
         outside: a folder from which a glob takes nothing: the run's own.
+        announce: receives a note for each reason why data-like files of a folder are left out.
 
     Raises:
         InputError: nothing is there, it is not a file (a pipe, a broken link), the scheme is unknown, or the suffix
@@ -71,7 +92,7 @@ def discover(uri: str, input_format: str = "auto", *, outside: str | None = None
     """
     located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(located, _Folder):
-        found = _of_folder(uri, located.files, input_format)
+        found = _of_folder(uri, located, input_format, announce)
     else:
         found = [(path, size, _format(path, input_format)) for path, size in located]
     for path, size, _ in found:
@@ -84,10 +105,10 @@ def discover(uri: str, input_format: str = "auto", *, outside: str | None = None
 def compression_of(path: str) -> str | None:
     """Its compression by the last suffix, or None.
 
-    >>> compression_of("a.jsonl.gz"), compression_of("a.jsonl")
+    >>> compression_of("a.jsonl.GZ"), compression_of("a.jsonl")
     ('gzip', None)
     """
-    return COMPRESSIONS.get(PurePosixPath(path).suffix)
+    return COMPRESSIONS.get(PurePosixPath(path).suffix.lower())
 
 
 def open_raw(path: str) -> io.BufferedReader:
@@ -138,9 +159,12 @@ def filesystem(path: str) -> Any:
     return fsspec.filesystem("s3")
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Folder:
-    def __init__(self, files: list[tuple[str, int]]) -> None:
-        self.files = files
+    """A folder's files with their sizes, and the sub-folders that may have more."""
+
+    files: list[tuple[str, int]]
+    sub_folders: list[str]
 
 
 def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
@@ -150,7 +174,10 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
             path = path.resolve()  # workers have other open files: /dev/stdin may be a file with a name
         if path.is_dir():
             entries = sorted(path.iterdir())
-            return _Folder([_sized(entry) for entry in entries if not entry.is_dir() and _may_be_data(entry)])
+            return _Folder(
+                files=[_sized(entry) for entry in entries if not entry.is_dir() and _may_be_data(entry)],
+                sub_folders=[str(entry) for entry in entries if entry.is_dir() and _has_data(entry)],
+            )
         if os.path.lexists(path):
             return [_sized(path)]
         own = None if outside is None or "://" in outside else Path(outside).resolve()
@@ -160,6 +187,17 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         return [_sized(file) for file in files if own is None or not file.resolve().is_relative_to(own)] or _none(uri)
     except OSError as error:
         raise InputError(f"input {uri!r}: cannot be read: {error.strerror}") from error
+
+
+def _has_data(folder: Path) -> bool:
+    """Return whether a sub-folder has files of known formats.
+
+    Only the first entries are looked at, and a run's folder has none.
+    """
+    if _is_skipped(folder.name, []) or (folder / "run.json").exists():
+        return False
+    names = (name for _, _, files in os.walk(folder) for name in files or ("",))
+    return any(_kind(name) not in (None, "text") for name in islice(names, _MOST_LOOKED_AT))
 
 
 def _may_be_data(path: Path) -> bool:
@@ -202,9 +240,12 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
             f"input {uri!r}: the store answers {type(error).__name__}: {error}",
             hint="AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION say where and who",
         ) from error
-    files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos)
+    files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos if info["type"] == "file")
     if is_folder:
-        return _Folder(files)
+        folders = sorted(info["name"].rstrip("/") for info in infos if info["type"] == "directory")
+        own = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, outside)]
+        shown = [name for name in folders if name not in own and not _is_skipped(PurePosixPath(name).name, [])]
+        return _Folder(files=files, sub_folders=shown)
     return files or _none(uri)
 
 
@@ -214,9 +255,9 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
         return [info], False
     is_folder = not any(c in uri for c in "*?[") or store.isdir(uri)
     infos = store.ls(uri, detail=True) if is_folder else list(store.glob(uri, detail=True).values())
-    infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
     if is_folder:
-        return infos, True
+        return [info for info in infos if info["type"] != "file" or not _is_folder_object(store, info)], True
+    infos = [info for info in infos if info["type"] == "file" and not _is_folder_object(store, info)]
     own = None if outside is None else outside.removeprefix("s3://").rstrip("/") + "/"
     names = set(_without_markers(uri, uri.removeprefix("s3://"), [info["name"] for info in infos]))
     return [i for i in infos if i["name"] in names and not (own and i["name"].startswith(own))], False
@@ -242,7 +283,7 @@ def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
     if names and not kept:
         marker = PurePosixPath(names[0]).name
         raise InputError(
-            f"input {uri!r}: it only matches hidden files and markers such as {marker}, which hold no rows"
+            f"input {uri!r}: it only matches hidden files and markers such as {marker}, which have no rows"
         )
     return kept
 
@@ -271,23 +312,68 @@ def _no_such_file(uri: str) -> InputError:
     return InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
 
 
-def _of_folder(uri: str, files: list[tuple[str, int]], input_format: str) -> list[tuple[str, int, str]]:
-    """The corpus files among those of a folder.
+def _of_folder(
+    uri: str, folder: _Folder, input_format: str, announce: Callable[[str], None]
+) -> list[tuple[str, int, str]]:
+    """Return a folder's corpus files, and announce what is left out.
 
-    Text counts only where nothing else is: a README is no corpus.
+    Text files only count if the folder has no other formats, since a README is not a corpus.
     """
-    visible = [(path, size) for path, size in files if not PurePosixPath(path).name.startswith(".")]
-    known = [(path, size, kind) for path, size in visible if (kind := _kind(path))]
+    visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
+    known = [(path, size, kind) for path, size in visible if (kind := _kind(path)) and not _is_packed_parquet(path)]
     if input_format == "auto":
         chosen = [file for file in known if file[2] != "text"] or known
     else:
         chosen = [(path, size, input_format) for path, size, kind in known if kind == _SUFFIX_OF[input_format]]
+    taken = {path for path, *_ in chosen}
+    left_out = [path for path, _ in visible if path not in taken and not _is_skipped(PurePosixPath(path).name, [])]
+    notes = list(_reasons(uri, left_out, folder.sub_folders, input_format))
     if not chosen:
         wanted = [
             s for s, kind in SUFFIXES.items() if input_format in ("auto", kind) or _SUFFIX_OF[input_format] == kind
         ]
-        raise InputError(f"input {uri!r}: the folder holds no {' or '.join(wanted)} file")
+        raise InputError(f"input {uri!r}: the folder has no {' or '.join(wanted)} file", hint="; ".join(notes))
+    for note in notes:
+        announce(f"input {uri}: {note}")
     return chosen
+
+
+def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
+    """Yield a sentence for each reason, with the files that it leaves out."""
+    names: dict[str, list[str]] = {}
+    for path in left_out:
+        name = PurePosixPath(path)
+        if _is_packed_parquet(path):
+            why = "compressed Parquet is not read; decompress it"
+        elif kind := _kind(path):
+            if name.name.partition(".")[0].lower() in _DOCUMENTS:
+                continue
+            is_text = kind == "text" and input_format == "auto"
+            why = "text is only read in folders without other formats" if is_text else f"not {input_format}"
+        elif name.suffix.lower() in {*_OTHER_DATA, *COMPRESSIONS} or name.name.startswith("part-"):
+            why = f"unknown format; known: {_KNOWN}"
+        else:
+            continue
+        names.setdefault(why, []).append(name.name)
+    for why, found in names.items():
+        yield f"{_some(found)} left out: {why}"
+    if sub_folders:
+        folders = _some([f"{PurePosixPath(path).name}/" for path in sub_folders])
+        yield f"{folders} left out: sub-folders are only read by a glob such as '{uri.rstrip('/')}/**/*.parquet'"
+
+
+def _some(names: list[str]) -> str:
+    """Name the first three, and count the others.
+
+    >>> _some(["a", "b"]), _some(["a", "b", "c", "d", "e"])
+    ('a and b', 'a, b, c and 2 more')
+    """
+    shown = names[:3] + [f"{len(names) - 3:,} more"] * (len(names) > 3)
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
+def _is_packed_parquet(path: str) -> bool:
+    return _kind(path) == "parquet" and compression_of(path) is not None
 
 
 def _format(path: str, input_format: str) -> str:
@@ -295,12 +381,11 @@ def _format(path: str, input_format: str) -> str:
     if kind is None:
         if _is_skipped(PurePosixPath(path).name, []):
             raise InputError(
-                f"input {path}: a marker or a hidden file, which holds no rows", hint="give the data files next to it"
+                f"input {path}: a marker or a hidden file, which has no rows", hint="give the data files next to it"
             )
-        known = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
         raise InputError(
-            f"input {path}: unknown format {suffix!r}", hint=f"known: {known}; or say it with --input-format"
+            f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN}; or say it with --input-format"
         )
     if kind == "parquet" and compression_of(path):
         raise InputError(f"input {path}: Parquet in {compression_of(path)} is not read", hint="decompress the file")
@@ -308,7 +393,7 @@ def _format(path: str, input_format: str) -> str:
 
 
 def _kind(path: str) -> str | None:
-    name = PurePosixPath(path)
+    name = PurePosixPath(path.lower())
     return SUFFIXES.get(PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix)
 
 

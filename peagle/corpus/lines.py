@@ -108,7 +108,7 @@ _readers: ForwardReaders[Lines] = ForwardReaders()
 def carriage_returns(path: str) -> InputError:
     """Lines as only old Macs and some spreadsheets end them."""
     return InputError(
-        f"input {path}: its lines end with a carriage return (CR) alone",
+        f"input {path}: its lines end with only a carriage return (CR)",
         hint="convert it: tr '\\r' '\\n' < OLD > NEW",
     )
 
@@ -116,7 +116,7 @@ def carriage_returns(path: str) -> InputError:
 def _refuse_binary(path: str, first: bytes) -> None:
     for magic, name in _MAGIC.items():
         if first.startswith(magic):
-            raise InputError(f"input {path}: this is {name}, not text", hint="give the file the suffix of what it is")
+            raise InputError(f"input {path}: this is {name}, not text", hint="give the file the suffix of its format")
     if first.startswith(_UTF_16):
         raise InputError(f"input {path}: this is UTF-16", hint="text is read as UTF-8: convert the file")
     if b"\r" in first.rstrip(b"\r\n") and not first.endswith(b"\n"):

@@ -13,8 +13,10 @@ from peagle.corpus.files import ForwardReaders, SourceFile, naming, open_raw
 from peagle.corpus.rows import RawRow, Span, WorkEstimate
 from peagle.corpus.schema import (
     LARGEST_EXACT,
+    changed_in_python,
     has_long_integers,
     has_nanosecond_times,
+    leaf_types,
     loses_nanoseconds,
     repeated_name,
     wide,
@@ -48,7 +50,7 @@ def scan_parquet(
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, left)
-        schema = plain_schema(parquet.schema_arrow.remove_metadata())
+        schema = plain_schema(_with_nanoseconds(file.path, parquet).remove_metadata())
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         stored = storage_schema(schema)
         schema = pa.schema(
@@ -98,7 +100,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
     """Refuse columns of which something would be lost on the way through a row."""
     schema = storage_schema(parquet.schema_arrow)
     if name := repeated_name(schema):
-        raise InputError(f"input {path}: there are two columns {name!r}", hint="each column needs a name of its own")
+        raise InputError(f"input {path}: there are two columns {name!r}", hint="give each column a different name")
     for column in filter(lambda column: has_nanosecond_times(column.type), schema):
         with _reading(path):
             batches = parquet.iter_batches(_BATCH_ROWS, columns=[column.name])
@@ -114,6 +116,80 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
             f"input {path}: column {column.name!r} is a {column.type}, which rows cannot hold",
             hint="write that column as another type, or leave it out",
         )
+
+
+def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
+    """The file's schema, with nanoseconds in the INT96 columns that need them.
+
+    Raises:
+        InputError: such a column also has a moment that is too far away for nanoseconds.
+    """
+    schema = parquet.schema_arrow
+    for name in _int96_columns(parquet):
+        needs_nanoseconds, too_far = False, ""
+        with _in_nanoseconds(path, [name]) as fine_batches:
+            for coarse, fine in zip(parquet.iter_batches(_BATCH_ROWS, columns=[name]), fine_batches, strict=True):
+                exact = fine.schema.field(name)
+                needs_nanoseconds = needs_nanoseconds or not _is_same(coarse.column(name), fine.column(name))
+                try:
+                    coarse.column(name).cast(exact.type)
+                except pa.ArrowInvalid as error:
+                    too_far = too_far or str(error)
+        if needs_nanoseconds and too_far:
+            raise InputError(
+                f"input {path}: column {name!r} (INT96) needs nanoseconds, and has a value too far away for them: "
+                f"{too_far}",
+                hint="write that column in microseconds (Spark: outputTimestampType=TIMESTAMP_MICROS)",
+            )
+        if needs_nanoseconds:
+            schema = schema.set(schema.get_field_index(name), exact)
+    return schema
+
+
+def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
+    """Columns that contain timestamps of 96 bits, which Spark, Hive and Impala write."""
+    names, end = [], 0
+    for column in storage_schema(parquet.schema_arrow):
+        start, end = end, end + len(list(leaf_types(column.type)))
+        if any(parquet.schema.column(leaf).physical_type == "INT96" for leaf in range(start, end)):
+            names.append(column.name)
+    return names
+
+
+@contextlib.contextmanager
+def _in_nanoseconds(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+    """INT96 columns in nanoseconds.
+
+    Arrow lets moments outside of 1677 to 2262 wrap around there.
+    """
+    with pq.ParquetFile(open_raw(path) if "://" in path else path) as parquet:
+        yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **rows)
+
+
+def _is_same(coarse: pa.Array, fine: pa.Array) -> bool:
+    """Whether INT96 moments are whole microseconds.
+
+    The cast wraps around as reading in nanoseconds does, so this holds for far moments, too.
+    """
+    return bool(coarse.cast(fine.type, safe=False).equals(fine))
+
+
+def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Iterator[pa.RecordBatch]:
+    """The rows of some row groups.
+
+    INT96 columns are in nanoseconds only in the batches that need them, else in microseconds.
+    """
+    batches, names = parquet.iter_batches(_BATCH_ROWS, row_groups=groups), _int96_columns(parquet)
+    if not names:
+        yield from batches
+        return
+    with _in_nanoseconds(path, names, row_groups=groups) as fine_batches:
+        for batch, fine in zip(batches, fine_batches, strict=True):
+            for name in names:
+                if not _is_same(batch.column(name), fine.column(name)):
+                    index = batch.schema.get_field_index(name)
+                    batch = batch.set_column(index, fine.schema.field(name), fine.column(name))
+            yield batch
 
 
 def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
@@ -220,7 +296,7 @@ class _ForwardParquet:
                 break
             self.position, first_group = self.position + size, group + 1
         groups = list(range(first_group, self._parquet.metadata.num_row_groups))
-        self._batches = self._parquet.iter_batches(_BATCH_ROWS, row_groups=groups)
+        self._batches = _exact_batches(path, self._parquet, groups)
         self._batch: pa.RecordBatch | None = None
 
     def skip_to(self, row: int) -> None:
@@ -235,7 +311,7 @@ class _ForwardParquet:
         """
         for piece in self._pieces(num_rows):
             try:
-                rows = [RawRow(columns) for columns in to_values(piece)]
+                rows = [RawRow(columns) for columns in _values(piece)]
             except _NO_VALUE:
                 first = self.position - piece.num_rows
                 rows = [_row(piece.slice(n, 1), f"{self._path} row {first + n}") for n in range(piece.num_rows)]
@@ -261,6 +337,18 @@ class _ForwardParquet:
 _readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
 
 
+def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
+    """As `to_values`.
+
+    Raises:
+        OverflowError, ValueError: a value that Python does not have, or would take for another.
+    """
+    for column in rows.cast(storage_schema(rows.schema)).columns:
+        if changed := changed_in_python(column):
+            raise ValueError(changed)
+    return to_values(rows)
+
+
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
     """The one row of a piece, by its readable columns.
 
@@ -270,7 +358,7 @@ def _row(piece: pa.RecordBatch, where: str) -> RawRow:
     wrong = None
     for column in piece.schema:
         try:
-            columns |= to_values(piece.select([column.name]))[0]
+            columns |= _values(piece.select([column.name]))[0]
         except _NO_VALUE as error:
             wrong = (
                 wrong or f"{where} (counted from 0): column {column.name!r}, a {column.type}, cannot be read: {error}"
@@ -280,7 +368,8 @@ def _row(piece: pa.RecordBatch, where: str) -> RawRow:
 
 def _open(path: str) -> pq.ParquetFile:
     with _reading(path):
-        return pq.ParquetFile(open_raw(path) if "://" in path else path)
+        file = open_raw(path) if "://" in path else path
+        return pq.ParquetFile(file, coerce_int96_timestamp_unit="us")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ An id becomes 16 bytes of a hash, which also choose one of 256 files. Each of th
 import hashlib
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from peagle.corpus.cutting import Cut
-from peagle.corpus.files import SourceFile, discover
+from peagle.corpus.files import SourceFile, discover, write_note
 from peagle.corpus.lines import Lines
 from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
 from peagle.corpus.rows import RawRow, Span, WorkEstimate
@@ -74,18 +74,20 @@ class UniqueIds:
 _DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
 
 
-def find(uri: str, input_format: str = "auto", *, outside: str | None = None) -> list[SourceFile]:
+def find(
+    uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
+) -> list[SourceFile]:
     """Find a corpus's files with their formats.
 
     JSON lines that begin as an OpenAI batch are one.
 
     Args:
-        outside: a folder from which a glob takes nothing.
+        outside, announce: as `discover` takes them.
 
     Raises:
         InputError: nothing there, an unknown format, or a batch beside files that are none.
     """
-    files = discover(uri, input_format, outside=outside)
+    files = discover(uri, input_format, outside=outside, announce=announce)
     if input_format == "auto":
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
     kinds = {file.format: file for file in reversed(files)}
@@ -289,5 +291,5 @@ def _require_unique(ids: UniqueIds, files: Sequence[SourceFile]) -> None:
         (file_a, line_a), (file_b, line_b) = repeated
         raise InputError(
             f"input {files[file_b].path} line {line_b}: its custom_id is that of {files[file_a].path} line {line_a}",
-            hint="each request of a batch needs a custom_id of its own",
+            hint="each request of a batch needs a different custom_id",
         )

@@ -21,6 +21,8 @@ from peagle.plain_json import to_json
 
 _DEEPEST = 100  # levels that Parquet has at most
 _NANOSECOND_TIME = pa.time64("ns")
+_NOT_A_TIME = -(2**63)  # as pandas stores it
+_UNITS_OF_A_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
 LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
 
 
@@ -87,27 +89,54 @@ def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
 
 def has_long_integers(type_: pa.DataType) -> bool:
     """Whether integers of 64 bits are in it, at any depth."""
-    return any(pa.types.is_integer(leaf) and leaf.bit_width == 64 for leaf in _leaves(type_))
+    return any(pa.types.is_integer(leaf) and leaf.bit_width == 64 for leaf in leaf_types(type_))
 
 
 def has_nanosecond_times(type_: pa.DataType) -> bool:
     """Whether times of day in nanoseconds are in it, at any depth."""
-    return any(leaf == _NANOSECOND_TIME for leaf in _leaves(type_))
+    return any(leaf == _NANOSECOND_TIME for leaf in leaf_types(type_))
 
 
 def loses_nanoseconds(array: pa.Array) -> bool:
-    """Whether the type holds times of day below a microsecond, at any depth.
+    """Whether times of day below a microsecond, which Python does not have, are in it."""
+    times = (leaf for leaf in _leaf_arrays(array) if leaf.type == _NANOSECOND_TIME)
+    return any(not leaf.equals(leaf.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)) for leaf in times)
 
-    Python has no others than whole microseconds.
+
+def changed_in_python(array: pa.Array) -> str | None:
+    """Name a value that Python would silently take for another, or return None.
+
+    Python wraps times outside of a day around, and pandas takes the smallest 64-bit integer for null.
     """
-    if array.type == _NANOSECOND_TIME:
-        whole = array.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)
-        return not array.equals(whole)
+    for leaf in _leaf_arrays(array):
+        unit = getattr(leaf.type, "unit", "")
+        if pa.types.is_time(leaf.type):
+            first, last = _smallest_and_largest(leaf)
+            if first is not None and last is not None and not 0 <= first <= last < _UNITS_OF_A_DAY[unit]:
+                return f"{first if first < 0 else last} {unit} is no time of day"
+        elif pa.types.is_temporal(leaf.type) and unit == "ns" and _smallest_and_largest(leaf)[0] == _NOT_A_TIME:
+            return f"{_NOT_A_TIME} ns is NaT (not a time) in pandas"
+    return None
+
+
+def _smallest_and_largest(array: pa.Array) -> tuple[int | None, int | None]:
+    ends = pc.min_max(array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()))
+    return ends["min"].as_py(), ends["max"].as_py()
+
+
+def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
+    """The arrays of a nested array's leaves; else the array itself."""
     if pa.types.is_struct(array.type):
-        return any(map(loses_nanoseconds, array.flatten()))
-    if pa.types.is_map(array.type):
-        return loses_nanoseconds(array.keys) or loses_nanoseconds(array.items)
-    return bool(pa.types.is_nested(array.type)) and loses_nanoseconds(array.flatten())
+        parts = array.flatten()
+    elif pa.types.is_map(array.type):
+        parts = [array.keys, array.items]
+    elif pa.types.is_nested(array.type):
+        parts = [array.flatten()]
+    else:
+        yield array
+        return
+    for part in parts:
+        yield from _leaf_arrays(part)
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str | None:
@@ -126,11 +155,12 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
     return None
 
 
-def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
+def leaf_types(type_: pa.DataType) -> Iterator[pa.DataType]:
+    """The types of a nested type's leaves, in order; else the type itself."""
     if not pa.types.is_nested(type_):
         yield type_
     for field in children(type_):
-        yield from _leaves(field.type)
+        yield from leaf_types(field.type)
 
 
 JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
@@ -204,7 +234,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     for column in schema:
         values = [None if row.error else row.columns.get(column.name) for row in rows]
         if _is_json(column):
-            values = [v if v is None or isinstance(v, str) else to_json(v) for v in values]
+            values = [v if v is None or isinstance(v, str) else to_json(v, non_finite="keep") for v in values]
         arrays.append(from_values(values, column.type))
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 

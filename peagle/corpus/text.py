@@ -21,7 +21,7 @@ from peagle.corpus.lines import MAX_LINE_BYTES, Lines, carriage_returns, lines_o
 from peagle.corpus.rows import RawRow, Span
 from peagle.corpus.schema import json_text
 from peagle.errors import InputError, shown
-from peagle.plain_json import HalfSurrogate, require_unicode
+from peagle.plain_json import HalfSurrogate, finite_float, refuse_constant, require_unicode, unique_keys
 from peagle.requests.fields import URLS
 
 
@@ -187,10 +187,20 @@ def read_records(span: Span) -> Iterator[RawRow]:
             yield record.row
 
 
-def _json_row(line: bytes, where: str) -> RawRow:
+def _json_row(line: bytes, where: str, *, is_strict: bool = False) -> RawRow:
+    """Parse a row.
+
+    Args:
+        is_strict: refuse NaN and infinities, which Python writes into JSON; else they are carried as numbers.
+    """
     try:
         text = line.removeprefix(_BOM).decode()  # of bytes `json.loads` would guess the encoding
-        value = json.loads(text)
+        value = json.loads(
+            text,
+            parse_float=finite_float,
+            parse_constant=refuse_constant if is_strict else None,
+            object_pairs_hook=unique_keys,
+        )
         require_unicode(text, value)
     except HalfSurrogate as error:
         return _no_row(line, f"{where}: {error}")
@@ -215,7 +225,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _batch_row(line: bytes, where: str) -> RawRow:
-    row = _json_row(line, where)
+    row = _json_row(line, where, is_strict=True)  # a body is carried as JSON text
     return row if row.error else batch_row(row.columns, where)
 
 

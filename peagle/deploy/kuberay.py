@@ -79,7 +79,7 @@ def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any
     if options.retries < 0:
         raise ConfigError(f"--retries {options.retries}: a run is retried 0 times or more")
     if options.schedule is None and options.time_zone is not None:
-        raise ConfigError("--time-zone is of a --schedule, and there is none")
+        raise ConfigError("--time-zone requires --schedule")
     if options.schedule is not None and not (options.schedule.startswith("@") or len(options.schedule.split()) == 5):
         raise ConfigError(
             f"--schedule {options.schedule!r}: cron has five fields", hint='every night at two: --schedule "0 2 * * *"'
@@ -136,14 +136,7 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
 
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     keys = workload.keys
-    require_servable(
-        keys,
-        FOLDER,
-        reached_by="a Service is reached by everybody in the cluster",
-        with_certificate=ConfigError(
-            "tls_cert: the endpoint's certificate is the Ingress's there", hint="leave tls_cert out"
-        ),
-    )
+    require_servable(keys, FOLDER)
     # Without ports of its own a head has KubeRay's usual ones, this one among them; with some it has no others.
     address = {"host": "0.0.0.0", "port": 8000}
     ours = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}

@@ -15,7 +15,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
 
 _GIB = 1024**3
-_HINT = "name a larger instance type; `peagle models {}` says what holds it"
+_HINT = "name a larger instance type; `peagle models {}` shows its memory"
 
 
 def require_room(offer: Offer, keys: TargetKeys, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:

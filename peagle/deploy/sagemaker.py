@@ -147,7 +147,7 @@ class SageMakerKeys(BaseModel):
     image: str = Field(description="peagle's image, or AWS's for vLLM, in your registry (ECR) in that region")
     role: str = Field(description="ARN of the container's role, which reads the image and the model's data")
     name: str | None = Field(None, description="name of the endpoint; default: the model's")
-    region: str | None = Field(None, description="AWS region; default: that of your AWS configuration")
+    region: str | None = Field(None, description="AWS region; default: from your AWS configuration")
     instances: int = Field(1, ge=1, description="number of instances, each with an engine")
     concurrency: int | None = Field(
         None, ge=1, description="requests at once that the drafter is chosen for; default: as others deploy it"
@@ -290,7 +290,7 @@ def _require_uploads(keys: SageMakerKeys, found: Preset) -> None:
     ):
         if folder is not None and data is None:
             raise ConfigError(
-                f"{folder} is on this machine alone, and SageMaker's instances cannot load it",
+                f"{folder} is only on this machine, so SageMaker's instances cannot load it",
                 hint=f"aws s3 cp --recursive {folder} s3://BUCKET/FOLDER/, and name that with {flag}",
             )
 

@@ -144,26 +144,22 @@ def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str
             )
 
 
-def require_servable(
-    keys: Mapping[str, Any], folder: str | None, *, reached_by: str, with_certificate: ConfigError
-) -> None:
-    """Refuse an endpoint that cannot be what its configuration says.
+def require_servable(keys: Mapping[str, Any], folder: str) -> None:
+    """Refuse an endpoint that Kubernetes cannot run as its configuration says.
 
     Args:
         folder: as in `require_reachable`.
-        reached_by: a clause that says who reaches it.
-        with_certificate: raised where it has a certificate of its own.
 
     Raises:
         ConfigError: it has no file of keys, has a certificate, or names paths of this machine.
     """
     if not keys.get("keys"):
         raise ConfigError(
-            f"the configuration names no file of keys, and {reached_by}",
-            hint="make one with `peagle serve keys add`, and name it under keys",
+            "the configuration has no keys, and anyone in the cluster can reach a Service",
+            hint="make a file with `peagle serve keys add`, and name it under keys",
         )
     if keys.get("tls_cert"):
-        raise with_certificate
+        raise ConfigError("tls_cert: on Kubernetes the Ingress has the certificate", hint="leave out tls_cert")
     require_reachable(keys, ("batches",), folder)
     for model in keys.get("models") or [keys]:
         require_reachable(model, ("model", "drafter"), folder)

@@ -104,7 +104,7 @@ def _machine(accelerator: str, num_accelerators: int, num_cpus: int) -> Hardware
     card = _card(accelerator)
     if card is None:
         raise ConfigError(
-            f"nothing is known here of the accelerator {accelerator}: neither its memory nor what it computes in",
+            f"unknown accelerator {accelerator}: its memory and precisions are not in the tables",
             hint=f"known are {', '.join(CARDS)}; on the machine itself peagle asks the driver",
         )
     return _of_cards(card, num_accelerators, num_cpus)

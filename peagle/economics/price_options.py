@@ -27,7 +27,7 @@ class PriceKeys(BaseModel):
     market: Literal["on_demand", "spot", "reserved"] = Field(
         "on_demand", description="which of the instance's prices; reserved ones are in a table of yours"
     )
-    provider: str | None = Field(None, description="whose price, where several sell that instance type")
+    provider: str | None = Field(None, description="provider, if several sell that instance type")
     region: str | None = Field(None, description="where, if the price depends on it")
     usd_per_hour: float | None = Field(None, gt=0, description="price of one machine, instead of the table's")
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
@@ -138,7 +138,7 @@ def require_device(price: Price, device: Device, engines: str) -> None:
     """
     if price.device != device:
         raise PriceError(
-            f"the price of {price.instance_type} is per {price.device}, and {engines} are paid for by the {device}",
+            f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
             hint="name the machine that they run on with --instance-type, or its price with --usd-per-hour",
         )
 

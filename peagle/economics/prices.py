@@ -38,7 +38,7 @@ class Price:
         doubt: why the number may be wrong; empty when nothing speaks against it.
         basis: how it is known to be this machine's: the user stated it or its instance type, the machine or its cluster
             says which it is, or it is an assumption. None where it is nobody's: a row of the table.
-        on_demand_usd_per_hour: of a spot instance, its price on demand; None where nobody knows it.
+        on_demand_usd_per_hour: of a spot instance, its price on demand; None where unknown field.
 
     Raises:
         PriceError: the price is not positive, or there is no device to share it.
@@ -61,11 +61,11 @@ class Price:
     def __post_init__(self) -> None:
         for value, kind in ((self.market, Market), (self.device, Device), (self.basis or "stated", Basis)):
             if value not in get_args(kind):
-                raise PriceError(f"{value!r} is none of {', '.join(get_args(kind))}")
+                raise PriceError(f"{value!r} is not one of {', '.join(get_args(kind))}")
         if not 0 < self.usd_per_hour < float("inf"):
             raise PriceError(
                 f"a price must be positive, got {self.usd_per_hour} USD per hour",
-                hint="hardware that is paid for has a price too: its cost spread over its hours of use",
+                hint="for hardware that you own, spread its cost over its hours of use",
             )
         if self.num_devices < 1:
             raise PriceError(f"a price is for one device or more, got {self.num_devices}")

@@ -47,7 +47,7 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
         if (why := _unfit(instead)) is not None:
             raise ConfigError(
                 f"compiled code cannot be kept in {instead}: {why}",
-                hint=f"set {ROOT} to a folder that this user, and nobody else, can write",
+                hint=f"set {ROOT} to a folder that only this user can write",
             )
         folder = instead
     return {ROOT: str(folder), _INDUCTOR: str(folder / "inductor")}

@@ -79,13 +79,16 @@ def environment(
 def set_environment(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int = 0, num_engines_on_node: int = 1
 ) -> None:
-    """Set this process's variables for an engine, and remove misleading ones.
+    """Set this process's variables for an engine.
 
-    vLLM would mistake those for its own.
+    Variables that vLLM would mistake for its own are removed.
 
     Raises:
-        CapacityError, ConfigError: as `environment`; or vLLM's sockets have no place.
+        CapacityError, ConfigError: as `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
+            plug-in that drafts need.
     """
+    if spec.drafter:
+        vllm_plugin.require()
     # In a pod beside a service called "vllm". vLLM refuses to start with it.
     if is_service_link(os.environ.get("VLLM_PORT", "")):
         del os.environ["VLLM_PORT"]

@@ -37,7 +37,7 @@ class TargetKeys(BaseModel):
     precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
     kv_cache_precision: CachePrecision = Field(
         "auto",
-        description="of the KV cache alone; auto: as --precision, but fp8 for contexts long enough to pay",
+        description="of the KV cache; auto: as --precision, but fp8 if contexts are long enough to benefit",
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
@@ -74,7 +74,7 @@ class TargetKeys(BaseModel):
     @classmethod
     def _are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
-            check_extra({name: one for name, one in value.items() if name not in _SPEC_FIELDS})
+            check_extra({name: one for name, one in value.items() if name not in SPEC_FIELDS})
         except ConfigError as error:
             raise ValueError(f"{error.message}; {error.hint}" if error.hint else error.message) from error
         return value
@@ -85,7 +85,7 @@ TARGET_SIZES = tuple(
 )
 DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
 # Fields of an EngineSpec that no key of a run or an endpoint names; measurements set them themselves.
-_SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
+SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
 
 def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def extra_arguments(
     slides = "sliding_attention" in (text.get("layer_types") or ())
     # Small windows stay small: FP8 saves little there and costs as much as elsewhere (vLLM blog, 2026-04-22).
     skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]} if on_gpu and slides else {}
-    free = {name: value for name, value in keys.engine_args.items() if name not in _SPEC_FIELDS}
+    free = {name: value for name, value in keys.engine_args.items() if name not in SPEC_FIELDS}
     return {**(skipped if precision.kv_cache == "fp8" else {}), **free}
 
 
@@ -142,7 +142,7 @@ def widest_head(config: Mapping[str, Any]) -> int:
 
 def spec_fields(keys: TargetKeys) -> dict[str, Any]:
     """The arguments that an EngineSpec has fields of its own for."""
-    return {name: value for name, value in keys.engine_args.items() if name in _SPEC_FIELDS}
+    return {name: value for name, value in keys.engine_args.items() if name in SPEC_FIELDS}
 
 
 def require_known(arguments: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
 
 def lookup_note(drafter: DrafterSpec | None) -> str:
     """The end of a note on a head that has a lookup beside it; empty for any other."""
-    return "; with prompt lookup beside it" if drafter and drafter.lookup else ""
+    return "; with prompt lookup" if drafter and drafter.lookup else ""
 
 
 def stated(keys: TargetKeys) -> dict[str, Any]:

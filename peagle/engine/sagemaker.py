@@ -9,20 +9,27 @@ The rules are those of AWS's own vLLM container (scripts/docker/vllm/sagemaker_a
     a JSON array        --x-y with a token for each element; an empty one is left out
     a JSON object       --x-y with the object; several objects in a row are as an array of them
 
-An argument that peagle manages becomes its key; any other is one of vLLM's engine (`engine_args`). The drafter is JSON
-in SM_VLLM_SPECULATIVE_CONFIG, read and written here, so that one setting moves between JumpStart and peagle unchanged.
+Where AWS's container would fail to start, peagle takes the obvious meaning: a switch may also be 1, yes, on, 0, no or
+off, and an argument that needs a value is left out if its variable is empty.
 
-It reads no file but whether the folder of a model is there, and knows no HTTP.
+Values are read by the parser of `vllm serve`. An argument that peagle manages becomes its key; any other argument of
+the engine goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG, read and written here, so that one
+setting moves between JumpStart and peagle unchanged. Each error names the variable.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.engine.arguments import DRAFT_CACHE, speculative_config
+from peagle.engine.extra import check_extra
+from peagle.engine.keys import SPEC_FIELDS
 from peagle.engine.spec import DrafterSpec
-from peagle.errors import ConfigError, did_you_mean
+from peagle.errors import ConfigError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from peagle.engine.vllm_internals import ServeArguments
 
 PREFIX = "SM_VLLM_"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
@@ -45,54 +52,101 @@ _CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
 _SAME = (
     "host",
     "port",
-    "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "gpu_memory_utilization",
+    "enforce_eager",
     "tool_call_parser",
     "reasoning_parser",
-    "limit_mm_per_prompt",
-    "allowed_media_domains",
 )
-_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "half": "float16", "float16": "float16", "float32": "float32"}
+_PRECISIONS = {
+    "auto": "auto",
+    "bfloat16": "bf16",
+    "half": "float16",
+    "float16": "float16",
+    "float": "float32",
+    "float32": "float32",
+}
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 _BYTES_PER_GIB = 2**30
+# Keys of another name than their variables, in the order in which these win.
+_VARIABLES_OF = {
+    "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
+    "name": ("SM_VLLM_SERVED_MODEL_NAME",),
+    "precision": ("SM_VLLM_QUANTIZATION", "SM_VLLM_DTYPE"),
+    "kv_cache_precision": ("SM_VLLM_KV_CACHE_DTYPE",),
+    "kv_cache_gib": ("SM_VLLM_KV_CACHE_MEMORY_BYTES",),
+    "engine_args": ("SM_VLLM_*",),
+}
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", "allowed_media_domains")
+_READ_HERE = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
+# Arguments of vLLM's API server, and what to set instead.
+_PAGES = "pages of other sites cannot call the endpoint: let a reverse proxy in front of it add CORS headers"
+_INSTEAD = {
+    "api_key": "set PEAGLE_API_KEYS=NAME=KEY, or PEAGLE_KEYS to a file of keys",
+    "ssl_certfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
+    "ssl_keyfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
+    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"), _PAGES),
+    **dict.fromkeys(("enable_log_requests", "enable_log_outputs", "max_log_len"), "set PEAGLE_LOG_PROMPTS=true"),
+    **dict.fromkeys(("chat_template", "chat_template_content_format"), "the model's own template is used"),
+    **dict.fromkeys(
+        ("enable_prompt_tokens_details", "enable_per_request_metrics"), "answers have them without this variable"
+    ),
+}
 
 
 def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
-    """The keys of `peagle serve` that a container's variables stand for.
+    """Return the keys of `peagle serve` for a container's variables.
 
-    The model is SM_VLLM_MODEL, else `model_folder` where anything is in it, else HF_MODEL_ID.
+    The model is SM_VLLM_MODEL, else `model_folder` if it is not empty, else HF_MODEL_ID.
 
     Raises:
-        ConfigError: a variable has a value that peagle does not carry; it names the variable.
+        ConfigError: a variable has a value that peagle or vLLM does not take. The message names the variable.
     """
-    given = vllm_arguments(env)
-    drafter = from_sagemaker_env(env)
-    given.pop("speculative_config", None)
-    keys = _drafter_keys(drafter) if drafter else {}
-    if model := given.pop("model", None) or _model_without_variable(env, model_folder):
+    is_empty = {name for name in _READ_HERE if not env.get(_variable(name), "").strip()}
+    raw = {name: value for name, value in vllm_arguments(env).items() if name not in is_empty}
+    keys = drafter_keys(env)
+    if model := _text(raw, "model") or _model_without_variable(env, model_folder):
         keys["model"] = model
-    for name in _SAME:
-        if name in given:
-            keys[name] = _valued(name, given.pop(name))
-    if "served_model_name" in given:
-        keys["name"] = _only_name(given.pop("served_model_name"))
-    if given.pop("enforce_eager", False):
-        keys["enforce_eager"] = True
+    if "served_model_name" in raw:
+        keys["name"] = _only_name(raw["served_model_name"])
+    keys |= _precisions(raw)
+    given = dict(_parsed({name: value for name, value in raw.items() if name not in _READ_HERE}, env))
+    keys |= {name: given.pop(name) for name in _SAME if name in given}
     given.pop("enable_auto_tool_choice", None)  # the parser implies it here
-    keys |= _precisions(given)
-    if "kv_cache_memory_bytes" in given:
-        keys["kv_cache_gib"] = _number("kv_cache_memory_bytes", given.pop("kv_cache_memory_bytes")) / _BYTES_PER_GIB
-    if given:
-        keys["engine_args"] = dict(_engine_argument(name, value) for name, value in given.items())
+    if given.get("max_model_len") == -1:  # auto
+        del given["max_model_len"]
+    for name, value in given.items():
+        if name == "max_model_len":
+            keys[name] = value
+        elif name == "kv_cache_memory_bytes":
+            keys["kv_cache_gib"] = value / _BYTES_PER_GIB
+        elif name == "limit_mm_per_prompt":
+            keys[name] = {kind: _count(most) for kind, most in value.items()}
+        elif name == "allowed_media_domains":
+            keys[name] = ",".join(value)
+        else:
+            keys.setdefault("engine_args", {})[name] = value
     return keys
 
 
+def variable_of(env: Mapping[str, str], key: str) -> str:
+    """Return the variable that sets a key, for messages.
+
+    >>> variable_of({}, "max_model_len"), variable_of({"HF_MODEL_ID": "a/b"}, "model")
+    ('SM_VLLM_MAX_MODEL_LEN', 'HF_MODEL_ID')
+    """
+    if key in ("drafter", "num_speculative_tokens") or key.startswith("draft_"):
+        return VARIABLE
+    names = _VARIABLES_OF.get(key, (_variable(key),))
+    return next((name for name in names if env.get(name, "").strip()), names[-1])
+
+
 def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
-    """vLLM's arguments that the variables stand for, by the rules above.
+    """Return vLLM's arguments by AWS's rules, before vLLM parses them.
 
     A bare flag is True, an array a list, any other value its text.
 
@@ -108,47 +162,71 @@ def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def from_sagemaker_env(env: Mapping[str, str]) -> DrafterSpec | None:
-    """The drafter named in `env`, None where the variable is unset or empty.
+def switch(variable: str, text: str) -> bool:
+    """Return the value of a variable that turns something on or off. Empty is off.
 
     Raises:
-        ConfigError: not a JSON object, a key or method that peagle does not carry, or a key missing.
+        ConfigError: it is neither.
+    """
+    plain = text.strip().lower()
+    if plain not in ("", *_YES, *_NO):
+        raise ConfigError(f"{variable} must be true or false, not {shown(text)}")
+    return plain in _YES
+
+
+def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys that set the drafter. Empty if the variable is unset or empty.
+
+    A configuration without a model means the catalog's head for the target. Whether a head drafts in parallel is read
+    from the head itself.
+
+    Raises:
+        ConfigError: the value is not valid.
     """
     text = env.get(VARIABLE, "").strip()
     if not text:
-        return None
+        return {}
+    if text.lower() in (*_NO, "[]", "null", "none"):
+        return {"drafter": "none"}
     config = _parse(text)
-    if config.get("method", "eagle3") != "eagle3":
+    method = config.get("method") or "eagle3"
+    if method != "eagle3":
         raise ConfigError(
-            f"{VARIABLE}: method {config['method']!r} is not one that peagle carries",
-            hint='P-EAGLE is "method": "eagle3" with "parallel_drafting": true; EAGLE-3 the same without it',
+            f"{VARIABLE}: peagle does not serve the method {shown(method)}",
+            hint='P-EAGLE is "method": "eagle3" with "parallel_drafting": true; EAGLE-3 is the same without it',
         )
+    if unknown := [key for key in config if key not in _KEYS]:
+        raise ConfigError(
+            f"{VARIABLE}: peagle does not take the key {shown(unknown[0])}", hint=did_you_mean(unknown[0], _KEYS)
+        )
+    if "num_speculative_tokens" not in config:
+        raise ConfigError(f"{VARIABLE} lacks num_speculative_tokens")
     is_parallel = config.get("parallel_drafting", False)
     if not isinstance(is_parallel, bool):
         raise ConfigError(f"{VARIABLE}: parallel_drafting must be true or false, not {is_parallel!r}")
     k = config["num_speculative_tokens"]
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise ConfigError(f"{VARIABLE}: num_speculative_tokens must be a whole number, not {k!r}")
-    if not isinstance(config["model"], str):
-        raise ConfigError(f"{VARIABLE}: model must be text, not {config['model']!r}")
-    if not isinstance(revision := config.get("revision"), str | None):
-        raise ConfigError(f"{VARIABLE}: revision must be text, not {revision!r}")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ConfigError(f"{VARIABLE}: num_speculative_tokens must be a whole number above zero, not {k!r}")
+    for name in ("model", "attention_backend"):
+        if not isinstance(config.get(name), str | None):
+            raise ConfigError(f"{VARIABLE}: {name} must be text, not {config[name]!r}")
+    if config.get("revision") is not None:
+        raise ConfigError(
+            f"{VARIABLE}: peagle serves a head at the commit where its main branch is, not at a revision",
+            hint="leave revision out, or give the head's folder as its model",
+        )
     if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
         raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not one that peagle carries")
-    if not isinstance(backend := config.get("attention_backend"), str | None):
-        raise ConfigError(f"{VARIABLE}: attention_backend must be text, not {backend!r}")
-    return DrafterSpec(
-        method="peagle" if is_parallel else "eagle3",
-        model=config["model"],
-        num_speculative_tokens=k,
-        revision=revision,
-        kv_cache_precision=_CACHE_PRECISIONS[cache],
-        attention_backend=backend,
-    )
+    return {
+        "drafter": config.get("model") or ("peagle" if is_parallel else "eagle3"),
+        "num_speculative_tokens": k,
+        "draft_kv_cache_precision": _CACHE_PRECISIONS[cache],
+        "draft_attention_backend": config.get("attention_backend"),
+    }
 
 
 def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
-    """The variable that makes a JumpStart endpoint draft the same way.
+    """Return the variable that makes a JumpStart endpoint draft the same way.
 
     Empty without a drafter.
     """
@@ -162,43 +240,24 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{VARIABLE} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{VARIABLE} must be a JSON object, not {type(config).__name__}")
-    for key in config:
-        if key not in _KEYS:
-            raise ConfigError(f"{VARIABLE}: unknown key {key!r}", hint=did_you_mean(key, _KEYS))
-    if missing := [key for key in ("model", "num_speculative_tokens") if key not in config]:
-        raise ConfigError(f"{VARIABLE} lacks {', '.join(missing)}")
-    return config
-
-
-def _drafter_keys(drafter: DrafterSpec) -> dict[str, Any]:
-    """The keys of a drafter.
-
-    Whether it drafts in parallel is no key: its own configuration says so.
-    """
-    if drafter.revision is not None:
         raise ConfigError(
-            f"{VARIABLE}: peagle serves a head at the commit where its main branch is, not at a revision",
-            hint="leave revision out, or give the head's folder as its model",
+            f"{VARIABLE} must be a JSON object, or false for no drafter; it is not valid JSON: {error}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{VARIABLE} must be a JSON object, or false for no drafter, not a JSON {type(config).__name__}"
         )
-    return {
-        "drafter": drafter.model,
-        "num_speculative_tokens": drafter.num_speculative_tokens,
-        "draft_kv_cache_precision": drafter.kv_cache_precision,
-        "draft_attention_backend": drafter.attention_backend,
-    }
+    return config
 
 
 def _model_without_variable(env: Mapping[str, str], folder: Path) -> str | None:
     if folder.is_dir() and any(folder.iterdir()):
         return str(folder)
-    return env.get("HF_MODEL_ID") or None
+    return env.get("HF_MODEL_ID", "").strip() or None
 
 
 def _value(text: str) -> Any:
-    """The value of a variable; None where the argument is left out."""
+    """Return the value of a variable. None if the argument is left out."""
     plain = text.strip()
     if plain.lower() in ("true", ""):
         return True
@@ -214,7 +273,10 @@ def _value(text: str) -> Any:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects of a text that holds nothing else; none of any other text."""
+    """Return the JSON objects of a text that holds nothing else.
+
+    Empty for any other text.
+    """
     decoder, found = json.JSONDecoder(), []
     while text.startswith("{"):
         try:
@@ -230,43 +292,48 @@ def _variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _valued(name: str, value: Any) -> Any:
-    """The value of an argument that is more than a bare flag."""
+def _text(raw: Mapping[str, Any], name: str) -> str | None:
+    """Return the one value of an argument. None if it is unset."""
+    value = raw.get(name)
     if value is True:
         raise ConfigError(f"{_variable(name)} needs a value")
-    return value
+    if isinstance(value, list):
+        raise ConfigError(f"{_variable(name)} takes one value, not {len(value)}")
+    return None if value is None else str(value).strip()
 
 
 def _only_name(value: Any) -> str:
-    names = value if isinstance(value, list) else [_valued("served_model_name", value)]
+    if value is True:
+        raise ConfigError(f"{_variable('served_model_name')} needs a value")
+    names = value if isinstance(value, list) else [value]
     if len(names) > 1:
         raise ConfigError(
             f"{_variable('served_model_name')}: a model of peagle's endpoint has one name, and these are {len(names)}",
             hint="give one; a request may also leave `model` out where the endpoint has one model",
         )
-    return str(names[0])
+    return str(names[0]).strip()
 
 
-def _precisions(given: dict[str, Any]) -> dict[str, str]:
-    """The keys of an engine's number formats, taken out of `given`.
+def _precisions(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of an engine's number formats.
 
     Raises:
         ConfigError: peagle has no such format, or they contradict each other.
     """
     found = {}
-    if "dtype" in given:
-        found["precision"] = _translated("dtype", given.pop("dtype"), _PRECISIONS)
-    if "quantization" in given:
-        quantization = _translated("quantization", given.pop("quantization"), {"fp8": "fp8"})
+    if (dtype := _text(raw, "dtype")) is not None:
+        found["precision"] = _translated("dtype", dtype, _PRECISIONS)
+    if (quantization := _text(raw, "quantization")) is not None:
+        quantization = _translated("quantization", quantization, {"fp8": "fp8"})
         if found.get("precision", "auto") not in ("auto", "bf16"):
             raise ConfigError(f"{_variable('quantization')}=fp8 computes in bfloat16, and {_variable('dtype')} differs")
         found["precision"] = quantization
-    if "kv_cache_dtype" in given:
-        found["kv_cache_precision"] = _translated("kv_cache_dtype", given.pop("kv_cache_dtype"), _KV_CACHE_PRECISIONS)
+    if (cache := _text(raw, "kv_cache_dtype")) is not None:
+        found["kv_cache_precision"] = _translated("kv_cache_dtype", cache, _KV_CACHE_PRECISIONS)
     return found
 
 
-def _translated(name: str, value: Any, words: Mapping[str, str]) -> str:
+def _translated(name: str, value: str, words: Mapping[str, str]) -> str:
     if value not in words:
         raise ConfigError(
             f"{_variable(name)}: {value} is not one of {', '.join(words)}",
@@ -275,20 +342,75 @@ def _translated(name: str, value: Any, words: Mapping[str, str]) -> str:
     return words[value]
 
 
-def _number(name: str, value: Any) -> float:
+def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield arguments with the values that vLLM's own parser reads.
+
+    Raises:
+        ConfigError: vLLM has no such argument or does not take the value, or peagle decides it.
+    """
+    if not raw:
+        return
+    from peagle.engine.vllm_internals import ServeArguments
+
+    arguments = ServeArguments()
+    for name, value in raw.items():
+        variable = _variable(name)
+        if name not in arguments.names:
+            near = [_variable(known) for known in arguments.names]
+            raise ConfigError(f"{variable}: vLLM has no argument of that name", hint=did_you_mean(variable, near))
+        if value is True and not env[variable].strip() and not arguments.is_switch(name):
+            continue  # an empty variable sets nothing
+        field = arguments.destination(name)
+        if arguments.is_switch(name):
+            parsed: Any = _parse_switch(arguments, name, value)
+            if parsed == arguments.default(name) and field not in _SAME:
+                continue  # off, as it is anyway
+        if field not in (*_SAME, "enable_auto_tool_choice") and field not in arguments.of_engine:
+            raise ConfigError(
+                f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
+                hint=_INSTEAD.get(field, "leave it out"),
+            )
+        if field not in (*_SAME, *SPEC_FIELDS, *_TRANSLATED, "enable_auto_tool_choice"):
+            try:
+                check_extra({field: value})
+            except ConfigError as error:
+                raise ConfigError(f"{variable}: {error.message}", hint=error.hint) from None
+        yield field, parsed if arguments.is_switch(name) else _parse_value(arguments, name, value)
+
+
+def _parse_switch(arguments: "ServeArguments", name: str, value: Any) -> bool:
+    if not isinstance(value, str | bool):
+        raise ConfigError(f"{_variable(name)} must be true or false, not {shown(value)}")
+    is_on = switch(_variable(name), value) if isinstance(value, str) else value
+    return arguments.parse(name, []) is is_on
+
+
+def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
+    variable = _variable(name)
+    if value is True:
+        values = []
+    else:
+        several = value if isinstance(value, list) else [value]
+        values = [one if isinstance(one, str) else json.dumps(one) for one in several]
     try:
-        return float(_valued(name, value))
-    except (TypeError, ValueError):
-        raise ConfigError(f"{_variable(name)} must be a number, not {value}") from None
+        return arguments.parse(name, values)
+    except ValueError as error:
+        if not values:
+            raise ConfigError(f"{variable} needs a value") from None
+        raise ConfigError(
+            f"{variable}: vLLM does not take {shown(' '.join(values))}", hint=_reason(str(error))
+        ) from None
 
 
-def _engine_argument(name: str, value: Any) -> tuple[str, Any]:
-    """An argument of vLLM's engine, with its name and value in Python."""
-    if value is True and name.startswith("no_"):
-        return name.removeprefix("no_"), False
-    if isinstance(value, str):
-        try:
-            return name, json.loads(value)
-        except ValueError:
-            return name, value
-    return name, value
+def _reason(message: str) -> str:
+    """Return what argparse says is wrong, without Python's names and addresses."""
+    reason = message.partition(": ")[2]
+    lines = [line.strip() for line in reason.splitlines() if "For further information" not in line]
+    if lines and lines[0].startswith("invalid choice"):
+        return lines[0].partition("(")[2].removesuffix(")")
+    return "" if reason.startswith(("invalid ", "Value ")) else "; ".join(lines)
+
+
+def _count(most: Any) -> Any:
+    """Return the number of media of `{"count": n}`, vLLM's longer form of n."""
+    return most["count"] if isinstance(most, dict) and most.keys() == {"count"} else most

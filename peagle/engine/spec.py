@@ -64,7 +64,7 @@ class DrafterSpec:
         if self.synthetic_rates is not None:
             _require_rates(self.synthetic_rates, self.num_speculative_tokens)
         if self.lookup and not self.has_head:
-            raise ConfigError(f"{self.method} looks drafts up by itself; a lookup beside it needs a head")
+            raise ConfigError(f"{self.method} already is a lookup; draft_lookup needs a head")
         if self.lookup and self.synthetic_rates is not None:
             raise ConfigError("drafts that are accepted by lot cannot be looked up", hint="leave --draft-lookup out")
 

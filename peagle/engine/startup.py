@@ -70,7 +70,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if not is_over.is_set():
             raise
-        hint = f"its log says what it waited for; set {VARIABLE} where it needs longer"
+        hint = f"see its log; set {VARIABLE} if it needs longer"
         raise EngineError(what, hint=hint) from error
     finally:
         is_left.set()

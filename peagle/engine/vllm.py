@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from peagle.engine import vllm_plugin
 from peagle.engine.arguments import NodeRank, engine_args
 from peagle.engine.environment import set_environment
-from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, TokenLogprob
-from peagle.engine.self_check import CheckableLlm, SelfCheck
+from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, SelfCheck, TokenLogprob
+from peagle.engine.self_check import CheckableLlm
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
 from peagle.engine.trials import guard_engine, trials_of
 from peagle.engine.vllm_internals import (
+    client_text,
     counters,
     drafts_of,
     engine_death,
@@ -111,7 +111,7 @@ async def generate(
     except engine_death() as error:
         raise EngineError("the vLLM engine process died") from error
     except refusals() as error:
-        raise RequestRefused(str(error)) from error
+        raise RequestRefused(client_text(error)) from error
     except request_failure() as error:  # this request's only: the engine goes on
         raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
     if not outputs:
@@ -313,8 +313,6 @@ def _prepare(
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
         raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
-    if spec.drafter and (hardware.platform == "cpu" or spec.drafter.lookup):
-        vllm_plugin.require()
     arguments = engine_args(
         spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()
     )

@@ -5,8 +5,11 @@ which works inside vLLM's processes, know them. docs/upstream.md lists each. vLL
 environment variables that it reads at import are set before.
 """
 
+import argparse
+import dataclasses
+import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from peagle.engine.startup import LATE
@@ -51,6 +54,26 @@ def refusals() -> tuple[type[Exception], ...]:
 
     own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
     return (ValueError, *filter(None, own))
+
+
+_UNTOLD = "the engine cannot take this request: a field has a value that it does not expect"
+
+
+def client_text(error: BaseException) -> str:
+    """Return what a client may read of vLLM's exception for its request.
+
+    That is the text of vLLM's own exceptions and of a chat template that refuses a conversation. The text of any other
+    exception is Python's ("tuple indices must be integers"), and means nothing to a client.
+    """
+    import vllm.exceptions
+
+    if not hasattr(vllm.exceptions, "VLLMClientError"):  # 0.24 refuses with a ValueError
+        return str(error)
+    if isinstance(error, vllm.exceptions.VLLMError):
+        return str(error)
+    # vLLM 0.29 raises whatever a chat template raises again as a ValueError.
+    template_error = error.__cause__ if type(error) is ValueError else error
+    return str(template_error) if type(template_error).__name__ == "TemplateError" else _UNTOLD
 
 
 def counters() -> list[Any]:
@@ -216,3 +239,63 @@ def _costly(log: str) -> Iterator[str]:
     for warning in _WARNED.findall(log):
         if _COSTS.search(warning) and not warning.startswith(_HARMLESS):
             yield warning if len(warning) <= _LONGEST else f"{warning[:_LONGEST]}..."
+
+
+class ServeArguments:
+    """The arguments of `vllm serve`, read by its own parser.
+
+    Attributes:
+        names: all arguments, in Python's spelling; `no_x` turns the switch `x` off.
+        of_engine: the destinations that an engine has; the others are the API server's.
+    """
+
+    def __init__(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        self._parser = make_arg_parser(FlexibleArgumentParser(add_help=False, exit_on_error=False))
+        flags = {flag: action for flag, action in self._parser._option_string_actions.items() if flag.startswith("--")}
+        self._actions = {flag.removeprefix("--").replace("-", "_"): action for flag, action in flags.items()}
+        self.names = frozenset(self._actions)
+        self.of_engine = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+
+    def destination(self, name: str) -> str:
+        """Return the name of the field that the argument sets: `x` for `no_x`."""
+        return str(self._actions[name].dest)
+
+    def default(self, name: str) -> Any:
+        """Return what vLLM's parser takes without the argument."""
+        return self._actions[name].default
+
+    def is_switch(self, name: str) -> bool:
+        """Return whether the argument takes no value."""
+        return bool(self._actions[name].nargs == 0)
+
+    def parse(self, name: str, values: Sequence[str]) -> Any:
+        """Return an argument's value as plain data.
+
+        Args:
+            values: what follows the flag on a command line. A switch has none.
+
+        Raises:
+            ValueError: vLLM does not take it.
+        """
+        from vllm.engine.arg_utils import _expand_json_human_readable_numbers
+
+        flag = f"--{name.replace('_', '-')}"
+        # A value may begin with a hyphen.
+        line = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+        try:
+            found, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
+        except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
+            raise ValueError(str(error)) from None
+        if rest or found.model_tag:  # a second value would be taken for the model
+            raise ValueError(f"argument {flag}: it takes one value")
+        value = getattr(found, self.destination(name))
+        if value is None or isinstance(value, bool | int | float | str | dict):
+            return value
+        if isinstance(value, list | tuple | set):
+            return list(value)
+        # A configuration object of vLLM's: the engine's arguments have it as the JSON that was given.
+        return json.loads(_expand_json_human_readable_numbers(values[0]))

@@ -1,16 +1,18 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
 
-Compiled code, sampling with drafts on CPUs, the priority of grammars, prompt lookup beside a head, and the end of a
-core whose starter is gone.
-docs/upstream.md says of each what it is for, for which versions, and which test fails once vLLM has mended it.
+They fix compiled code, sampling with drafts on CPUs, requests that cannot be drafted for, the priority of grammar
+compilation, prompt lookup next to a head, where answers with drafts end, and cores that outlive the process that
+started them. docs/upstream.md lists the purpose of each, the versions, and the test that fails once vLLM has fixed it.
 """
 
+import contextlib
 import functools
 import logging
 import multiprocessing
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -37,10 +39,14 @@ def register() -> None:
 
     compile_behind_steps()
 
-    look_up_drafts()
+    cut_at_stop_strings()
+    count_drafts_toward_min_tokens()
 
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        skip_drafts()  # before the lookup, which would add drafts again
+    look_up_drafts()
     if current_platform.is_cpu():
         load_compiled()
         share_between_cores()
@@ -62,15 +68,15 @@ def end_with_starter() -> None:
 
 
 def require() -> None:
-    """Refuse an installation whose vLLM would not find the plug-in.
+    """Check that vLLM finds the plug-in, which every engine with a drafter needs.
 
     Raises:
-        ConfigError: peagle is on the path, but not installed.
+        ConfigError: peagle is importable but not installed.
     """
     if not any(plugin.name == NAME for plugin in entry_points(group=_GROUP)):
         raise ConfigError(
-            "vLLM would not load peagle's plug-in, without which it samples wrongly on CPUs where there are drafts: "
-            f"the environment has no entry point {NAME!r} in {_GROUP!r}",
+            f"vLLM would not load peagle's plug-in: the environment has no entry point {NAME!r} in {_GROUP!r}. Without "
+            "it, an engine with a drafter counts tokens after a stop string, and samples wrongly on a CPU",
             hint="install peagle into it: pip install --no-deps -e . in its checkout",
         )
 
@@ -242,6 +248,57 @@ def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+def skip_drafts() -> None:
+    """Run requests with `logit_bias` or `min_p` without drafts, in an engine that drafts for the others.
+
+    vLLM (0.29) refuses them, because it applies neither to the logits that verify drafts. A request without drafts has
+    only the last row of its step, whose token vLLM samples as it does without a drafter. So the scheduler drops the
+    drafts of such a request, and the worker has the processors of both parameters.
+
+    Only for schedulers that get drafts as lists, as on CPUs: elsewhere drafts never leave the device.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.sample import logits_processor
+
+    take, build = Scheduler.update_draft_token_ids, logits_processor.build_logitsprocs
+    if getattr(take, "skips_drafts", False):
+        return
+
+    @functools.wraps(take)
+    def take_if_verifiable(self: Any, draft_token_ids: Any) -> None:
+        for place, request_id in enumerate(draft_token_ids.req_ids):
+            request = self.requests.get(request_id)
+            if request is not None and is_unverifiable(request.sampling_params):
+                draft_token_ids.draft_token_ids[place] = []
+        take(self, draft_token_ids)
+
+    @functools.wraps(build)
+    def build_all(vllm_config: Any, device: Any, *arguments: Any, **options: Any) -> Any:
+        processors = build(vllm_config, device, *arguments, **options)
+        if vllm_config.speculative_config is None or vllm_config.model_config.runner_type == "pooling":
+            return processors
+        kinds = (logits_processor.LogitBiasLogitsProcessor, logits_processor.MinPLogitsProcessor)
+        own = [kind(vllm_config, device, False) for kind in kinds]
+        return logits_processor.LogitsProcessors([*processors.all, *own])
+
+    take_if_verifiable.skips_drafts = True  # type: ignore[attr-defined]
+    Scheduler.update_draft_token_ids = take_if_verifiable
+    SamplingParams._validate_spec_decode = _accept
+    logits_processor.build_logitsprocs = build_all
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # it has the function by name
+        runner.build_logitsprocs = build_all  # type: ignore[attr-defined]
+
+
+def is_unverifiable(sampling: Any) -> bool:
+    """Return whether vLLM cannot verify drafts of a request with these sampling parameters."""
+    return sampling is not None and bool(sampling.min_p > 0 or sampling.logit_bias)
+
+
+def _accept(self: Any, speculative_config: Any) -> None:
+    """Replace vLLM's refusal of `logit_bias` and `min_p` next to a drafter."""
+
+
 class DraftLookup:
     """Prompt lookup beside a head, for the requests of one scheduler.
 
@@ -271,9 +328,7 @@ class DraftLookup:
                     drafted.draft_token_ids[place] = self._redraft(request, drafted.draft_token_ids[place])
         except Exception:
             self._has_failed = True
-            logging.getLogger("vllm").warning(
-                "prompt lookup failed: it is off, and the head drafts alone", exc_info=True
-            )
+            logging.getLogger("vllm").warning("prompt lookup failed and is off; only the head drafts", exc_info=True)
 
     def _redraft(self, request: Any, drafts: list[int]) -> list[int]:
         tokens, lookup = request.all_token_ids, getattr(request, "peagle_lookup", None)
@@ -346,3 +401,95 @@ def _draft_lookup(vllm_config: Any) -> DraftLookup | None:
     if (speculation.draft_sample_method, speculation.rejection_sample_method) != ("greedy", "standard"):
         raise RuntimeError("draft lookup needs greedy drafts and vLLM's standard rejection sampling")
     return DraftLookup(int(min_ngram))
+
+
+def cut_at_stop_strings() -> None:
+    """Make vLLM drop the tokens that were accepted after a completed stop string.
+
+    One step with drafts can accept several tokens. vLLM cuts the text at the stop string but keeps all tokens and their
+    log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the rest from the
+    step's output. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server alike.
+    """
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    update, update_logprobs = BaseIncrementalDetokenizer.update, LogprobsProcessor.update_from_output
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def update_by_token(self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        if not self.stop or len(new_token_ids) < 2:
+            stop_string: str | None = update(self, new_token_ids, stop_terminated)
+            return stop_string
+        for number, token_id in enumerate(new_token_ids, start=1):
+            is_last = number == len(new_token_ids)
+            stop_string = update(self, [token_id], stop_terminated and is_last)
+            if stop_string is not None:
+                del new_token_ids[number:]  # vLLM builds the answer from this list
+                return stop_string
+        return None
+
+    @functools.wraps(update_logprobs)
+    def update_cut_logprobs(self: Any, output: Any) -> None:
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(0, len(output.new_token_ids))
+        update_logprobs(self, output)
+
+    BaseIncrementalDetokenizer.update = update_by_token
+    LogprobsProcessor.update_from_output = update_cut_logprobs
+
+
+def count_drafts_toward_min_tokens() -> None:
+    """Allow the token after drafts that reach `min_tokens` to end an answer.
+
+    vLLM counts earlier drafts for each draft, but none for the token that follows them all. It therefore bans stop
+    tokens there although `min_tokens` is reached, and the answer runs past the end that it has without a drafter.
+    """
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    apply = Sampler.apply_logits_processors
+    if hasattr(apply, "__wrapped__"):
+        return
+
+    @functools.wraps(apply)
+    def apply_after_drafts(self: Any, logits: Any, metadata: Any, predict_bonus_token: bool) -> Any:
+        if not predict_bonus_token:
+            return apply(self, logits, metadata, predict_bonus_token)
+        with contextlib.ExitStack() as changes:
+            for processor in metadata.logitsprocs.non_argmax_invariant:
+                if isinstance(processor, MinTokensLogitsProcessor):
+                    changes.enter_context(_drafts_counted(processor, metadata.spec_token_ids or ()))
+            return apply(self, logits, metadata, predict_bonus_token)
+
+    Sampler.apply_logits_processors = apply_after_drafts
+
+
+@contextlib.contextmanager
+def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Lift the bans of requests that reach `min_tokens` with their drafts.
+
+    Args:
+        drafts: by the request's place in the batch.
+    """
+    import torch
+
+    reached = [
+        place
+        for place, (min_tokens, output_token_ids, *_) in processor.min_toks.items()
+        if len(output_token_ids) + len(drafts[place]) >= min_tokens
+    ]
+    if not reached:
+        yield
+        return
+    names = ("logits_slice", "restore_logits_slice")  # older versions have the first only
+    banned = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
+    for name, (places, tokens) in banned.items():
+        stays = ~torch.isin(places, places.new_tensor(reached))
+        setattr(processor, name, (places[stays], tokens[stays]))
+    try:
+        yield
+    finally:
+        for name, pair in banned.items():
+            setattr(processor, name, pair)

@@ -35,7 +35,7 @@ class PlanConfig(BaseModel):
         default_factory=list, description="price these instead of the ones measured on; they need the same accelerator"
     )
     market: Literal["both", "on_demand", "spot"] = Field("both", description="which prices are compared")
-    provider: str | None = Field(None, description="whose price, where several sell that instance type")
+    provider: str | None = Field(None, description="provider, if several sell that instance type")
     region: str | None = Field(None, description="where, if the price depends on it")
     prices: Path | None = Field(None, description="CSV of prices that adds to or replaces rows of the table")
 

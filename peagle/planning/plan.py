@@ -165,5 +165,5 @@ def _doubts(chosen: Option) -> list[str]:
         notes.append(f"The speed's repeats spread over {cell.spread:.0%} of it, and so do hours and dollars.")
     unused = price.num_devices - chosen.machine.num_engines * chosen.machine.devices_per_engine
     if unused:
-        notes.append(f"{unused} of {price.num_devices} devices of each machine hold no engine, and are paid for.")
+        notes.append(f"{unused} of {price.num_devices} devices of each machine have no engine but are paid.")
     return notes

@@ -88,12 +88,12 @@ def _cost(one: Mapping[str, Any]) -> list[str]:
 
 
 def _assumed(wanted: Mapping[str, Any]) -> str:
-    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of what they sustain"]
+    of_service = [f"machines used to {wanted['target_utilisation']:.0%} of their capacity"]
     parts = [
         *(of_service if wanted["tokens_per_s"] is not None else []),
         f"{wanted['spot_interruptions_per_h']:g} interruptions an hour of a spot machine",
         f"{wanted['failures_per_h']:g} failures",
-        f"{wanted['provision_s']:g} s until machines are there",
+        f"{wanted['provision_s']:g} s until machines are available",
         f"{wanted['replace_s']:g} s to replace one",
     ]
     return f"Assumed, not measured: {', '.join(parts)}."

@@ -16,7 +16,7 @@ from peagle.private import user_path
 from peagle.profiles.measurements import NONE, Cell, read_cells
 from peagle.speculation import break_even_acceptance_length
 
-_HINT = "give the report.json of `peagle bench`, with method none beside the drafter's"
+_HINT = "give the report.json of `peagle bench` with method none and the drafter's method"
 
 
 def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -> Baseline | None:

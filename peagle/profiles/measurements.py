@@ -58,7 +58,7 @@ class Cell(BaseModel):
     @classmethod
     def _is_known(cls, value: str) -> str:
         if value not in METHODS:
-            raise ValueError(f"{value!r} is none of {', '.join(METHODS)}")
+            raise ValueError(f"{value!r} is not one of {', '.join(METHODS)}")
         return value
 
     @model_validator(mode="after")
@@ -127,5 +127,5 @@ def _cell(entry: Any, where: str) -> Cell:
         name = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{where}: {f'{name}: ' if name else ''}{message}", hint="docs/planning.md says what a cell holds"
+            f"{where}: {f'{name}: ' if name else ''}{message}", hint="see docs/planning.md for the keys of a cell"
         ) from None

@@ -40,7 +40,7 @@ class Field:
 class Refused:
     """A refused field.
 
-    `hint` names the nearest known field where nobody knows it, else it is None.
+    `hint` names the nearest known field where unknown field, else it is None.
     """
 
     field: str
@@ -69,7 +69,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
         field = FIELDS.get(name)
         if field is None or url not in field.urls:
             near = [known for known, one in FIELDS.items() if url in one.urls and one.use in ("honoured", "online")]
-            return Refused(field=name, value=value, why="nobody knows it", hint=did_you_mean(name, near))
+            return Refused(field=name, value=value, why="unknown field", hint=did_you_mean(name, near))
         is_refused = field.use == "refused" or (in_bulk and field.use == "online")
         if is_refused and value not in field.neutral:
             return Refused(field=name, value=value, why=field.note)
@@ -109,11 +109,11 @@ FIELDS: dict[str, Field] = {
     **_fields("honoured", _CHAT, "messages", note="text, and online the media that the model takes; tool calls too"),
     **_fields("honoured", _COMPLETIONS, "prompt", note="in bulk one: a text, token ids, or a list of one of them"),
     **_fields("honoured", _BOTH, "model", note="in bulk the run's own answers"),
-    **_fields("honoured", _BOTH, "max_tokens", "n", "temperature", "top_p", "min_p", "repetition_penalty"),
+    **_fields("honoured", _BOTH, "max_tokens", "n", "temperature", "top_p", "repetition_penalty"),
     **_fields("honoured", _BOTH, "top_k", note="0 and -1 keep every token"),
-    **_fields("honoured", _BOTH, "seed", note="on a CPU with temperature 0 alone"),
+    **_fields("honoured", _BOTH, "seed", note="on a CPU only with temperature 0"),
     **_fields("honoured", _BOTH, "frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "bad_words"),
-    **_fields("honoured", _BOTH, "logit_bias", note="without a drafter: vLLM does not take both"),
+    **_fields("honoured", _BOTH, "logit_bias", "min_p", note="without drafts; on a GPU refused if there is a drafter"),
     **_fields("honoured", _BOTH, "allowed_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     **_fields("honoured", _BOTH, "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection"),
     **_fields("honoured", _BOTH, "logprobs", note="up to 20"),
@@ -156,6 +156,6 @@ FIELDS: dict[str, Field] = {
     **_fields("refused", _CHAT, "web_search_options", note="nothing here searches"),
     **_fields("refused", _CHAT, "verbosity", neutral=("medium",), note="say it in a message"),
     **_fields("refused", _COMPLETIONS, "prompt_embeds", note="prompts are text or token ids"),
-    **_fields("refused", _COMPLETIONS, "suffix", neutral=("",), note="models here go on from a prompt alone"),
+    **_fields("refused", _COMPLETIONS, "suffix", neutral=("",), note="only a prompt can be completed"),
     **_fields("refused", _COMPLETIONS, "best_of", neutral=(1,), note="engines make as many responses as n says"),
 }  # fmt: skip

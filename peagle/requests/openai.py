@@ -7,6 +7,7 @@ Every value of an output line follows from the row, so the same run gives the sa
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,10 +263,24 @@ def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, crea
     }
 
 
-def added(index: int, text: str, finish_reason: str | None, *, is_chat: bool) -> dict[str, Any]:
-    """A choice of a `chunk`: the text that is new, and at its end why it ended."""
+def added(
+    index: int,
+    text: str,
+    finish_reason: str | None,
+    *,
+    is_chat: bool,
+    logprobs: Sequence[Mapping[str, Any]] | None = None,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Return a choice of a `chunk`: its new text, and the finish reason if it ended.
+
+    Args:
+        logprobs: of the new tokens, as in an output row. None if the request asked for none.
+        offset: characters that earlier chunks of the choice had.
+    """
     content = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+    shown_logprobs = _chat_logprobs_of(logprobs) if is_chat else _logprobs_of(logprobs, offset)
+    return {"index": index, **content, "logprobs": shown_logprobs, "finish_reason": finish_reason}
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None = None) -> dict[str, Any]:
@@ -284,18 +299,19 @@ def _completions(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _chat_choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = None
-    if completion["logprobs"] is not None:
-        content = [
-            {**_token(token), "top_logprobs": [_token(top) for top in token["top"]]} for token in completion["logprobs"]
-        ]
-        logprobs = {"content": content, "refusal": None}
     return {
         "index": index,
         "message": {"role": "assistant", "content": completion["text"], "refusal": None},
-        "logprobs": logprobs,
+        "logprobs": _chat_logprobs_of(completion["logprobs"]),
         "finish_reason": completion["finish_reason"],
     }
+
+
+def _chat_logprobs_of(tokens: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [{**_token(token), "top_logprobs": [_token(top) for top in token["top"]]} for token in tokens]
+    return {"content": content, "refusal": None}
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,22 +323,21 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(index: int, completion: Mapping[str, Any]) -> dict[str, Any]:
-    logprobs = None
-    if (tokens := completion["logprobs"]) is not None:
-        offsets = [0]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token["token"]))
-        logprobs = {
-            "tokens": [token["token"] for token in tokens],
-            "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
-            "top_logprobs": [
-                {top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens
-            ],
-            "text_offset": offsets[:-1],
-        }
     return {
         "index": index,
         "text": completion["text"],
-        "logprobs": logprobs,
+        "logprobs": _logprobs_of(completion["logprobs"]),
         "finish_reason": completion["finish_reason"],
+    }
+
+
+def _logprobs_of(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    ends = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
+        "top_logprobs": [{top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens],
+        "text_offset": ends[:-1],
     }

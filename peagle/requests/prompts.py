@@ -130,7 +130,7 @@ def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) 
     for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
         if getattr(keys, name) is not None:
             raise ConfigError(
-                f"{name} means nothing for an OpenAI batch: its prompts are in the bodies",
+                f"{name} cannot be used with an OpenAI batch: its prompts are in the bodies",
                 hint=f"leave {name} out, or say --input-format jsonl to take the lines as plain rows",
             )
     return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
@@ -176,7 +176,9 @@ class PromptBuilder:
         try:
             token_ids = self._encode(body)
         except Exception as error:  # it refuses roles, and its filters raise whatever they meet
-            return RowError(reason="template_error", message=f"the chat template refuses the row: {error}")
+            # A client of a batch reads this: a template's own words, and none of Python's.
+            reason = str(error) if type(error).__name__ == "TemplateError" else "a value that it does not expect"
+            return RowError(reason="template_error", message=f"the chat template refuses the row: {reason}")
         return self._fitting(token_ids)
 
     def _fitting(self, token_ids: list[int]) -> list[int] | RowError:

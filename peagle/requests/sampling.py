@@ -52,9 +52,11 @@ class SamplingKeys(BaseModel):
         le=MAX_LOGPROBS,
         description="log-probabilities of each token, and of this many of the likeliest at its position",
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that are there already")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they are there")
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="the same as a factor, prompt included; 1 is none")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they occur")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, description="the same as a factor, including the prompt; 1 is off"
+    )
     json_schema: str | None = Field(
         None, description="JSON schema that every response keeps to: a file, or the schema itself"
     )
@@ -144,7 +146,7 @@ class SamplingLimits:
 
     Attributes:
         max_model_len: context in tokens.
-        has_drafter: whether it speculates.
+        has_drafter: whether it drafts for every request, so that it takes neither `logit_bias` nor `min_p`.
         can_seed: whether a sampling seed works.
         vocab_size: token ids that the model has; None if unknown.
         max_answer_bytes: of one row's responses, by `AnswerShape`.
@@ -169,9 +171,9 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     if sampling.get("n", 1) > 1 and greedy:
         return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
-        return "min_p: vLLM does not take it together with a drafter; use top_p, or drafter: none"
+        return "min_p: on a GPU vLLM does not take it together with a drafter; use top_p, or drafter: none"
     if sampling.get("logit_bias") and limits.has_drafter:
-        return "logit_bias: vLLM does not take it together with a drafter; use drafter: none"
+        return "logit_bias: on a GPU vLLM does not take it together with a drafter; use drafter: none"
     if sampling.get("min_tokens", 0) > sampling["max_tokens"]:
         return f"min_tokens: {sampling['min_tokens']} are more than max_tokens, {sampling['max_tokens']}"
     if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:

@@ -97,7 +97,7 @@ def _printed(value: Any) -> Any:
     A method may have given None.
     """
     if value is None or is_nan(value):
-        raise jinja2.UndefinedError(f"a value that is printed is {'null' if value is None else 'NaN'}")
+        raise jinja2.UndefinedError(f"a rendered value is {'null' if value is None else 'NaN'}")
     return value
 
 

@@ -300,7 +300,7 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
 
 
 def _retried_ids(plan: Plan) -> RetriedIds:
-    rows = plan.taken_up()
+    rows = plan.retried_rows()
     whole = (replace(unit, rows=None) for unit in plan.units if unit.unit in rows)
     return {unit.unit: frozenset(map(unit.row_id, rows[unit.unit])) for unit in whole}
 
@@ -414,7 +414,7 @@ def _input_difference(files: list[SourceFile], plan: Plan, limit: int | None) ->
 
 def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None) -> bool:
     try:
-        files = find(config["input"], config["input_format"], outside=config["output"])
+        files = find(config["input"], config["input_format"], outside=config["output"], announce=lambda note: None)
         return _input_difference(files, plan, limit) is None
     except InputError:
         return False

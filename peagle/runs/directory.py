@@ -43,7 +43,7 @@ from peagle.runs.lease import Holding
 from peagle.runs.logs import logs_folder
 from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
 from peagle.runs.stopping import StopWord
-from peagle.runs.suspects import forgettable
+from peagle.runs.suspects import stale_notes
 from peagle.storage import Place, is_remote, make_folder, open_to_read, place, require_usable, write_atomic, write_once
 
 PLAN_FILE = re.compile(r"plan\.[0-9a-f]{12}\.parquet")
@@ -170,7 +170,7 @@ class RunDirectory:
         try:
             self._make_folders()
             self._delete(
-                [*_temporaries(self._folders), *self._orphaned_plans(), *forgettable(self.suspects, self.committed())]
+                [*_temporaries(self._folders), *self._orphaned_plans(), *stale_notes(self.suspects, self.committed())]
             )
         except OSError as error:
             raise ConfigError(f"output {self}: cannot be written: {error}") from error
@@ -230,7 +230,7 @@ class RunDirectory:
         if not self._retry_plans():
             return frozenset()
         plan = self.plan()
-        earlier = plan.taken_up().keys() & self.committed()
+        earlier = plan.retried_rows().keys() & self.committed()
         self.read_ahead(earlier)
         usages = {unit: self.usage(unit) for unit in earlier}
         return plan.superseded({unit: usage.num_rows + usage.num_failed_rows for unit, usage in usages.items()})
@@ -367,7 +367,7 @@ class RunDirectory:
         self.read_ahead(committed)
         named = {unit: self.letters_name(unit) for unit in committed}
         found = [*_temporaries(self._folders), *self._orphaned_plans(), *_orphaned_letters(letters, named)]
-        self._delete([*found, *forgettable(self.suspects, committed)])
+        self._delete([*found, *stale_notes(self.suspects, committed)])
         return len(found)
 
     def _delete(self, listed: Iterable[Place]) -> None:

@@ -126,7 +126,7 @@ class TagDraw:
         left_usd = budget.budget_usd - spent_usd - self._held.get(budget.account, 0.0)
         if left_usd > reserve_usd:
             return None
-        again = f"; it begins anew on {period[1]}" if period else ""
+        again = f"; it resets on {period[1]}" if period else ""
         return (
             f"{budget.describe_budget()} is reached: {dollars(max(0.0, left_usd))} are left, and ending may cost "
             f"{dollars(reserve_usd)}{again}"

@@ -13,9 +13,9 @@ any time. It holds one batch of rows at a time, whatever the size of the run.
 import contextlib
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from peagle.corpus.extensions import plain_schema, to_values
 from peagle.engine.interface import FAILED
 from peagle.errors import ConfigError, PeagleError
-from peagle.plain_json import to_json
+from peagle.plain_json import has_non_finite, to_json
 from peagle.requests.fields import CHAT_URL
 from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
 from peagle.runs.directory import BATCH_ROWS, RunDirectory, read_rows
@@ -47,6 +47,7 @@ class Export:
         num_units: the committed units that are in it.
         commits: a digest of which attempts committed them; a unit that is done again has another.
         files: sizes in bytes by name.
+        num_nulls: by column, the rows in which null stands for NaN or an infinity, which JSON does not have.
     """
 
     format: str
@@ -56,11 +57,17 @@ class Export:
     num_rows: int
     num_failed_rows: int
     files: dict[str, int]
+    num_nulls: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """In a line, for people."""
+        """Return a line for people, and one for each column that lost values."""
         failed = f", {self.num_failed_rows} dead letters" if self.num_failed_rows else ""
-        return f"{self.num_rows} rows{failed} as {self.format}: {self.folder}"
+        notes = [
+            f"note: column {name!r}: null for NaN or infinity, which JSON does not have, in {num:,} rows; "
+            "parquet keeps them"
+            for name, num in self.num_nulls.items()
+        ]
+        return "\n".join([f"{self.num_rows} rows{failed} as {self.format}: {self.folder}", *notes])
 
 
 def export(run: RunDirectory, output_format: Format, *, partial: bool = False, again: bool = True) -> Export:
@@ -140,6 +147,7 @@ def _write(
         num_rows=num_rows,
         num_failed_rows=num_failed_rows,
         files={path.name: path.stat().st_size for path in (output, errors)},
+        num_nulls=dict(lines.num_nulls),
     )
     write_json(folder / "export.json", asdict(done))
     return done
@@ -159,6 +167,18 @@ class _PlainLines:
 
     columns: frozenset[str] | None = None
 
+    def __init__(self) -> None:
+        self.num_nulls: Counter[str] = Counter()
+
+    def to_bytes(self, row: dict[str, Any], unit_finished_at: int) -> bytes:
+        """Return the line of a row, and count the values for which it has null."""
+        line = self.row(row, unit_finished_at)
+        try:
+            return _json_line(line, non_finite="refuse")
+        except ValueError:
+            self.num_nulls.update(name for name, value in row.items() if has_non_finite(value))
+            return _json_line(line)
+
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
         return row
 
@@ -175,6 +195,7 @@ class _OpenAiLines(_PlainLines):
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
 
     def __init__(self, run: RunDirectory, run_id: str) -> None:
+        super().__init__()
         self._run_id = run_id
         plan = run.plan()
         self._is_batch = plan.is_batch
@@ -213,7 +234,7 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
     for family in families:
         finished_at = int(max(run.usage(unit).finished_at for unit in family))
         for batch in _batches(run, family, lines.columns):
-            file.write(b"".join(_json_line(lines.row(row, finished_at)) for row in to_values(batch)))
+            file.write(b"".join(lines.to_bytes(row, finished_at) for row in to_values(batch)))
             num_rows += batch.num_rows
     return num_rows
 
@@ -264,8 +285,8 @@ def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] 
         yield from read_rows(path, columns)
 
 
-def _json_line(value: dict[str, Any]) -> bytes:
-    return to_json(value).encode(errors="backslashreplace") + b"\n"
+def _json_line(value: dict[str, Any], non_finite: Literal["null", "refuse"] = "null") -> bytes:
+    return to_json(value, non_finite=non_finite).encode(errors="backslashreplace") + b"\n"
 
 
 _NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100

@@ -1,19 +1,17 @@
-"""The lease of a run directory: one driver, renewed, taken over if not.
+"""The lease of a run directory: one driver, which renews it; another may take over if it does not.
 
-    OUT/.lease/N.json         the N-th lease; the highest number counts, and it stays when its driver ends
-    OUT/.lease/N.stop.json    while that driver stops the run: its word to its workers (`directory.py`)
+    OUT/.lease/N.json         lease N; the highest number is valid, and it stays when its driver ends
+    OUT/.lease/N.stop.json    while that driver stops the run: its signal to the workers (`stopping.py`)
 
-A lease is taken by creating the next number once (`write_once`), so of several takers one wins. Its holder rewrites
-it every few seconds with the next beat. Whoever wants it watches the beat on a monotonic clock of its own: a beat that
-changes is a driver that lives, one that does not for as long as the lease says is a driver that is gone. No two clocks
-are ever compared, so a clock that jumps or differs between hosts changes nothing. A driver of this very host and
-process namespace whose process is gone is not waited for.
+A lease is acquired by creating the next number once (`write_once`), so one of several candidates wins. Its holder
+rewrites it every few seconds with the next beat. A candidate watches the beat on its own monotonic clock: a beat that
+changes means a live driver, and one that does not change for the lease's expiry time means a dead one. Clocks are never
+compared, so clock jumps and differences between hosts do not matter. If the driver's process was on this host and no
+longer exists, there is no wait.
 
-A driver may be stopped anywhere and go on after another one has finished its work. So exactly once does not rest on
-the lease: units, the plan and plans of retries are created once each (`directory.py`). The lease keeps two drivers from
-paying twice, and a driver looks at it before it deletes or replaces anything.
-
-It knows files and processes; it does not know units or Ray.
+A driver may be suspended anywhere and resume after another one has finished. So exactly-once does not depend on the
+lease: units and plans are created once each (`directory.py`). The lease keeps two drivers from paying twice, and a
+driver checks it before it deletes or replaces anything.
 """
 
 import contextlib
@@ -37,23 +35,23 @@ FOLDER = ".lease"
 _RENEWALS = 6  # in the time that a lease lasts
 _POLL_S = 0.2
 _LOOKS, _LOOK_S = 50, 0.1  # at a folder in which leases vanish before they can be read
-_LOST = "what it had committed stays; let the other one finish"
+_LOST = "its committed units stay; let the other driver finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Who drives a run, or drove it last.
+    """The current or most recent driver of a run.
 
     Attributes:
-        number: grows with every driver that the run has had.
-        token: of this driver alone. Numbers begin again where somebody deletes the folder.
-        where: the boot and the process namespace in which `pid` means something.
-        birth: when that process started, in the kernel's ticks: a number is used again, a birth is not.
-        expiry_s: it is given up when it was not renewed for so long.
-        heartbeat_s: between the heartbeats of its driver's engines; None where it has none, or of an older peagle.
+        number: increases with every driver of the run.
+        token: unique to this driver. Numbers start again if the folder is deleted.
+        where: the boot and the process namespace in which `pid` is valid.
+        birth: the process's start in kernel ticks, since a pid is reused.
+        expiry_s: the lease expires if it is not renewed for this long.
+        heartbeat_s: interval of the engines' heartbeats; None without engines, and in leases of older versions.
         beat: renewals so far.
-        renewed_at: by the holder's own clock, for people.
-        outcome: how the driver ended; None while it holds the lease, and for ever if it was killed.
+        renewed_at: by the holder's clock, for people.
+        outcome: how the driver ended; None while it holds the lease, and if it was killed.
     """
 
     number: int
@@ -72,52 +70,43 @@ class Lease:
     outcome: str | None = None
 
     def is_gone(self) -> bool:
-        """Whether its process is known to be dead.
-
-        False also where that cannot be known from here.
-        """
+        """Return whether its process is known to be dead. False if that cannot be known from this host."""
         return self.where == _where() and self.birth != _birth(self.pid)
 
     def seems_alive(self) -> bool:
-        """Whether its driver probably lives, for people.
-
-        Between hosts it goes by their clocks.
-        """
+        """Return whether its driver is probably alive, for people. Across hosts this compares clocks."""
         if self.outcome is not None or self.is_gone():
             return False
         return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
 
     def describe(self) -> str:
-        """Who, where and since when."""
+        """Return who holds it, where and since when."""
         return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
 
 
 def read_lease(root: Place) -> Lease | None:
-    """The lease of the run directory's present or last driver.
-
-    None if it never had one.
-    """
+    """Return the lease of the current or most recent driver, or None."""
     for _ in range(_LOOKS):
         if not (numbers := _numbers(root)):
             return None
         path = root / FOLDER / f"{max(numbers)}.json"
         try:
             return Lease(**json.loads(path.read_bytes()))
-        except FileNotFoundError:  # the next driver has just removed it: its own lease is there by now
+        except FileNotFoundError:  # the next driver has just deleted it and has its own
             time.sleep(_LOOK_S)
         except (ValueError, TypeError) as error:
             raise PeagleError(
                 f"{path} is damaged: {error}", hint="make sure that no driver runs, and delete that file"
             ) from error
-    raise PeagleError(f"{path} is listed, and cannot be read", hint="make sure that no driver runs, and delete it")
+    raise PeagleError(f"{path} is listed but cannot be read", hint="make sure that no driver runs, and delete it")
 
 
 class Holding:
     """The lease of this process, renewed by a thread until `end`.
 
     Attributes:
-        lost: set when another driver has taken it over, after this one could not renew it in time.
-        outcome: what the lease will say of this driver's end.
+        lost: set if another driver has taken over because this one could not renew in time.
+        outcome: is written into the lease when it ends.
     """
 
     def __init__(self, root: Place, lease: Lease) -> None:
@@ -131,14 +120,14 @@ class Holding:
 
     @property
     def number(self) -> int:
-        """Of the lease."""
+        """The lease's number."""
         return self._lease.number
 
     def require(self) -> None:
-        """Look whether this process holds the lease at this moment.
+        """Check that this process holds the lease now.
 
         Raises:
-            RunInUse: another driver has taken it over.
+            RunInUse: another driver has taken over.
             ConfigError: the folder cannot be read.
         """
         try:
@@ -150,16 +139,16 @@ class Holding:
             raise taken_over(self._root)
 
     def is_lost(self) -> bool:
-        """Whether another driver has taken it over, as far as can be known."""
+        """Return whether another driver is known to have taken over."""
         with contextlib.suppress(*WRITE_ERRORS, PeagleError):
             self.require()
         return self.lost.is_set()
 
     def end(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # a full disk, a store that is gone: it expires
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # on a full disk it expires
             if not self._is_taken_over():
                 self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
 
@@ -192,17 +181,15 @@ def hold_lease(
     command: Sequence[str],
     announce: Callable[[str], None],
 ) -> Iterator[Holding]:
-    """Hold the run directory's lease.
-
-    An error that passes through becomes its outcome.
+    """Hold the run directory's lease. An exception that passes through becomes its outcome.
 
     Args:
-        heartbeat_s: between the heartbeats of its driver's engines, for those who look on.
+        heartbeat_s: interval of the engines' heartbeats, for `peagle status`.
 
     Raises:
-        RunInUse: another driver holds it and lives; or has taken it over, whatever went wrong here because of that.
+        RunInUse: a live driver holds it, or has taken over.
         ConfigError: the folder cannot be written.
-        StorageError: nor the store.
+        StorageError: the store cannot be written.
     """
     try:
         holding = Holding(root, _take(root, expiry_s, heartbeat_s, command, announce))
@@ -221,12 +208,12 @@ def hold_lease(
 
 
 def taken_over(root: Place) -> RunInUse:
-    """The error of a driver that has lost its lease."""
+    """Return the error for a driver that has lost its lease."""
     return RunInUse(f"{root} was taken over by another driver while this one did not respond", hint=_LOST)
 
 
 def clock(at: float) -> str:
-    """A moment, for people."""
+    """Return a point in time for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
@@ -246,7 +233,7 @@ def _take(
         lease = _lease(before.number + 1 if before else 1, expiry_s, heartbeat_s, command)
         path = root / FOLDER / f"{lease.number}.json"
         won = write_once(path, _to_bytes(lease))
-        # A process that was stopped before it took a number finds later ones, if not that very number.
+        # A process that was suspended before it took a number may find later ones.
         if won and max(_numbers(root), default=0) == lease.number:
             _clear_before(root, lease.number)
             return lease
@@ -276,10 +263,7 @@ def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Seq
 
 
 def _clear_before(root: Place, number: int) -> None:
-    """Remove earlier leases and the leftovers of their killed drivers.
-
-    Another taker may be writing now; its files stay.
-    """
+    """Delete earlier leases and leftovers of killed drivers, but no file of another candidate."""
     for path in (root / FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
         if of.isdecimal() and int(of) < number:
@@ -287,10 +271,10 @@ def _clear_before(root: Place, number: int) -> None:
 
 
 def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) -> None:
-    """Return when the lease that was seen is free; refuse as soon as it is renewed."""
+    """Return when the lease is free; raise RunInUse as soon as it is renewed."""
     if seen.outcome is not None or seen.is_gone():
         return
-    announce(f"{root} is held by {seen.describe()}; watching for {seen.expiry_s:g} s whether that driver lives")
+    announce(f"{root} is held by {seen.describe()}; waiting {seen.expiry_s:g} s to see whether that driver is alive")
     give_up_at = time.monotonic() + seen.expiry_s
     while time.monotonic() < give_up_at:
         time.sleep(_POLL_S)
@@ -303,8 +287,8 @@ def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) 
 
 def _in_use(root: Place, lease: Lease) -> RunInUse:
     return RunInUse(
-        f"{root} is being driven by {lease.describe()}: {lease.command}\n"
-        f"  renewed at {clock(lease.renewed_at)} by its clock; it expires {lease.expiry_s:g} s after its last renewal",
+        f"{root} is in use by {lease.describe()}: {lease.command}\n"
+        f"  last renewed at {clock(lease.renewed_at)}; it expires {lease.expiry_s:g} s after the last renewal",
         hint="wait for it, or stop it (Ctrl-C there, or kill that process) and repeat this command",
     )
 
@@ -325,10 +309,7 @@ def _user() -> str:
 
 
 def _where() -> str:
-    """This boot of this machine and this process namespace.
-
-    It equals no other machine's where the kernel does not say.
-    """
+    """Return an id of this boot and process namespace; a unique one if the kernel has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -337,10 +318,7 @@ def _where() -> str:
 
 
 def _birth(pid: int) -> int:
-    """When a process started, in ticks since boot.
-
-    0 where there is none or it is a zombie.
-    """
+    """Return when a process started, in ticks since boot; 0 if it does not exist or is a zombie."""
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

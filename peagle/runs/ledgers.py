@@ -133,7 +133,7 @@ def _places(source: str) -> dict[str, Place]:
         return {name: place(name) for name in names if place(name).is_dir()}
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
-        raise ConfigError(f"{source}: on S3 a glob has * and ? in its last part alone")
+        raise ConfigError(f"{source}: on S3 a glob may have * and ? only in its last part")
     return {str(found): found for found in sorted(place(folder).glob(pattern), key=str)}
 
 
@@ -184,7 +184,7 @@ def require_runs(locations: Sequence[str]) -> None:
         if not RunDirectory(location).exists and _is_state(place(location)):
             raise ConfigError(
                 f"{location} is the state of an endpoint, and no run",
-                hint=f"peagle cost {location} --by day,key says what it cost and saved",
+                hint=f"peagle cost {location} --by day,key shows its cost and savings",
             )
 
 

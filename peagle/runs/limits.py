@@ -12,7 +12,7 @@ from typing import Literal
 MIN_ROWS_FOR_SHARE = 100  # a share of fewer rows says little: one bad row of the first two is no 50 %
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
-_TOO_FAR = "a moment so far away is none that a clock can show"
+_TOO_FAR = "the time is too far in the future"
 _DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00), a duration (2h30m) or none"
 
 

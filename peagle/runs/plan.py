@@ -1,8 +1,8 @@
-"""The plan of a run: its corpus cut once into deterministic work units.
+"""The plan of a run: the corpus, split once into deterministic work units.
 
-A unit is a range of rows of one file. The plan is written before anything runs and never changes, so a resume
-is the difference between the plan and a listing of the committed units. A retry adds units: each takes up the rows of
-one unit that became dead letters, and from then on answers for them (`docs/decisions/0006-retry-units.md`).
+A unit is a range of rows of one file. The plan is written before anything runs and never changes, so resuming means
+running the units that a listing of committed files does not have. A retry adds units: each retries the dead letters of
+one unit, and from then on answers for these rows (`docs/decisions/0006-retry-units.md`).
 """
 
 import io
@@ -26,6 +26,7 @@ from peagle.parquet_table import read_table
 _UNIT_COLUMNS = ("unit", "first_id")
 _ROWS_AT_ONCE = 16_384
 _SMALL_UNITS = b"peagle.small_units"
+_NOTES = b"peagle.notes"
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 
 
@@ -35,9 +36,9 @@ class WorkUnit:
 
     Attributes:
         first_id: the number of the span's first row in the whole corpus.
-        rows: those of the span's rows that it takes, by index; None for all.
-        supersedes: the unit whose dead letters it takes up again.
-        attempt: how often its rows have been tried, this time included.
+        rows: the span's rows that it has, by index; None for all.
+        supersedes: the unit whose dead letters it retries.
+        attempt: 1 for the first attempt at its rows.
     """
 
     unit: int
@@ -49,30 +50,27 @@ class WorkUnit:
 
     @property
     def num_rows(self) -> int:
-        """Rows that it takes."""
+        """The number of its rows."""
         return self.span.num_rows if self.rows is None else len(self.rows)
 
     def without(self, rows: Container[int]) -> "WorkUnit":
-        """The unit without those of the span's rows."""
-        mine = range(self.span.num_rows) if self.rows is None else self.rows
-        return replace(self, rows=tuple(row for row in mine if row not in rows))
+        """Return the unit without these rows of the span."""
+        own = range(self.span.num_rows) if self.rows is None else self.rows
+        return replace(self, rows=tuple(row for row in own if row not in rows))
 
     @property
     def work(self) -> int:
-        """A guess of the work in them, for the order in which units are handed out."""
+        """The estimated work, by which units are ordered."""
         return self.span.work * self.num_rows // self.span.num_rows
 
     def row_id(self, index: int) -> str:
-        """The id of the unit's row `index`: its number in the corpus, padded to sort."""
+        """Return the id of the unit's row `index`: its number in the corpus, padded to sort."""
         return f"{self.first_id + (index if self.rows is None else self.rows[index]):09d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Unit `unit` takes up `rows` of the span of unit `supersedes`.
-
-    They are all of that unit's dead letters then.
-    """
+    """Unit `unit` retries `rows` of unit `supersedes`, which are all of its dead letters."""
 
     unit: int
     supersedes: int
@@ -81,10 +79,12 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All units of a run, their cut, the corpus's schema and its fingerprint.
+    """All units of a run, with the corpus's schema and fingerprint.
 
-    `units` are those of the corpus in its order, then those of retries, of which there were `num_retries`.
-    `small_units` are the sizes that the first of them were cut to, before all others got `rows_per_unit`.
+    Attributes:
+        units: of the corpus in its order, then of retries.
+        small_units: sizes of the first units; the others have `rows_per_unit` rows.
+        notes: files of the input that were left out, with the reason.
     """
 
     units: tuple[WorkUnit, ...]
@@ -93,15 +93,16 @@ class Plan:
     corpus_fingerprint: str
     small_units: tuple[int, ...] = ()
     num_retries: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def cut(self) -> Cut:
-        """How the corpus was cut; the same cut gives the same units again."""
+        """How the corpus was split; the same cut gives the same units."""
         return Cut(rows_per_unit=self.rows_per_unit, small=self.small_units)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the corpus that the run takes."""
+        """Rows of the corpus in this run."""
         return sum(unit.num_rows for unit in self.units if unit.supersedes is None)
 
     @property
@@ -110,10 +111,7 @@ class Plan:
         return self.units[0].span.format == "openai-batch"
 
     def with_retries(self, retries: Iterable[Retry]) -> "Plan":
-        """The plan with the units of one more retry.
-
-        They read the rows where those that they supersede read them.
-        """
+        """Return the plan with the units of another retry."""
         units = {unit.unit: unit for unit in self.units}
         for retry in retries:
             before = units[retry.supersedes]
@@ -122,46 +120,45 @@ class Plan:
             )
         return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
-    def taken_up(self) -> dict[int, frozenset[int]]:
-        """Rows for which retries answer: their indices, by the unit of the dead letters."""
-        taken: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
+    def retried_rows(self) -> dict[int, frozenset[int]]:
+        """Return the indices of rows that retries answer, by the unit where they failed."""
+        retried: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
         for unit in self.units:
             if unit.supersedes is not None:
-                taken[unit.supersedes] |= frozenset(unit.rows or ())
-        return dict(taken)
+                retried[unit.supersedes] |= frozenset(unit.rows or ())
+        return dict(retried)
 
     def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
-        """Units all of whose dead letters retries took up.
+        """Return the units all of whose dead letters retries took over.
 
-        A unit whose file was deleted, and that was done again since, holds just the rows that no retry took up: its
-        dead letters are new.
+        A unit whose file was deleted and that ran again only has the rows that no retry has: its dead letters are new.
 
         Args:
-            num_rows: what committed units that retries are of hold, rows and dead letters together.
+            num_rows: rows and dead letters of each committed unit that was retried.
         """
-        taken, planned = self.taken_up(), {unit.unit: unit.num_rows for unit in self.units}
-        return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(taken[unit]))
+        retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
+        return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(retried[unit]))
 
     def left(self, committed: Container[int]) -> list[WorkUnit]:
-        """The remaining units, given the numbers of the committed ones.
+        """Return the units that are not committed.
 
-        A unit whose file is gone since a retry took up its dead letters leaves those rows out: they are the retry's.
+        A unit that lost its file after a retry took over its dead letters leaves those rows to the retry.
         """
-        taken = self.taken_up()
+        retried = self.retried_rows()
         left = (unit for unit in self.units if unit.unit not in committed)
-        return [unit.without(taken[unit.unit]) if unit.unit in taken else unit for unit in left]
+        return [unit.without(retried[unit.unit]) if unit.unit in retried else unit for unit in left]
 
 
 class CorpusConfig(Protocol):
-    """The keys of a run's configuration that decide how its corpus is cut."""
+    """The options that determine how a corpus is split."""
 
     @property
     def input(self) -> str:
-        """The corpus: a file, a folder, a glob or `s3://...`."""
+        """A file, a folder, a glob or `s3://...`."""
 
     @property
     def input_format(self) -> Any:
-        """The format of its files; None decides by their names."""
+        """None for the format that the names suggest."""
 
     @property
     def output(self) -> Any:
@@ -169,42 +166,42 @@ class CorpusConfig(Protocol):
 
     @property
     def limit(self) -> int | None:
-        """Rows to take; None takes all."""
+        """None for all rows."""
 
     @property
     def rows_per_unit(self) -> int | None:
-        """Rows of every unit; None decides."""
+        """None for automatic."""
 
     @property
     def max_tokens(self) -> int:
-        """Output tokens of a row that sets none."""
+        """Output tokens of a row without its own limit."""
 
     @property
     def sampling_column(self) -> str | None:
-        """The column of a row's own sampling parameters."""
+        """The column with sampling parameters."""
 
     @property
     def max_num_seqs(self) -> int | None:
-        """Requests that an engine runs at once; None decides."""
+        """None for the default."""
 
     @property
     def most_engines(self) -> int:
-        """Engines that may run at once."""
+        """The maximum number of engines."""
 
 
 def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int = 8, like: str | None = None) -> Plan:
-    """Cut the corpus that `config` names.
+    """Split a corpus into units.
 
     Args:
-        cut: as it was cut before; None decides it: `rows_per_unit` of the configuration everywhere, else by rows,
-            engines and `max_num_seqs`.
-        max_num_seqs: requests that an engine runs at once, where the configuration does not say.
-        like: a fingerprint to compare the plan's with (`corpus.scan`).
+        cut: of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic one.
+        max_num_seqs: if the configuration has none.
+        like: an earlier fingerprint (`corpus.scan`).
 
     Raises:
-        InputError: the corpus cannot be read, or holds no row.
+        InputError: the corpus cannot be read, or has no rows.
     """
-    files = find(config.input, config.input_format, outside=str(config.output))
+    notes: list[str] = []
+    files = find(config.input, config.input_format, outside=str(config.output), announce=notes.append)
     if cut is None and config.rows_per_unit is not None:
         cut = Cut(rows_per_unit=config.rows_per_unit)
     cut = cut or _auto_cut_of(files, config, max_num_seqs)
@@ -216,6 +213,7 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
         small_units=cut.small,
         schema=schema,
         corpus_fingerprint=fingerprint,
+        notes=tuple(notes),
     )
 
 
@@ -227,7 +225,7 @@ def _auto_cut_of(files: Sequence[SourceFile], config: CorpusConfig, max_num_seqs
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """The plan's file: a row per unit; schema and fingerprint are metadata."""
+    """Return the plan's file: a row per unit; schema and fingerprint are metadata."""
     columns: dict[str, list[Any]] = {name: [getattr(unit, name) for unit in plan.units] for name in _UNIT_COLUMNS}
     columns |= {field.name: [getattr(unit.span, field.name) for unit in plan.units] for field in fields(Span)}
     metadata = {
@@ -235,6 +233,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
         b"peagle.corpus": plan.corpus_fingerprint.encode(),
         b"peagle.rows_per_unit": str(plan.rows_per_unit).encode(),
         _SMALL_UNITS: json.dumps(plan.small_units).encode(),
+        _NOTES: json.dumps(plan.notes).encode(),
     }
     return _to_parquet(pa.table(columns).replace_schema_metadata(metadata))
 
@@ -248,12 +247,13 @@ def plan_from_bytes(data: bytes) -> Plan:
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
-        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none, and no notes
+        notes=tuple(json.loads(metadata.get(_NOTES, b"[]"))),
     )
 
 
 def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
-    """`plan-N.parquet`: a row per retry."""
+    """Return `plan-N.parquet`: a row per retry."""
     return _to_parquet(pa.Table.from_pylist([asdict(retry) for retry in retries], _RETRY_SCHEMA))
 
 
@@ -264,7 +264,7 @@ def retries_from_bytes(data: bytes) -> list[Retry]:
 
 
 def unit_to_json(unit: WorkUnit) -> str:
-    """A unit as it travels through Ray Data."""
+    """Return a unit as Ray Data transports it."""
     return json.dumps(asdict(unit))
 
 
@@ -276,7 +276,7 @@ def unit_from_json(text: str) -> WorkUnit:
 
 
 def _unit_from_row(row: dict[str, Any]) -> WorkUnit:
-    # Text that units share is kept once: a plan may have millions of them.
+    # A plan may have millions of units, which share their texts.
     span: dict[str, Any] = {
         k: sys.intern(v) if isinstance(v, str) else v for k, v in row.items() if k not in _UNIT_COLUMNS
     }
@@ -297,27 +297,23 @@ def _number(spans: Sequence[Span]) -> tuple[WorkUnit, ...]:
     return tuple(units)
 
 
-_SINGLE = 512  # units at the end that are handed over one by one
+_SINGLE = 512  # the last units are submitted one by one
 _MAX_CHUNK = 256
 
 
 def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
-    """The units with the most work first, to a factor of two.
+    """Return the units with the most work first, rounded to a factor of two, otherwise in the order of the corpus.
 
-    Within it they stay in the order of the corpus.
-
-    A compressed file and a Parquet row group can only be read forward: in this order each is passed over once for
-    every factor of two between its units, and no more.
+    A compressed file and a Parquet row group can only be read forward. In this order each is read once for every factor
+    of two between its units.
     """
     return sorted(units, key=lambda unit: (-unit.work.bit_length(), unit.unit))
 
 
 def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
-    """The units in pieces that shrink to one unit.
+    """Return the units in pieces that shrink to one unit.
 
-    The driver then holds fewer at the end.
-
-    The end is handed over unit by unit, so that its order holds; before, pieces are prepared side by side.
+    Pieces are prepared in parallel; the last units are submitted one by one, so that their order is kept.
 
     >>> [len(chunk) for chunk in chunks(range(514))][:3]
     [1, 1, 1]

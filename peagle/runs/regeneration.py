@@ -152,7 +152,7 @@ def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
     prompts = PromptBuilder(PromptSpec(**fingerprint["prompts"]), tokenizer, spec.max_model_len)
     sampling = dict(fingerprint["sampling"])
     column = sampling.pop("column")
-    limits = SamplingLimits(max_model_len=spec.max_model_len, has_drafter=spec.drafter is not None)
+    limits = SamplingLimits(max_model_len=spec.max_model_len)
     return RequestBuilder(prompts, SamplingSpec(base=sampling, column=column, limits=limits))
 
 

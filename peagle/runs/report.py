@@ -81,6 +81,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)
     report["self_checks"] = counted(session.self_check for session in sessions)
+    report["notes"] += [f"{note}." for note in plan.notes]
     report |= _pictured(run, report["notes"])
     with writing(run, hint=_WRITABLE):
         write_json(run.root / "report.json", report)

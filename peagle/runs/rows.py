@@ -197,11 +197,12 @@ class PreparedUnit:
             "latency_s": generation.latency_s,
             "model": model,
             "drafter": drafter,
-            "completions": list(map(_completion, generation.completions)) or None,
+            "completions": list(map(completion_row, generation.completions)) or None,
         }
 
 
-def _completion(completion: CompletionOutput) -> dict[str, Any]:
+def completion_row(completion: CompletionOutput) -> dict[str, Any]:
+    """Return a response as an entry of the column `completions`."""
     logprobs = completion.logprobs and [
         {
             "token": token.token,

@@ -76,7 +76,7 @@ class RunStatus:
         """All of it, for people."""
         failed = ", ".join(f"{count:,} {reason}" for reason, count in self.failed_by_reason.items())
         speed = (
-            f"{self.tokens_per_s:,.1f}/s of {self.num_engines} engine(s)" if self.tokens_per_s else "no engine at work"
+            f"{self.tokens_per_s:,.1f}/s of {self.num_engines} engine(s)" if self.tokens_per_s else "no engine running"
         )
         lines = {
             self.state: self.driver,

@@ -1,20 +1,18 @@
-"""Suspects: rows that may have killed an engine.
+"""Rows that may have crashed an engine.
 
-A note of each attempt at a unit is kept in the run directory.
+A note about each attempt at a unit is kept in the run directory while the unit is in an engine:
 
-    OUT/suspects/unit-N.SESSION.json    what that engine process had of unit N in its engine; gone when N commits
+    OUT/suspects/unit-N.SESSION.json    the rows of unit N in that engine process; deleted when N is committed
 
-The note is written before the rows go in, so it is there whatever is killed, the driver included. It comes to mean:
+The note is written before the rows enter the engine, so it exists whatever is killed, including the driver.
 
-- The engine died and its actor saw it (`died`): the note names the rows that were in it. They are suspects: each is
-  tried again alone in the engine. One that was alone at two ends of an engine is a dead letter; one end may be chance
-  (the kernel short of memory, an operator), and a row is not condemned for that.
-- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps a node was taken away.
-  So the first time the unit is simply done again; from the second time on, all its rows are suspects. For a row that
-  was alone it counts like a death that the actor saw, and units that only waited are cleared.
-- The driver was killed: that says nothing of rows. `forgettable` finds the notes that only mean this.
-
-It knows files; it knows neither engines nor Ray.
+- The engine crashed and its actor noticed (`died`): the note names the rows that were in it. They are suspects, and
+  each is tried again alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter.
+  One crash may be chance (out of memory, an operator), and does not condemn a row.
+- The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
+  The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
+  alone this counts like a crash, and units that only waited are cleared.
+- The driver was killed: that says nothing about rows. `stale_notes` finds the notes that only mean this.
 """
 
 import contextlib
@@ -25,12 +23,12 @@ from dataclasses import asdict, dataclass
 
 from peagle.storage import Place, write_atomic
 
-_MANY = 2
+_MAX_LOST = _MAX_CRASHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """An engine process's rows of a unit by index; None for all of it."""
+    """The rows of a unit in an engine process, by index; None for all."""
 
     rows: tuple[int, ...] | None = None
     alone: bool = False
@@ -38,26 +36,26 @@ class Note:
 
     @property
     def is_vague(self) -> bool:
-        """Whether it only says that the unit was begun."""
+        """Whether it only says that the unit was started."""
         return not (self.died or self.alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Rows of a unit that go into the engine alone, and rows that kill engines."""
+    """Rows that must run alone, and rows that crash engines."""
 
     suspects: frozenset[int] = frozenset()
-    guilty: frozenset[int] = frozenset()
+    poisoned: frozenset[int] = frozenset()
 
 
 def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
-    """Judge the notes that dead engine processes left of a unit.
+    """Return the verdict on the notes that dead engine processes left.
 
-    Example: three rows were in an engine that died, then the first of them was alone in two that died: it is guilty,
-    and the other two are suspects.
+    Example: three rows were in an engine that crashed, then the first of them was alone in two that crashed. It is
+    poisoned, and the other two are suspects.
     """
     suspects: set[int] = set()
-    ends_alone: Counter[int] = Counter()
+    crashes_alone: Counter[int] = Counter()
     num_lost = 0
     for note in notes:
         rows = range(num_rows) if note.rows is None else note.rows
@@ -66,15 +64,15 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
             continue
         suspects.update(rows)
         if note.alone:
-            ends_alone.update(rows)
-    if num_lost >= _MANY:
+            crashes_alone.update(rows)
+    if num_lost >= _MAX_LOST:
         suspects.update(range(num_rows))
-    guilty = frozenset(row for row, count in ends_alone.items() if count >= _MANY)
-    return Verdict(suspects=frozenset(suspects) - guilty, guilty=guilty)
+    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _MAX_CRASHES)
+    return Verdict(suspects=frozenset(suspects) - poisoned, poisoned=poisoned)
 
 
 class UnitNotes:
-    """The notes of one unit, and the one that this engine process writes."""
+    """The notes about one unit, including the one that this engine process writes."""
 
     def __init__(self, folder: Place, unit: int, session_id: str) -> None:
         self._folder = folder
@@ -82,7 +80,7 @@ class UnitNotes:
         self._own = folder / f"{self._prefix}{session_id}.json"
 
     def verdict(self, num_rows: int) -> Verdict:
-        """The verdict on the notes of earlier engine processes on the unit."""
+        """Return the verdict on the notes of earlier engine processes."""
         notes = []
         for path in self._paths():
             if path == self._own:
@@ -98,20 +96,17 @@ class UnitNotes:
         """Replace this process's note."""
         write_atomic(self._own, json.dumps(asdict(note)).encode())
 
-    def withdraw(self) -> None:
-        """Withdraw this process's note.
-
-        The unit left the engine undone and nothing died.
-        """
+    def discard(self) -> None:
+        """Delete this process's note: the unit left the engine unfinished, and nothing crashed."""
         self._own.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """The unit is committed: no note of it matters."""
+        """Delete all notes: the unit is committed."""
         for path in self._paths():
             path.unlink(missing_ok=True)
 
     def _only_waited(self, path: Place) -> bool:
-        """Whether another unit's row was alone in the engine of this note's process."""
+        """Return whether another unit's row was alone in the engine of this note's process."""
         session_id = path.name.split(".")[1]
         return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
 
@@ -120,27 +115,24 @@ class UnitNotes:
 
 
 class RowsInEngine:
-    """The rows that are in an engine now, by unit.
-
-    Where the engine dies, the notes of their units accuse them.
-    """
+    """The rows that are in an engine now, by unit."""
 
     def __init__(self) -> None:
         self._notes: dict[int, UnitNotes] = {}
         self._rows: defaultdict[int, list[int]] = defaultdict(list)
 
-    def begin(self, unit: int, notes: UnitNotes) -> UnitNotes:
-        """A unit whose rows are about to go in, with its notes."""
+    def start(self, unit: int, notes: UnitNotes) -> UnitNotes:
+        """Register a unit whose rows are about to enter the engine."""
         self._notes[unit] = notes
         return notes
 
     def end(self, unit: int) -> None:
-        """A unit that is done or given up; a process that had it twice may end it twice."""
+        """Forget a unit that is finished or given up. A process that had it twice may end it twice."""
         self._notes.pop(unit, None)
 
     @contextlib.contextmanager
     def inside(self, unit: int, index: int) -> Iterator[None]:
-        """Have a row in the engine for as long as the block lasts."""
+        """Count a row as in the engine within the block."""
         self._rows[unit].append(index)
         try:
             yield
@@ -148,28 +140,26 @@ class RowsInEngine:
             self._rows[unit].remove(index)
 
     def any(self) -> bool:
-        """Whether a row is in the engine."""
+        """Return whether a row is in the engine."""
         return any(self._rows.values())
 
-    def accuse(self, *, alone: bool) -> None:
-        """Note the rows that are in an engine that dies.
-
-        Units that had none in it are cleared.
+    def mark_suspected(self, *, alone: bool) -> None:
+        """Note the rows that are in a crashing engine, and clear units that have none in it.
 
         Args:
-            alone: the row that is in it has it for itself.
+            alone: the only row in the engine was put there alone.
         """
         for unit, notes in list(self._notes.items()):
             if rows := self._rows[unit]:
                 notes.write(Note(rows=tuple(sorted(rows)), alone=alone, died=True))
             else:
-                notes.withdraw()
+                notes.discard()
 
 
-def forgettable(folder: Place, committed: set[int]) -> list[Place]:
-    """Notes to forget when no engine runs.
+def stale_notes(folder: Place, committed: set[int]) -> list[Place]:
+    """Return the notes that do not matter while no engine runs.
 
-    They say only that a driver was killed, or are of committed units.
+    They only say that a driver was killed, or are about committed units.
     """
     return [path for path in folder.glob("unit-*.json") if _unit(path) in committed or _read(path).is_vague]
 
@@ -177,7 +167,7 @@ def forgettable(folder: Place, committed: set[int]) -> list[Place]:
 def _read(path: Place) -> Note:
     try:
         values = json.loads(path.read_bytes())
-    except FileNotFoundError:  # cleared at this moment, by the attempt that committed the unit
+    except FileNotFoundError:  # just deleted by the attempt that committed the unit
         return Note(rows=(), died=True)
     rows: Sequence[int] | None = values["rows"]
     return Note(rows=None if rows is None else tuple(rows), alone=values["alone"], died=values["died"])

@@ -87,5 +87,5 @@ def unavailable(what: str, error: Exception, seconds: float, num_requests: int) 
     """The error for what did not pass in time."""
     return StorageError(
         f"{what}: no success in {seconds:.0f} s and {num_requests} requests; the last one: {error}",
-        hint=f"make sure that the store answers, then repeat the command: what is committed stays; {_WHERE}",
+        hint=f"check that the store is reachable, then repeat the command: committed units stay; {_WHERE}",
     )

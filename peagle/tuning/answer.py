@@ -178,7 +178,8 @@ def _nothing_fits(
     return ConfigError(
         f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {engine.label} with "
         f"{ranked[0].concurrency} at once: {' and '.join(found)}",
-        hint="allow more, try fewer requests at once with --max-num-seqs, or other hardware; what was measured stays",
+        hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
+        "measurements are kept",
     )
 
 

@@ -134,7 +134,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         gt=0,
         description="an engine that has rows and takes no step for this long hangs: it is killed and replaced",
     )
-    grace_s: float = Field(20, ge=0, description="when the run is stopped, time for units under way to be committed")
+    grace_s: float = Field(20, ge=0, description="time for running units to be committed when the run is stopped")
     lease_s: float = Field(
         30, ge=1, le=3600, description="a driver without a heartbeat for this long may be replaced by another"
     )
@@ -163,7 +163,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
     @model_validator(mode="after")
     def _only_the_fake_engine_has_traits(self) -> "GenerateConfig":
         if self.engine != "fake" and self.fake != FakeTraits():
-            raise ValueError("fake means nothing without engine: fake")
+            raise ValueError("`fake` options require `engine: fake`")
         return self
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
                 " tensor_parallel_size times pipeline_parallel_size"
             )
         if num_nodes > 1 and self.engine == "fake":
-            raise ValueError("nodes_per_engine means nothing with engine: fake, which has no ranks")
+            raise ValueError("nodes_per_engine cannot be used with engine: fake, which has no ranks")
         if num_nodes > 1 and self.engine_range.fixed is None:
             raise ValueError(
                 f"engines {self.engines} with nodes_per_engine {num_nodes}: give one number, for an engine that came"
@@ -201,7 +201,7 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
             value = value.isoformat()
         if value is not None:
             if not isinstance(value, str):  # and 18:30 as a number to the base of 60
-                raise ValueError("in YAML a deadline stands in quotes")
+                raise ValueError("quote the deadline in YAML")
             parse_deadline(value, datetime.datetime.now())
         return value
 

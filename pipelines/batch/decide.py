@@ -1,7 +1,6 @@
-"""The decisions of a run: hardware, plan, engine, placement, price.
+"""Resolve a run before it is created or continued: hardware, plan, engine, placement and price.
 
-Nothing is written and nothing is bought yet, but what a run cannot do without may be waited for: an autoscaled cluster
-is asked for accelerators of the kind that is wanted.
+Nothing is written. On an autoscaled cluster this requests the accelerators and waits for them.
 """
 
 import math
@@ -25,15 +24,15 @@ from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
 
-_NO_RUN = "leave --retry-failed out to start one"
+_NO_RUN = "leave out --retry-failed to start a run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A run that may begin or go on, as far as could be told without its lease.
+    """A run that can be started or continued once its lease is held.
 
     Attributes:
-        plan: made, or read; another driver may write down its own before this one has the lease.
+        plan: new, or as stored; until the lease is held another driver may store its own.
     """
 
     request: RunRequest
@@ -43,12 +42,12 @@ class Decided:
 
     @property
     def concurrency(self) -> int:
-        """Requests in an engine at once, as many as it takes and there are rows for."""
+        """Concurrent requests per engine, limited by its slots and by the number of rows."""
         rows_per_engine = math.ceil(self.plan.num_rows / self.request.config.engine_range.smallest)
         return min(self.resolved.spec.max_num_seqs, rows_per_engine)
 
     def describe(self) -> str:
-        """Rows, model, hardware, drafter and price, for people."""
+        """Return rows, model, hardware, drafter and price for people."""
         resolved, drafter = self.resolved, self.resolved.spec.drafter
         name = f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         return (
@@ -60,21 +59,23 @@ class Decided:
 
 
 def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> Decided:
-    """Decide everything that a run is.
+    """Resolve a run.
 
     Args:
-        announce: told what takes long, and what was decided.
+        announce: called with progress messages and the result.
 
     Raises:
-        PeagleError: of the kind that fits; `resolve` and `hardware_for` list them.
+        PeagleError: as `resolve` and `hardware_for`.
     """
     directory = RunDirectory(request.config.output)
-    _require_sense(request, directory, cluster)
+    _check_request(request, directory, cluster)
     cluster.prepare()
     here, plan = _hardware_and_plan(request, directory, announce)
     num_nodes = _num_nodes(request, here) if cluster.is_remote else 1
     decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
     announce(decided.describe())
+    for note in plan.notes:
+        announce(f"note: {note}")
     for note in decided.resolved.engine.profile_notes(here):
         announce(note)
     return decided
@@ -89,14 +90,14 @@ def decided_on(
     num_nodes: int,
     announce: Callable[[str], None],
 ) -> Decided:
-    """Decide a planned run for nodes that are known, whether they are there or not.
+    """Resolve a planned run for known nodes, whether or not they exist yet.
 
     Args:
         here: the hardware of a node.
-        num_nodes: among which engines are divided.
+        num_nodes: the nodes that share the engines.
 
     Raises:
-        PeagleError: of the kind that fits; `resolve` lists them.
+        PeagleError: as `resolve`.
     """
     resolved = resolve(
         request.config,
@@ -112,11 +113,11 @@ def decided_on(
     return Decided(request=request, directory=directory, plan=plan, resolved=resolved)
 
 
-def _require_sense(request: RunRequest, directory: RunDirectory, cluster: Connection) -> None:
-    """Refuse what needs no cluster to be refused.
+def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connection) -> None:
+    """Check what can be checked without a cluster.
 
     Raises:
-        ConfigError: the directory cannot hold this run, or holds none to take up; or there is but one node.
+        ConfigError: the directory is not usable for this run, or there is only one node.
     """
     config = request.config
     directory.require_usable()
@@ -124,19 +125,19 @@ def _require_sense(request: RunRequest, directory: RunDirectory, cluster: Connec
     if config.nodes_per_engine > 1 and not cluster.is_remote:
         raise ConfigError(
             f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS names no cluster, so there is one node",
-            hint="set RAY_ADDRESS to a cluster's address, or leave --nodes-per-engine out",
+            hint="set RAY_ADDRESS to a cluster's address, or leave out --nodes-per-engine",
         )
 
 
 def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
-    """Refuse a directory that cannot hold this run, or holds none to take up.
+    """Check that the directory can be used for this run, and has a run if failed rows are to be retried.
 
     Raises:
-        ConfigError: as it says.
+        ConfigError: it cannot.
     """
     directory.require_own()
     if request.config.retry_failed and not directory.exists:
-        raise ConfigError(f"{directory} holds no run whose failed rows could be taken up again", hint=_NO_RUN)
+        raise ConfigError(f"{directory} has no run whose failed rows could be retried", hint=_NO_RUN)
 
 
 # --- the plan
@@ -145,9 +146,9 @@ def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
 def _hardware_and_plan(
     request: RunRequest, directory: RunDirectory, announce: Callable[[str], None]
 ) -> tuple[Hardware, Plan]:
-    """A node's hardware and the plan: whichever is there without waiting comes first.
+    """Return a node's hardware and the plan.
 
-    A wrong input is told before accelerators are waited for; how a corpus is cut depends on the nodes otherwise.
+    The input is checked before accelerators are requested. Otherwise the nodes decide how the corpus is split.
     """
     if directory.exists or request.config.accelerator_type:
         plan = planned(request, directory, "cuda")
@@ -157,13 +158,10 @@ def _hardware_and_plan(
 
 
 def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu", "cuda"]) -> Plan:
-    """The plan that is written down, or a new one.
-
-    Args:
-        platform: of the nodes, for a new one.
+    """Return the stored plan, or a new one.
 
     Raises:
-        InputError: the corpus cannot be read, or holds no row.
+        InputError: the corpus cannot be read, or has no rows.
     """
     if directory.exists:
         return directory.plan()
@@ -171,12 +169,10 @@ def planned(request: RunRequest, directory: RunDirectory, platform: Literal["cpu
 
 
 def planned_again(request: RunRequest, directory: RunDirectory) -> Plan:
-    """The corpus as it is now, cut as it is written down.
-
-    The units of retries are not in it.
+    """Return a plan of the corpus as it is now, split like the stored plan and without retries.
 
     Raises:
-        InputError: the corpus cannot be read, or holds no row.
+        InputError: the corpus cannot be read, or has no rows.
     """
     written = directory.plan()
     return make_plan(request.config, written.cut, like=written.corpus_fingerprint)
@@ -186,14 +182,12 @@ def planned_again(request: RunRequest, directory: RunDirectory) -> Plan:
 
 
 def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callable[[str], None]) -> Hardware:
-    """The hardware of a node that will run the engines.
-
-    A finished run needs none, so it keeps the one that it had.
+    """Return the hardware of a node for the engines. A finished run keeps its own.
 
     Raises:
-        ConfigError: the run began on other hardware than it asks for now.
-        CapacityError: no such node comes.
-        StoppedEarly: a stop or the deadline ended the wait for one.
+        ConfigError: the run was started on other hardware than is requested now.
+        CapacityError: no such node becomes available.
+        StoppedEarly: a signal or the deadline ended the wait.
     """
     if request.neighbours is not None:
         return request.neighbours.hardware
@@ -201,14 +195,13 @@ def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callabl
 
 
 def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | None:
-    """The accelerators that a finished run had.
+    """Return the accelerators of a finished run, which need not be requested again.
 
-    It need not wait for others to find that nothing is left to do.
-
-    None where something may be left, or where nobody would wait: then somebody has to look at what is there.
+    Returns:
+        None if rows may be left, or if no accelerator type is requested.
 
     Raises:
-        ConfigError: the run began on CPUs, so accelerators would be waited for in vain.
+        ConfigError: the run was started on CPUs.
     """
     config = request.config
     if config.accelerator_type is None or not directory.exists:
@@ -216,8 +209,9 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
     before = Hardware.from_dict(directory.manifest()["run"]["hardware"])
     if before.platform != "cuda":
         raise ConfigError(
-            f"{directory} began on {before.describe()}: accelerator_type {config.accelerator_type} cannot continue it",
-            hint="leave --accelerator-type out, or begin another run with another --output",
+            f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot "
+            "continue it",
+            hint="leave out --accelerator-type, or start another run with another --output",
         )
     if directory.plan().left(directory.committed()):
         return None
@@ -226,15 +220,14 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
 
 
 def _look(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
-    """The hardware of this node, or of one of the cluster's, for the engines.
+    """Return the hardware of this node or of a cluster node.
 
-    Where engines need accelerators, an autoscaled cluster is asked for them first: before they are there nothing can be
-    said of them, and a run would be one on the CPUs of its head. They are paid for as soon as they are there, so their
-    price has to be known before.
+    If engines need accelerators, an autoscaled cluster is asked for them first; otherwise the run would use the CPUs of
+    its head. New machines cost money immediately, so their price must be known.
 
     Raises:
-        CapacityError: they do not come.
-        PriceError: they would have to be added, and have no price.
+        CapacityError: the accelerators do not become available.
+        PriceError: machines would have to be added, and have no price.
     """
     if not ray.is_remote():
         return identified(hardware.detect())

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
-from peagle.engine.interface import RowEngine
-from peagle.engine.self_check import Checkable
+from peagle.engine.interface import Checkable, RowEngine
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter

@@ -27,7 +27,7 @@ from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
 Lines = list[tuple[str, str]]
-UNKNOWN_SPEED = "unknown: nobody has measured or published this engine on this hardware (`peagle tune` measures it)"
+UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this hardware (`peagle tune` measures it)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class RunForecast:
     Attributes:
         is_here: the engines would run on this machine, which was looked at.
         num_rows_left: of a run that is there; all of a new one.
-        speed: None where nobody knows it.
+        speed: None where unknown field.
     """
 
     decided: Decided
@@ -76,6 +76,7 @@ class RunForecast:
         return [
             ("run", f"{decided.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
+            *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
             ("answers", f"at most {in_words_count(self.sample.most_output_tokens)} tokens in all"),
             ("model", f"{resolved.model.name}, {resolved.precision.describe()}, context {resolved.spec.max_model_len}"),
@@ -102,6 +103,7 @@ class RunForecast:
         most_s = self.most_s
         return {
             "rows": self.decided.plan.num_rows,
+            "notes": list(self.decided.plan.notes),
             "rows_left": self.num_rows_left,
             "prompt_tokens": round(self.sample.prompt_tokens),
             "most_output_tokens": round(self.sample.most_output_tokens),

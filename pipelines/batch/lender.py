@@ -1,4 +1,4 @@
-"""The seam at which a run has an engine lent in place of one of its own."""
+"""Engines that a run borrows instead of starting its own."""
 
 from typing import Protocol
 
@@ -7,11 +7,11 @@ from peagle.runs.meter import BilledMeter
 
 
 class Lender(Protocol):
-    """Whoever lends a run engines that are already at work; it is picklable."""
+    """Picklable provider of engines that are already running."""
 
     @property
     def num_slots(self) -> int:
-        """Requests that its engines run at once at most."""
+        """The maximum number of concurrent requests of its engines."""
 
     def lend(self, meter: BilledMeter) -> RowEngine:
-        """An engine for rows, in the process that asks; it bills what they take."""
+        """Return an engine for this process; `meter` is charged for what rows use."""

@@ -1,17 +1,14 @@
-"""Two asyncio primitives: a shared/exclusive lock and a weighted semaphore.
-
-A suspect row runs alone. The semaphore is first in, first out.
-"""
+"""A shared/exclusive lock and a weighted semaphore for asyncio. Both are fair: first in, first out."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-_MOST_WAITING = 32
+_MAX_WAITING = 32
 
 
 class SharedExclusiveLock:
-    """Who may be in the engine: many rows together, or one alone."""
+    """Lets many rows into the engine together, or one alone."""
 
     def __init__(self) -> None:
         self._num_sharing = 0
@@ -21,12 +18,12 @@ class SharedExclusiveLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether somebody holds it alone."""
+        """Whether the lock is held exclusively."""
         return self._is_exclusive
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Hold it with others; waits while somebody holds it alone or wants to."""
+        """Hold the lock with others. Waits while it is held exclusively, or an exclusive holder waits."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_exclusive and not self._num_waiting)
             self._num_sharing += 1
@@ -39,7 +36,7 @@ class SharedExclusiveLock:
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Hold it alone."""
+        """Hold the lock exclusively."""
         async with self._changed:
             self._num_waiting += 1
             try:
@@ -57,22 +54,18 @@ class SharedExclusiveLock:
 
 
 class WeightedSemaphore:
-    """Slots in the engine; who comes first has his first.
-
-    Args:
-        num_slots: that there are.
-    """
+    """A FIFO semaphore over engine slots."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = self._num_free = num_slots
-        self._door = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def take(self, num_slots: int = 1) -> AsyncIterator[None]:
-        """Hold so many slots at once, or all where there are fewer."""
+    async def acquire(self, num_slots: int = 1) -> AsyncIterator[None]:
+        """Hold this many slots together, or all if there are fewer."""
         num_slots = min(num_slots, self._num_slots)
-        async with self._door, self._changed:
+        async with self._turn, self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_slots)
             self._num_free -= num_slots
         try:
@@ -84,14 +77,12 @@ class WeightedSemaphore:
 
 
 def rows_in_engine(slots: int) -> int:
-    """Rows to give an engine that decodes so many at once.
+    """Return how many rows to give an engine with this many slots: all slots, and some that wait.
 
-    Those, and some that wait in it.
-
-    Rows of equal length end in the same step; where fewer wait than end, the next step computes less than it could.
-    With many slots few end at once, and what is in an engine when it dies is under suspicion.
+    Rows of equal length end in the same step. If fewer rows wait than end, the next step computes less than it could.
+    With many slots few end together, and every row in an engine is a suspect when it crashes.
 
     >>> [rows_in_engine(slots) for slots in (1, 8, 64, 512)]
     [2, 16, 96, 576]
     """
-    return slots + max(min(slots, _MOST_WAITING), slots // 8)
+    return slots + max(min(slots, _MAX_WAITING), slots // 8)

@@ -1,7 +1,4 @@
-"""A request for a bulk run: all that a caller asks, and when the run stops early.
-
-It knows no cluster and no run directory.
-"""
+"""One attempt at a bulk run as its caller requests it, with its limits."""
 
 import datetime
 import threading
@@ -16,36 +13,36 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.lender import Lender
 from pipelines.cluster.placement import Neighbours
 
-GIVE_UP_S = 15.0  # after the grace period: for workers to notice, and for what they commit last
-_NOTICE_S = 2.0  # until the driver has looked again, and its word has arrived
-BY_SIGNAL = "asked to by a signal"
+GIVE_UP_S = 15.0  # after the grace period, for workers to notice and to commit their last units
+_NOTICE_S = 2.0  # until the driver has looked again and its stop signal has arrived
+BY_SIGNAL = "stopped by a signal"
 
 
 def ending_s(grace_s: float) -> float:
-    """Seconds that ending a run takes at most."""
+    """Return the maximum number of seconds that ending a run takes."""
     return grace_s + GIVE_UP_S + _NOTICE_S
 
 
 @dataclass
 class Allowance:
-    """US dollars that a run may cost; they may change while it is at work."""
+    """A budget in US dollars that may change while the run is running."""
 
     usd: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """One attempt at a bulk run, as its caller asks for it.
+    """One attempt at a bulk run.
 
     Attributes:
         command: the command line, for `run.json` and for the command that continues the run.
-        stop: asks the run to stop when it is set; signals do so too.
-        neighbours: engines of others that share the nodes.
-        lender: lends the run its engine; None where it has engines of its own.
-        commits: by hub id, of the engine that a new run's is to equal; a run that is there keeps its own.
-        served_name: what the model of a new run is called in its answers in OpenAI's form; None is its own name.
-        allowance: in place of the configuration's budget.
-        limits: of the configuration, counted from the moment of the request, with the time that ending takes.
+        stop: set it to stop the run; signals do so, too.
+        neighbours: other engines on the same nodes.
+        lender: None if the run starts its own engines.
+        commits: by hub id, the commits that a new run must use; an existing run keeps its own.
+        served_name: the model's name in OpenAI answers of a new run; None for the model's own name.
+        allowance: replaces the configuration's budget.
+        limits: of the configuration, counted from now, with a reserve for ending the run.
     """
 
     config: GenerateConfig
@@ -63,32 +60,32 @@ class RunRequest:
 
     @property
     def budget_usd(self) -> float | None:
-        """The most that the run may cost at this moment; None is no limit."""
+        """The current budget; None for no limit."""
         return self.allowance.usd if self.allowance else self.limits.budget_usd
 
     def require_time(self) -> None:
-        """Refuse to wait longer for a cluster before a run exists.
+        """Check that the run may still wait for a cluster.
 
         Raises:
-            StoppedEarly: the deadline is near, or a stop was asked for.
+            StoppedEarly: the deadline is near, or the run was asked to stop.
         """
-        nothing_done = Situation(now=time.time(), spent_usd=0.0, num_done_rows=0, num_failed_rows=0)
-        limit = reached(replace(self.limits, budget_usd=self.budget_usd), nothing_done)
+        situation = Situation(now=time.time(), spent_usd=0.0, num_done_rows=0, num_failed_rows=0)
+        limit = reached(replace(self.limits, budget_usd=self.budget_usd), situation)
         if self.stop.is_set() or limit:
             raise self.stopped_before_engines(limit.message if limit else BY_SIGNAL)
 
     def stopped_before_engines(self, message: str) -> StoppedEarly:
-        """How a command ends that is stopped while no engine of its run is at work."""
+        """Return the error of a command that is stopped while none of its engines runs."""
         return StoppedEarly(
-            f"stopped while no engine was at work: {message}",
+            f"stopped before an engine was running: {message}",
             hint=f"the same command continues: {resume_command(self.command, {})}",
         )
 
     @property
-    def last_words(self) -> str:
-        """The last words of a command that a second signal ends."""
+    def killed_message(self) -> str:
+        """The last message of a command that a second signal ends."""
         again = resume_command(self.command, {})
-        return f"stopped at once: units under way are lost\n  the same command continues the run: {again}"
+        return f"stopped immediately: running units are lost\n  the same command continues the run: {again}"
 
 
 def _limits_of(config: GenerateConfig) -> Limits:

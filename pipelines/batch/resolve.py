@@ -1,6 +1,6 @@
 """Resolve a run: model, drafter, K, precision, hardware, price, placement.
 
-Everything that can be refused is refused here, before an engine starts. It starts nothing itself.
+Every configuration error is raised here, before an engine starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,14 +31,14 @@ from pipelines.cluster.placement import Neighbours, Placement, place
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """Everything that a run is, decided.
+    """A resolved run.
 
     Attributes:
-        engine: with its models by names that any node can resolve.
+        engine: names its models so that any node can resolve them.
         tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
-        placement: what each engine takes of the cluster.
-        slot_group: the name under which its engines number their slots on a node; None is the run's own.
-        lender: lends its engine; None where it has engines of its own.
+        placement: the resources of each engine.
+        slot_group: the name under which its engines number their slots on a node; None for the run's own.
+        lender: None if the run starts its own engines.
         drafter_watch: None without a drafter.
     """
 
@@ -56,12 +56,12 @@ class ResolvedRun:
 
     @property
     def spec(self) -> EngineSpec:
-        """The engine as its processes are told."""
+        """The engine's spec."""
         return self.engine.spec
 
     @property
     def precision(self) -> Precision:
-        """The formats that the engine computes in on this hardware."""
+        """The engine's precision on this hardware."""
         return self.engine.precision
 
     @property
@@ -71,16 +71,16 @@ class ResolvedRun:
 
     @property
     def drafter(self) -> ResolvedDrafter:
-        """The drafter, or why there is none."""
+        """The drafter, or the reason why there is none."""
         return self.engine.drafter
 
     @property
     def baseline(self) -> Baseline | None:
-        """Measured times of the engine's steps; None where there are none."""
+        """Measured step times of the engine, or None."""
         return self.engine.baseline(self.hardware)
 
     def fingerprint(self, corpus: str) -> dict[str, Any]:
-        """The settings that must be equal for another attempt to continue this run."""
+        """Return the settings that must be equal to continue this run."""
         drafter = self.spec.drafter
         return {
             "model": {"name": self.model.name, "weights": self.model.fingerprint},
@@ -88,10 +88,10 @@ class ResolvedRun:
                 "name": self.drafter.name,
                 "weights": self.drafter.fingerprint,
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
-                **({"lookup": True} if drafter and drafter.lookup else {}),  # so that older runs go on
+                **({"lookup": True} if drafter and drafter.lookup else {}),  # left out so that older runs continue
             },
             "precision": self.precision.describe(),
-            # Any of them may change an answer; named only where there are some.
+            # Any of them may change an answer.
             **({"engine_args": further} if (further := {**self.spec.extra, **self.config.engine_args}) else {}),
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
@@ -111,19 +111,19 @@ def resolve(
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
-    """Decide everything.
+    """Resolve a run.
 
     Args:
         columns: of the corpus.
-        num_nodes: among which engines are divided.
+        num_nodes: the nodes that share the engines.
         is_batch: whether the corpus is an OpenAI batch.
-        neighbours: engines of others that share the nodes.
-        commits: by hub id, those of the run that goes on; else they are looked up.
-        announce: told what takes long, such as converting a model.
+        neighbours: other engines on the same nodes.
+        commits: by hub id, of the run that continues; others are looked up.
+        announce: called before something slow, such as converting a model.
 
     Raises:
-        ConfigError: of the kind that fits (model, drafter, precision, price, prompts).
-        CapacityError: the hardware cannot hold the engines.
+        ConfigError: model, drafter, precision, price or prompts are invalid.
+        CapacityError: the engines do not fit on the hardware.
     """
     machines = resolve_machines(
         config, hardware, num_nodes=num_nodes, neighbours=neighbours, commits=commits, announce=announce
@@ -159,7 +159,7 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """The part of a run that no corpus is needed for."""
+    """The part of a run that does not depend on the corpus."""
 
     placement: Placement
     price: Price
@@ -175,7 +175,7 @@ def resolve_machines(
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> Machines:
-    """Decide placement, price and engine, with the arguments of `resolve`.
+    """Resolve placement, price and engine, with the arguments of `resolve`.
 
     Raises:
         PeagleError: as `resolve`.
@@ -213,17 +213,17 @@ def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placem
 def _sampling(
     config: GenerateConfig, hardware: Hardware, engine: ResolvedEngine, columns: list[str], is_batch: bool
 ) -> SamplingSpec:
-    """The run's parameters, and where rows have their own.
+    """Return the run's parameters and the column with those of rows.
 
     Raises:
-        ConfigError: the engine would not take them.
-        InputError: the column that is named is not in the corpus.
+        ConfigError: the engine cannot use them.
+        InputError: the named column is not in the corpus.
     """
     spec = engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     limits = SamplingLimits(
         max_model_len=spec.max_model_len,
-        has_drafter=spec.drafter is not None,
+        has_drafter=spec.drafter is not None and hardware.platform != "cpu" and config.engine != "fake",
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
         vocab_size=engine.model.vocab_size,
     )
@@ -231,7 +231,7 @@ def _sampling(
         raise ConfigError(wrong)
     column = config.sampling_column
     if is_batch and column is not None:
-        raise ConfigError("sampling_column means nothing for an OpenAI batch: each body has its own parameters")
+        raise ConfigError("sampling_column cannot be used with an OpenAI batch: each body has its own parameters")
     if column is None and not is_batch:
         column = "sampling" if "sampling" in columns else None
     elif column == "none":

@@ -1,6 +1,6 @@
-"""A bulk run, from its request to its report: `generate` reads as one sentence.
+"""A bulk run, from its request to its report.
 
-What it is to be is decided in `decide.py`; `streaming.py` moves the units, and what happens to rows is in `worker.py`.
+`decide.py` resolves it, `streaming.py` moves units through Ray Data, and `worker.py` generates rows.
 """
 
 import contextlib
@@ -37,26 +37,21 @@ from pipelines.cluster.connection import Connection, connection
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
         report: as in `report.json`.
-        did_nothing: the run was finished before.
-        export: the rows in the form that was asked for; None where that is the units themselves.
+        export: None if the requested format is that of the units.
     """
 
     report: dict[str, Any]
-    did_nothing: bool = False
+    was_already_finished: bool = False
     export: Export | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A run whose lease this driver has.
-
-    Attributes:
-        plan: the one that counts.
-    """
+    """A run whose lease this driver holds, with its stored plan."""
 
     request: RunRequest
     directory: RunDirectory
@@ -65,20 +60,20 @@ class OpenRun:
     lease: Holding
 
     def units_left(self) -> list[WorkUnit]:
-        """The units that are not committed."""
+        """Return the units that are not committed."""
         return self.plan.left(self.directory.committed())
 
 
 def generate(request: RunRequest, progress: RunProgress) -> Outcome:
-    """Start a bulk run, or continue the unfinished one in the same directory.
+    """Start a bulk run, or continue the one in the same directory.
 
     Raises:
-        ConfigError: bad usage; nothing was started.
-        RunInUse: another driver is at work in the same directory.
-        CapacityError: the cluster can never hold the engines.
-        EngineError: an engine did not start or died; what is committed stays.
-        TooManyFailedRows: more dead letters than the user allows.
-        StoppedEarly: a signal, the budget or the deadline; the error names the command that continues.
+        ConfigError: invalid configuration; nothing was started.
+        RunInUse: another driver holds the run.
+        CapacityError: the engines do not fit on the cluster.
+        EngineError: an engine failed to start or crashed; committed units stay.
+        TooManyFailedRows: more dead letters than allowed.
+        StoppedEarly: a signal, the budget or the deadline; the error names the command that continues the run.
     """
     with stoppable(request), connection() as cluster:
         decided = decide(request, cluster, progress.say)
@@ -86,15 +81,15 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
             units = run.units_left()
             if units:
                 execute(run, units, cluster, progress)
-            return finish(run, did_nothing=not units)
+            return finish(run, was_already_finished=not units)
 
 
 @contextlib.contextmanager
 def stoppable(request: RunRequest) -> Iterator[None]:
-    """Let a signal end the command while no engine is at work.
+    """Turn a signal that arrives while no engine runs into an error.
 
     Raises:
-        StoppedEarly: it did; the error names the command that continues.
+        StoppedEarly: names the command that continues the run.
     """
     with interrupted_by_signal(), ray.exit_code_kept():
         try:
@@ -108,11 +103,11 @@ def stoppable(request: RunRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_run(decided: Decided, progress: RunProgress) -> Iterator[OpenRun]:
-    """Take the lease, and begin or continue the run, or refuse to.
+    """Acquire the lease, and create or continue the run.
 
     Raises:
-        RunInUse: another driver is at work in the same directory.
-        ConfigError: the directory holds another run.
+        RunInUse: another driver holds the run.
+        ConfigError: the directory has another run.
     """
     request, directory = decided.request, decided.directory
     with hold_lease(
@@ -130,20 +125,18 @@ def open_run(decided: Decided, progress: RunProgress) -> Iterator[OpenRun]:
 
 
 def begin_or_continue(decided: Decided) -> Plan:
-    """Create the run directory, or require that it holds this very run.
-
-    Another driver may have created it until now, whatever the lease says: then its plan counts.
+    """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The plan that counts.
+        The stored plan. Another driver may have stored its own in the meantime.
     """
     request, directory, resolved = decided.request, decided.directory, decided.resolved
     if not directory.exists and directory.create(manifest(decided), decided.plan):
         return decided.plan
-    # The decided plan may be of this driver's own cut, if another created the run: only what is written counts.
+    # If another driver created the run, the decided plan may be split differently: only the stored one is valid.
     before, current = directory.manifest(), planned_again(request, directory)
     provenance.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(directory))
-    # A batch keeps its own price: the endpoint's may have changed since.
+    # A batch keeps its price, although the endpoint's may have changed.
     if resolved.slot_group is None:
         require_same_price(
             request.config,
@@ -158,7 +151,7 @@ def begin_or_continue(decided: Decided) -> Plan:
 
 
 def manifest(decided: Decided) -> dict[str, Any]:
-    """`run.json` of a new run."""
+    """Return `run.json` of a new run."""
     request, resolved, drafter = decided.request, decided.resolved, decided.resolved.spec.drafter
     return {
         "schema": provenance.SCHEMA,
@@ -181,7 +174,7 @@ def manifest(decided: Decided) -> dict[str, Any]:
             "baseline": asdict(baseline) if (baseline := resolved.baseline) else None,
             "num_engines": request.config.engine_range.fixed,
             "sampling": request.config.sampling(),
-            # What is free at the moment is no property of the machine, and would tell equal machines apart.
+            # Free memory would make equal machines look different.
             "hardware": {k: v for k, v in resolved.hardware.to_dict().items() if k != "free_memory_gib"},
             "versions": provenance.versions(),
         },
@@ -192,9 +185,9 @@ def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     with_retry = plan_retry(directory, plan)
     added = with_retry.units[len(plan.units) :]
     if added:
-        progress.say(f"{sum(unit.num_rows for unit in added)} failed rows are taken up again")
+        progress.say(f"retrying {sum(unit.num_rows for unit in added)} failed rows")
     else:
-        progress.say("there is no failed row to take up again")
+        progress.say("there are no failed rows to retry")
     return with_retry
 
 
@@ -202,10 +195,10 @@ def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
 
 
 def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress) -> None:
-    """Have engines generate and commit `units`; then leave the cluster.
+    """Generate and commit `units`, then disconnect from the cluster.
 
     Raises:
-        CapacityError: the cluster can never hold the engines.
+        CapacityError: the engines do not fit on the cluster.
         PeagleError: as `stream`.
     """
     request, resolved, directory = run.request, run.resolved, run.directory
@@ -219,7 +212,7 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()
-        with stop_on_signal(request.stop, last_words=request.last_words):
+        with stop_on_signal(request.stop, last_words=request.killed_message):
             ray.require_capacity(
                 resolved.placement,
                 request.config.engine_range.smallest,
@@ -227,14 +220,14 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
                 check=supervisor.require_room,
                 announce=progress.say,
             )
-            ray.release_nodes()  # from here on it is the engines that need them
+            ray.release_nodes()  # the engines request them from now on
             written = directory.manifest()
             metrics = RunMetrics(written["run_id"], written.get("served_name"), resolved, request)
             stream(directory, run.plan, units, resolved, supervisor, progress, metrics, run.lease.lost)
 
 
 def _draw(run: OpenRun) -> TagDraw | None:
-    """The run's draw on an endpoint's budgets of its tags, where it draws on any."""
+    """Return the run's draw on an endpoint's tag budgets, or None."""
     config = run.request.config
     if config.draw_on is None:
         return None
@@ -245,13 +238,13 @@ def _draw(run: OpenRun) -> TagDraw | None:
 # --- finish
 
 
-def finish(run: OpenRun, *, did_nothing: bool) -> Outcome:
-    """Make the account and the export of a run whose units are all committed.
+def finish(run: OpenRun, *, was_already_finished: bool) -> Outcome:
+    """Write the report and the export of a run whose units are all committed.
 
-    A driver that was killed between the last commit and its own end may have left it without.
+    Also for a run that was finished before, since its driver may have been killed before it wrote them.
 
     Raises:
-        TooManyFailedRows: more of its rows failed than the user allows; both are made all the same.
+        TooManyFailedRows: more rows failed than allowed; report and export are written anyway.
         RunInUse: another driver has taken over.
     """
     directory = run.directory
@@ -259,7 +252,7 @@ def finish(run: OpenRun, *, did_nothing: bool) -> Outcome:
     directory.require_lease()
     report = make_report(directory)
     directory.require_lease()
-    outcome = Outcome(report=report, did_nothing=did_nothing, export=_export(run))
+    outcome = Outcome(report=report, was_already_finished=was_already_finished, export=_export(run))
     require_few_failures(report, directory, run.request)
     return outcome
 

@@ -37,7 +37,7 @@ from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
-_GRACE = "units under way have a moment (--grace-s) to be committed"
+_GRACE = "running units have --grace-s to be committed"
 _LOGS = "the run's logs/ folder says more; the same command continues it"
 
 

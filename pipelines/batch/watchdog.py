@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from peagle.engine.interface import Generation
-from peagle.engine.self_check import SelfCheck
+from peagle.engine.interface import Generation, SelfCheck
 from peagle.errors import EngineError
 from peagle.runs.stopping import GraceClock
 

@@ -32,7 +32,7 @@ from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_i
 from pipelines.batch.session import Session
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
-_KILLER = RowError(reason="engine_died", message="engines died while this row was alone in them, twice")
+_POISONED = RowError(reason="engine_died", message="two engines crashed while they ran only this row")
 
 
 class EngineWorker:
@@ -93,15 +93,15 @@ class EngineWorker:
         prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
-        notes = self._rows.begin(unit, UnitNotes(self._run.suspects, unit, self._session.session_id))
+        notes = self._rows.start(unit, UnitNotes(self._run.suspects, unit, self._session.session_id))
         verdict = await asyncio.to_thread(notes.verdict, table.num_rows)
-        for index in verdict.guilty:
-            prepared.refuse(index, _KILLER)
+        for index in verdict.poisoned:
+            prepared.refuse(index, _POISONED)
         await asyncio.to_thread(notes.write, Note())
         work = asyncio.create_task(self._generate_all(prepared, verdict, notes))
         if not await self._watchdog.finished(work):
             self._rows.end(unit)
-            notes.withdraw()
+            notes.discard()
             yield _receipt(None)
             return
         generations = work.result()
@@ -142,7 +142,7 @@ class EngineWorker:
         return {index: generation for index, generation in sorted(found.items()) if generation is not None}
 
     async def _generate_together(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        async with self._slots.take(self._slots_of(prepared.sampling[index])), self._lock.shared():
+        async with self._slots.acquire(self._slots_of(prepared.sampling[index])), self._lock.shared():
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
@@ -221,7 +221,7 @@ class EngineWorker:
     def _die(self, why: str) -> NoReturn:
         """Note the engine's rows and end this process, which Ray replaces."""
         say_end(why)
-        self._rows.accuse(alone=self._lock.is_exclusive)
+        self._rows.mark_suspected(alone=self._lock.is_exclusive)
         self._session.end()
         self._leave()
 

@@ -99,7 +99,7 @@ METRICS = {
             "peagle_break_even_acceptance_length",
             "gauge",
             "tokens",
-            "acceptance length at which the drafter costs what it saves, at the present concurrency; where measured",
+            "acceptance length at which the drafter breaks even at the current concurrency, if measured",
         ),
         Metric(
             "peagle_engine_usd_total",

@@ -135,7 +135,7 @@ def place(
     """
     if accelerator_type is not None and hardware.platform != "cuda":
         raise CapacityError(
-            f"accelerator_type {accelerator_type}: engines need accelerators, and there is none here"
+            f"accelerator_type {accelerator_type}: engines need accelerators, but this machine has none"
             f" ({hardware.describe()})",
             hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
         )

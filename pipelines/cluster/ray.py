@@ -105,6 +105,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
         if _vitals is not None and (lost := _vitals.look()):
             _exit_code = lost.exit_code
             abandon()  # `ray.shutdown` would wait for the part that is dead
+            atexit.register(_vitals.end_leftovers)
         elif not _abandoned:
             ray.shutdown()
         _vitals = None
@@ -139,7 +140,7 @@ def _check_metrics_port(port: int) -> None:
     """Refuse a taken metrics port, on which Ray would fail late and in silence."""
     if is_remote():
         raise ConfigError(
-            "metrics_port: Ray's exporters are those of the cluster that RAY_ADDRESS names",
+            "metrics_port: cannot be set for the cluster of RAY_ADDRESS, which has its own exporters",
             hint="choose their port where its nodes are started: ray start --metrics-export-port",
         )
     require_free("metrics_port", port, hint="leave it out for one that is free")

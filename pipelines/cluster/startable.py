@@ -19,8 +19,8 @@ from pipelines.cluster import token
 
 _RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
 _MIN_OPEN_FILES = 1024
-_OPEN_FILES_PER_CPU = 64  # Ray starts a worker for each CPU; its raylet has pipes, sockets and logs of each
-_MIN_THREADS = 1500  # Ray's own processes have about 300 threads, a worker 40 to 100, an engine 100 to 200
+_OPEN_FILES_PER_CPU = 16  # Ray starts a worker for each CPU; its raylet had 11 open files for each (Ray 2.60)
+_MIN_THREADS = 800  # an endpoint on two cores had 412 threads without its engine (Ray 2.60), an engine has 100 to 200
 _GIB = 1024**3
 _MEMORY_LIMITS = (  # the limit, its name, GiB, and its names in a shell and in limits.conf
     (resource.RLIMIT_AS, "address space", 64, "v", "as"),  # a worker reserves 10 to 20 GiB without using them

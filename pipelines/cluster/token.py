@@ -97,7 +97,8 @@ def require_token() -> None:
     address = ray.get_runtime_context().gcs_address
     if _is_open(address):
         raise ConfigError(
-            f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run commands on its nodes",
+            f"the Ray cluster at {address} requires no token: anyone who can reach its ports can run commands on "
+            "its nodes",
             hint=_OPEN_HINT,
         )
 
@@ -129,5 +130,6 @@ def _close_to_others(path: Path) -> None:
         with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed
             path.chmod(SECRET_MODE)
         _log.warning(
-            "%s could be read by others: if anybody else uses this machine, delete it while no Ray of yours runs", path
+            "%s was readable by other users: if this machine is shared, delete it while none of your Ray clusters runs",
+            path,
         )

@@ -41,12 +41,14 @@ class Part:
         is_alive: looks whether it is.
         patience_s: how long it may be away. A control service with a store of its own comes back.
         log: where it logs; empty if unknown.
+        pid: of its process, if this process has started it.
     """
 
     name: str
     is_alive: Callable[[], bool]
     patience_s: float = 0.0
     log: str = ""
+    pid: int | None = None
 
 
 class Vitals:
@@ -62,6 +64,7 @@ class Vitals:
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
         self._parts, self._if_lost = parts, if_lost
         self._away_since: dict[str, float] = {}
+        self._told: set[str] = set()
         self._lock, self._signal_lock = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._error: RayDied | None = None
@@ -101,17 +104,31 @@ class Vitals:
                 for part in self._parts:
                     if part.is_alive():
                         self._away_since.pop(part.name, None)
+                        self._told.discard(part.name)
                     elif self._is_away_too_long(part):
                         self._error = self._error_of(part)
                         break
             return self._error
+
+    def end_leftovers(self) -> None:
+        """Kill the raylet and what it has started, where it is still alive.
+
+        Without a control service some of that waits for a minute and keeps devices. Without a raylet it ends by itself.
+        """
+        for pid in [part.pid for part in self._parts if part.pid is not None]:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                for one in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        one.kill()
 
     def _is_away_too_long(self, part: Part) -> bool:
         now = time.monotonic()
         if part.name not in self._away_since:
             self._away_since[part.name] = now
         away_s = now - self._away_since[part.name]
-        if part.patience_s and away_s >= _SAY_AFTER_S > away_s - _POLL_S - _CONNECT_S:
+        if part.patience_s > away_s >= _SAY_AFTER_S and part.name not in self._told:
+            self._told.add(part.name)
             left_s = part.patience_s - away_s
             _tell(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
         return away_s >= part.patience_s
@@ -135,7 +152,9 @@ class Vitals:
                     if not self._is_raised:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 if not self._ended.wait(_UNWIND_S):
-                    _end_hard(error)
+                    _tell(f"\npeagle: {error}")
+                    self.end_leftovers()
+                    os._exit(error.exit_code)  # the main thread hangs in a call into Ray
                 return
 
 
@@ -147,7 +166,7 @@ def local_parts() -> list[Part]:
             if (name := _LOCAL_PARTS.get(process.name())) is not None:
                 log = next((w.partition("=")[2] for w in process.cmdline() if w.lstrip("-").startswith("log_dir=")), "")
                 is_alive = _process_check(process)
-                found.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log))
+                found.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log, pid=process.pid))
     return found
 
 
@@ -187,12 +206,6 @@ def _reachable(name: str, address: str, patience_s: float) -> Part:
             return False
 
     return Part(name=f"{name} at {address}", is_alive=is_alive, patience_s=patience_s)
-
-
-def _end_hard(error: RayDied) -> None:
-    """End this process, whose main thread hangs in a call into Ray."""
-    _tell(f"\npeagle: {error}")
-    os._exit(error.exit_code)
 
 
 def _tell(text: str) -> None:

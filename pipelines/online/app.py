@@ -143,7 +143,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
-            f"{ledger}: it has engines that are paid for by the {others.pop()}, and the price of "
+            f"{ledger}: its engines are billed by the {others.pop()}, but the price of "
             f"{price.instance_type} is per {price.device}",
             hint="name another folder with --state: one ledger is about one kind of device",
         )
@@ -219,12 +219,12 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     requires_key = config.keys is not None or bool(fixed)
     if requires_key and not (stored or fixed):
         raise ConfigError(
-            f"keys {config.keys}: there is no key in it, so nobody could use the endpoint",
+            f"keys {config.keys}: it has no keys, so no client could use the endpoint",
             hint=f"peagle serve keys add NAME --keys {config.keys}",
         )
     if not (requires_key or config.is_behind_sagemaker or config.host in _LOOPBACK):
         raise ConfigError(
-            f"host {config.host}: without API keys anybody who reaches this address could use the endpoint",
+            f"host {config.host}: without API keys, anyone who can reach this address could use the endpoint",
             hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
         )
     return GateSettings(
@@ -307,7 +307,17 @@ def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> Serve
         drafter=one.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
         vocab_size=one.engine.model.vocab_size,
+        parsers=_parsers_of(one),
     )
+
+
+def _parsers_of(one: Served) -> frozenset[str]:
+    """Return the keys of the parsers that vLLM has for a model."""
+    names = ("tool_call_parser", "reasoning_parser")
+    if one.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
+        return frozenset(names)
+    configured = {"reasoning_parser"} if "reasoning_config" in one.keys.engine_args else set()
+    return frozenset(configured.union(name for name in names if getattr(one.keys, name)))
 
 
 def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:

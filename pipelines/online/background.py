@@ -162,7 +162,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
         raise ConfigError(
-            f"the endpoint {folder.name} is there already",
+            f"the endpoint {folder.name} already exists",
             hint=f"end it with `peagle down {folder.name}`, or give this one another --name",
         )
     make_folder(folder)
@@ -224,7 +224,7 @@ def end(endpoint: Endpoint) -> None:
         if time.monotonic() >= until:
             raise EngineError(
                 f"the endpoint {endpoint.name} is still there after {endpoint.stop_s:g} s",
-                hint=f"kill {endpoint.pid} ends it at once; {endpoint.log} may say what it waits for",
+                hint=f"kill {endpoint.pid} stops it immediately; {endpoint.log} may show why",
             )
         time.sleep(_POLL_S)
 

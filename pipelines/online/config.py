@@ -45,7 +45,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     min_replicas: int = Field(1, ge=0, description="engines that are always up; 0 also stops the last idle one")
     max_replicas: int = Field(1, ge=1, description="most engines under load")
     target_ongoing_requests: float | None = Field(
-        None, gt=0, description="requests under way on each engine that scaling aims at; default: from its slots"
+        None, gt=0, description="target of concurrent requests per engine for autoscaling; default: from its slots"
     )
     upscale_delay_s: float = Field(10, ge=0, description="load above the target for this long starts an engine")
     downscale_delay_s: float = Field(300, ge=0, description="load below the target for this long stops one")
@@ -72,14 +72,14 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         description="processor time in which a new schema, regular expression or grammar of a request must compile; "
         "one that takes longer is refused",
     )
-    drain_s: float = Field(60, ge=0, description="time for requests under way when their engine is stopped")
+    drain_s: float = Field(60, ge=0, description="time for running requests when their engine is stopped")
     limit_mm_per_prompt: dict[str, int] = Field(
         default_factory=dict,
-        description='media that one request may have, by modality, as JSON: {"image": 4}; default: text alone',
+        description='media per request by modality, as JSON: {"image": 4}; default: only text',
     )
     allowed_media_domains: list[str] = Field(
         default_factory=list,
-        description="host from which engines may fetch media, without redirects; default: only data: URLs are taken",
+        description="host from which engines may fetch media, without redirects; default: only data: URLs",
     )
 
     @property
@@ -117,9 +117,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     @model_validator(mode="after")
     def _domains_are_for_media(self) -> Self:
         if self.allowed_media_domains and not self.limit_mm_per_prompt:
-            raise ValueError(
-                "allowed_media_domains means nothing without limit_mm_per_prompt: the model takes text alone"
-            )
+            raise ValueError("allowed_media_domains requires limit_mm_per_prompt: the model takes text alone")
         return self
 
     @model_validator(mode="after")
@@ -141,15 +139,13 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     is_behind_sagemaker: ClassVar[bool] = False
 
     models: tuple[ServedModelKeys, ...] = Field(
-        (), description="several models: a list of these keys; those beside the list hold for all models"
+        (), description="several models: a list of these keys; keys next to the list apply to all models"
     )
     host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
-    tls_cert: Path | None = Field(
-        None, description="certificate in PEM, followed by those of its issuers: clients use https"
-    )
+    tls_cert: Path | None = Field(None, description="PEM certificate with its issuers, for https")
     tls_key: Path | None = Field(
-        None, description="the certificate's private key in PEM, not encrypted, for its owner alone"
+        None, description="the certificate's private key in PEM, not encrypted, readable only by its owner"
     )
     metrics_port: int | None = Field(
         None,
@@ -159,7 +155,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     )
     state: Path = Field(Path("runs/serve"), description="folder of the ledger and of the engines' logs")
     log_prompts: bool = Field(
-        False, description="write every request that is let in, with its prompt, into the folder prompts of --state"
+        False, description="write each accepted request, with its prompt, into the folder prompts of --state"
     )
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     share_prefix_cache: bool = Field(
@@ -197,9 +193,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     )
     max_stored_files: int = Field(2000, ge=1, description="files and batches that a key may keep")
     max_unfinished_batches: int = Field(20, ge=1, description="batches of a key that have not ended")
-    max_transfers_mib: int = Field(
-        256, ge=1, description="MiB of uploads and downloads that may be under way at once; each takes 2 MiB"
-    )
+    max_transfers_mib: int = Field(256, ge=1, description="MiB for concurrent uploads and downloads; each takes 2 MiB")
     max_transfers_mib_per_key: int = Field(32, ge=1, description="the same for the clients of one key")
     presigned_downloads: bool = Field(
         True,
@@ -249,7 +243,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     def _names_are_unique(cls, models: tuple[ServedModelKeys, ...]) -> tuple[ServedModelKeys, ...]:
         names = [model.served_name for model in models]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"several models are called {', '.join(repeated)}: give each a name of its own")
+            raise ValueError(f"several models have the name {', '.join(repeated)}: give each one a different name")
         return models
 
     @model_validator(mode="after")

@@ -158,15 +158,15 @@ def asked_period(
         ApiError: 422, there is no such dimension, the period ends before it begins, or there is a window beside it.
     """
     if window_s is not None:
-        raise ApiError(422, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
+        raise ApiError(400, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
     try:
         days = Days(None if start is None else day_number(start), None if end is None else day_number(end))
     except ValueError as error:
-        raise ApiError(422, f"end: {error}", code="invalid_value", param="end") from error
+        raise ApiError(400, f"end: {error}", code="invalid_value", param="end") from error
     try:
         return dimensions(by or ""), days
     except ConfigError as error:
-        raise ApiError(422, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
+        raise ApiError(400, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:

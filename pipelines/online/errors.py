@@ -20,7 +20,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_OF_A_REQUEST_UNDER_WAY = (408, 413, 431)
+_OF_A_REQUEST_UNDER_WAY = (408, 413, 415, 431)
 _OVERLOADED_RETRY_S = 5
 _MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # of an error: no client gets back a mebibyte that it sent
 
@@ -35,6 +35,7 @@ class ApiError(Exception):
         param: the field of the request that is at fault.
         retry_after_s: when to retry; 0 if unknown.
         is_retryable: False makes OpenAI's clients give up where the status alone would make them retry.
+        allow: methods of the path, of a 405.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float = 0,
         is_retryable: bool = True,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -54,6 +56,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.is_retryable = is_retryable
+        self.allow = allow
 
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
@@ -64,11 +67,12 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Return the headers of an error.
 
-        Retry-After if waiting helps, X-Should-Retry if retrying does not, and `Connection: close` if more of the
-        refused request would arrive.
+        Retry-After if waiting helps, X-Should-Retry if retrying does not, Allow of a 405, and `Connection: close` if
+        more of the refused request would arrive.
         """
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
         headers |= {} if self.is_retryable else {"x-should-retry": "false"}
+        headers |= {"allow": self.allow} if self.allow else {}
         return headers | ({"connection": "close"} if self.status in _OF_A_REQUEST_UNDER_WAY else {})
 
 
@@ -83,7 +87,10 @@ def overloaded(message: str) -> ApiError:
 
 
 def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
-    """A body that is JSON and not a request: what pydantic said first."""
-    first = errors[0] if errors else {"msg": "invalid request", "loc": ()}
+    """Return the answer to a request that pydantic refuses: 422 for a wrong type, 400 for a wrong value."""
+    first = errors[0] if errors else {"msg": "invalid request", "loc": (), "type": "missing"}
     where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
-    return ApiError(422, f"{where or 'body'}: {first.get('msg', 'invalid')}", code="invalid_type", param=where or None)
+    kind, text = str(first.get("type", "")), str(first.get("msg", "invalid")).removeprefix("Value error, ")
+    is_type = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "json_invalid")
+    status, code = (422, "invalid_type") if is_type else (400, "invalid_value")
+    return ApiError(status, f"{where or 'body'}: {text}", code=code, param=where or None)

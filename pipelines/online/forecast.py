@@ -38,6 +38,17 @@ class EndpointForecast:
     price: Price
     requires_key: bool
 
+    def access(self) -> str:
+        """Who can send requests."""
+        if self.requires_key:
+            return "required"
+        if self.config.is_behind_sagemaker:
+            return (
+                f"none; anyone who can connect to {self.config.host}:{self.config.port} can send requests, "
+                "which on SageMaker is whoever IAM allows"
+            )
+        return "none; only this machine can connect"
+
     def usd_per_h(self, *, at_most: bool) -> float:
         """The price of an hour of all engines, by their smallest or largest number."""
         num_devices = sum(
@@ -52,7 +63,7 @@ class EndpointForecast:
         models = [line for one in self.served for line in self._model(one)]
         return [
             ("address", self.config.url),
-            ("API keys", "required" if self.requires_key else "none: for this machine alone"),
+            ("API keys", self.access()),
             *models,
             ("machine", machine_in_words(self.hardware, self.is_here, self.num_nodes)),
             ("price", price_in_words(self.price.to_dict())),
@@ -64,6 +75,7 @@ class EndpointForecast:
         return {
             "url": self.config.url,
             "requires_key": self.requires_key,
+            "access": self.access(),
             "models": [dict(self._model(one)) | {"name": one.keys.served_name} for one in self.served],
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_here,

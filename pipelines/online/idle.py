@@ -107,9 +107,9 @@ def _look(
         try:
             idle_s = watch.idle_s()
         except (PeagleError, OSError) as error:
-            say(f"whether anybody asks cannot be told now: {error}")
+            say(f"cannot check for requests now: {error}")
             continue
         if idle_s >= timeout_s:
-            say(f"nobody has asked for {in_words_s(timeout_s)}: the endpoint ends")
+            say(f"no requests for {in_words_s(timeout_s)}: stopping the endpoint")
             is_idle.set()
             stopped.set()

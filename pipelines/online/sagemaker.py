@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from peagle.engine.sagemaker import MODEL_FOLDER, serve_keys
-from peagle.errors import ConfigError
+from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
@@ -25,7 +24,7 @@ _MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the rest is for e
 class SageMakerConfig(ServeConfig):
     """The endpoint in a container of SageMaker's.
 
-    Without keys whoever reaches its port is let in: SageMaker has asked IAM before, and nobody else reaches it.
+    Without keys anyone who can connect to its port can send requests: SageMaker checks IAM before it forwards one.
     """
 
     is_behind_sagemaker: ClassVar[bool] = True
@@ -33,7 +32,7 @@ class SageMakerConfig(ServeConfig):
     host: str = Field("0.0.0.0", description="address to listen on")
     port: int = Field(8080, ge=1, le=65535, description="port to listen on; SageMaker uses 8080")
     drain_s: float = Field(
-        15, ge=0, le=_MOST_DRAIN_S, description="time for requests under way when SageMaker stops the container"
+        15, ge=0, le=_MOST_DRAIN_S, description="time for running requests when SageMaker stops the container"
     )
     min_replicas: int = Field(
         1, ge=1, description="engines that are always up: without one SageMaker takes the container for dead"
@@ -55,21 +54,34 @@ class SageMakerConfig(ServeConfig):
             )
         if self.idle_timeout is not None:
             raise ValueError(
-                "idle_timeout: SageMaker starts a container anew that ends, and bills on; delete the endpoint"
+                "idle_timeout: SageMaker restarts a container that exits, and continues to bill; delete the endpoint"
             )
         return self
 
 
 def is_meant(env: Mapping[str, str]) -> bool:
-    """Whether the variables say that SageMaker runs this container.
+    """Return whether the variables say that SageMaker runs this container.
 
     Raises:
-        ConfigError: they say something that is neither yes nor no.
+        ConfigError: PEAGLE_SAGEMAKER is neither true nor false.
     """
-    value = env.get(VARIABLE, "").strip().lower()
-    if value not in ("", "true", "false", "1", "0"):
-        raise ConfigError(f"{VARIABLE} must be true or false, not {env[VARIABLE]!r}")
-    return value in ("true", "1")
+    return switch(VARIABLE, env.get(VARIABLE, ""))
+
+
+def ignored_variables(env: Mapping[str, str]) -> str | None:
+    """Return a note on SageMaker's variables that are set and not read.
+
+    None if there are none. PEAGLE_SAGEMAKER=false says that this is intended.
+    """
+    # The mode is not inferred from them, or from /opt/ml: it opens the port to everyone, without keys.
+    names = sorted(name for name in env if name.startswith(PREFIX))
+    if env.get(VARIABLE, "").strip() or not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} ignored: {PREFIX}* variables are read only with {VARIABLE}=true, which listens on "
+        f"0.0.0.0:8080 and lets in everyone unless there are keys; {VARIABLE}=false hides this note"
+    )
 
 
 def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
@@ -78,9 +90,9 @@ def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
 
 
 def variables(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
-    """The keys that SageMaker's variables set; none elsewhere than in its container.
+    """Return the keys that SageMaker's variables set. Empty outside its container.
 
     Raises:
-        ConfigError: one has a value that peagle does not carry.
+        ConfigError: a variable has a value that peagle or vLLM does not take.
     """
     return serve_keys(env, model_folder=model_folder) if is_meant(env) else {}

@@ -164,7 +164,7 @@ class StandIn:
         body = pass_of(request).body.values
         prompt, model = body["messages"][-1]["content"], body["model"]
         if prompt.startswith("busy"):
-            raise overloaded("every engine is busy or about to start; try again")
+            raise overloaded("all engines are busy or starting; try again")
         events = self._events(text_of(prompt, model), model, request, breaks_off=prompt.startswith("break"))
         return StreamingResponse(events, media_type="text/event-stream")
 

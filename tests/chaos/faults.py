@@ -125,7 +125,7 @@ def two_drivers(folder: Path) -> Scene:
     scene.facts.append(f"exit codes {codes}")
     scene.expect(sorted(codes) == [0, 1], f"two drivers ended with {codes}")
     refused = drivers[codes.index(1)] if 1 in codes else drivers[0]
-    scene.expect("is being driven by" in refused.said(), f"the second was not refused: {refused.last_words()}")
+    scene.expect("is in use by" in refused.said(), f"the second was not refused: {refused.last_words()}")
     scene.audit()
     return scene
 

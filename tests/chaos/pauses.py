@@ -174,7 +174,7 @@ def _take_turns(drivers: list[Driver]) -> None:
             driver.wait()
 
 
-_REFUSALS = ("is being driven by", "was taken over by another driver", "has planned retry")
+_REFUSALS = ("is in use by", "was taken over by another driver", "has planned retry")
 
 
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:

@@ -11,7 +11,7 @@ _WHAT = """\
 Clients ask one request after another, streamed and not in turn. One process is killed with SIGKILL while they do, and
 they go on until the endpoint is whole again. "Gap" is the longest time in which no request was answered, "whole" the
 time until all parts ran again. Then every slot is asked for at once. The engine is the fake one: everything but the
-model is real, and its speed means nothing."""
+model is real, and its speed is not a measurement."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:

@@ -197,7 +197,7 @@ async def parallel(tenants: Tenants, seconds: float) -> Found:
         await asyncio.gather(*(stream(number) for number in range(40)))
         await asyncio.sleep(0.5)
     if most > PARALLEL_REQUESTS:
-        found.note(f"{most} requests under way at once, {PARALLEL_REQUESTS} allowed")
+        found.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
     return found
 
 

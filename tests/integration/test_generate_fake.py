@@ -79,12 +79,16 @@ def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, cap
     prompts = [f"say {n}" for n in range(7)]
     table = pa.table({"prompt": prompts, "nested": nested, "maybe": [None, 1, None, 2, None, 3, None]})
     pq.write_table(table.slice(0, 4), corpus / "a.parquet", row_group_size=3)
-    pq.write_table(table.slice(4), corpus / "b.parquet")
+    pq.write_table(table.slice(4), corpus / "b.PARQUET")
+    (corpus / "c.json").write_bytes(b"{}")
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
+    note = f"input {corpus}: c.json left out: unknown format"
+    assert note in "".join(capsys.readouterr())
+    assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)
     assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
     assert generate(corpus, output) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
 
 
 def test_a_damaged_parquet_file_is_named_before_an_engine_starts(tmp_path, capsys):
@@ -101,7 +105,7 @@ def test_a_finished_run_does_nothing_and_says_so(write_jsonl, tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
     sessions = len(RunDirectory(output).sessions())
     assert generate(corpus, output) == 0
-    assert "is finished: nothing to do" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()} == before
     assert len(RunDirectory(output).sessions()) == sessions
 

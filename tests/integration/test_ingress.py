@@ -83,7 +83,8 @@ def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, 
         assert http.get("/health").json() == {"status": "ok", "requires_key": False}
         assert http.get("/v1/models").json()["data"] == [CARD]
         for window in (0, 61, 960, "x"):
-            assert http.get("/v1/live", params={"window_s": window}).status_code == 422
+            answer = http.get("/v1/live", params={"window_s": window})
+            assert answer.status_code == (422 if window == "x" else 400)
         senders = [threading.Thread(target=ask, args=(url,)) for _ in range(3)]
         for sender in senders:
             sender.start()

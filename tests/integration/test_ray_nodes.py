@@ -86,7 +86,7 @@ def test_a_job_that_is_stopped_says_what_is_left_and_the_same_command_goes_on(cl
     said = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
     assert 0 < rows < bulk.num_rows
-    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: asked to by a signal" in said
+    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in said
     assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in said
     _log.info("\n".join(said.strip().splitlines()[-6:]))
     wait_for("engines are left", lambda: not processes.of_engines(bulk.output))

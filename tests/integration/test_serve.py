@@ -308,7 +308,7 @@ def check_constraints(client):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**asked, extra_body=extra)
     image = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}
-    with pytest.raises(openai.BadRequestError, match="this model takes text alone"):
+    with pytest.raises(openai.BadRequestError, match="this model only takes text"):
         client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [image]}]})
 
 

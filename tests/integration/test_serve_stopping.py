@@ -67,7 +67,7 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     # As it is: without a line that Ray prints of its own processes.
-    assert said == "stopping: requests under way go on for a while; once more ends it at once\n"
+    assert said == "stopping: running requests may finish; repeat to stop immediately\n"
 
 
 def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):

@@ -100,14 +100,14 @@ def test_another_driver_is_refused_and_a_second_ctrl_c_stops_at_once(peagle, lef
     other = peagle(*arguments)
     said, _ = other.communicate(timeout=120)
     assert other.returncode == 1, said
-    assert f"is being driven by {read_lease(run.root).describe()}" in said
+    assert f"is in use by {read_lease(run.root).describe()}" in said
     os.kill(process.pid, signal.SIGINT)
     time.sleep(2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped at once" in said
+    assert "stopped immediately" in said
     assert "continues the run: peagle generate" in said
     assert StatusReader(run).read().state == "silent"
     assert not leftover_processes(ray_processes_of(process.pid))

@@ -57,15 +57,15 @@ def test_rows_out_of_time_are_set_aside_and_taken_up_again(write_jsonl, tmp_path
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
 
     assert generate(corpus, output, *flags, "--retry-failed") == 0
-    assert "3 failed rows are taken up again" in capsys.readouterr().out
+    assert "retrying 3 failed rows" in capsys.readouterr().out
     assert outcomes(output) == dict.fromkeys(range(9), "done")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     exported = ds.dataset(output / "export" / "jsonl" / "output.jsonl", format="json").to_table()
     assert exported.column("prompt").to_pylist() == [str(n) for n in range(9)]
     assert generate(corpus, output, *flags, "--retry-failed") == 0
     said = capsys.readouterr().out
-    assert "there is no failed row to take up again" in said
-    assert "nothing to do" in said
+    assert "there are no failed rows to retry" in said
+    assert "is already finished" in said
 
 
 def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(write_jsonl, tmp_path, capsys):

@@ -111,9 +111,9 @@ def test_an_engine_has_a_baseline_where_its_steps_were_measured_on_hardware_like
 def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
     engine = compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, HEAD)
     assert engine.spec.drafter.lookup
-    assert engine.drafter.note == "; with prompt lookup beside it"
+    assert engine.drafter.note == "; with prompt lookup"
     assert not compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
-    with pytest.raises(ValueError, match="draft_lookup is beside a head"):
+    with pytest.raises(ValueError, match="draft_lookup needs a head"):
         EngineKeys(draft_lookup="on", drafter="none")
 
 

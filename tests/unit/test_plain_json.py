@@ -57,10 +57,17 @@ def test_what_could_only_be_printed_is_refused():
         to_json({"a": object()})
 
 
-@pytest.mark.parametrize("text", ["NaN", '{"a": Infinity}', "[-Infinity]", b"[NaN]", "[1e999]", "-1e999"])
+@pytest.mark.parametrize(
+    "text", ["NaN", '{"a": Infinity}', "[-Infinity]", b"[NaN]", "[1e999]", "-1e999", "-0.001e-400"]
+)
 def test_json_that_only_python_reads_is_none(text):
-    with pytest.raises(ValueError, match=r"is no JSON|is more than a number can be"):
+    with pytest.raises(ValueError, match=r"is no JSON|is too (large|small) for a 64-bit float"):
         from_json(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-0.0", "0e5", "0.000E-400", "5e-324", "1.7e308"])
+def test_numbers_that_a_float_has_are_read(text):
+    assert from_json(text) == float(text)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, -1e9])

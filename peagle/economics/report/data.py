@@ -204,7 +204,7 @@ def _assumption_note(price: Price) -> str | None:
     if price.basis != "assumed":
         return None
     return (
-        f"The machine is assumed to be {price.instance_type}: it does not say what it is, or no price is known for it. "
+        f"The machine is assumed to be {price.instance_type}: it could not be identified, or has no known price. "
         "--instance-type or --usd-per-hour states its price."
     )
 

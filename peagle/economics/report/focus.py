@@ -57,7 +57,7 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
     if any(not spend.is_priced for _, spend in groups):
         raise PriceError(
             "some engines have no price in their ledger, and FOCUS has no unknown cost",
-            hint="leave out what has no price: --format table --by run,instance shows it",
+            hint="leave out rows without a price: --format table --by run,instance shows it",
         )
     units = rounded([[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS)
     sink = io.StringIO()

@@ -59,10 +59,10 @@ class Room:
             ApiError: 429 or 503, there is none now.
         """
         if self._held[key] + num_bytes > self.most_of_key:
-            message = "this key has as many uploads and downloads under way as it may have"
+            message = "this key has reached its limit of concurrent uploads and downloads"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
         if self._held.total() + num_bytes > self._most:
-            raise overloaded("as many uploads and downloads are under way as the endpoint can; try again")
+            raise overloaded("the endpoint has reached its limit of concurrent uploads and downloads; try again")
         self._held[key] += num_bytes
         try:
             yield
@@ -137,8 +137,9 @@ class Download(Response):
         if num_bytes + self._read_ahead_bytes > most:
             raise ApiError(
                 400,
-                f"the file has {self._file.num_bytes} bytes, and this endpoint sends {most} at once: fetch it in parts "
-                "with the header Range (it has no such limit where Ray's nodes are started with deploy/ray.env)",
+                f"the file has {self._file.num_bytes} bytes, and this endpoint sends at most {most} in one response: "
+                "fetch it in parts with the header Range "
+                "(it has no such limit where Ray's nodes are started with deploy/ray.env)",
                 code="range_needed",
             )
         return num_bytes + self._read_ahead_bytes

@@ -91,7 +91,7 @@ class Quota:
 
 
 def _full(most: str) -> ApiError:
-    message = f"this key may keep {most}, uploads under way included; delete files that are not needed"
+    message = f"this key may store {most}, including running uploads; delete files that are not needed"
     return ApiError(413, message, code="storage_quota_exceeded")
 
 
@@ -168,7 +168,7 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
     except ValidationError as error:
         first = error.errors()[0]
         param = f"expires_after[{first['loc'][0]}]"
-        raise ApiError(422, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
+        raise ApiError(400, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
 
 
 def require_form(content_type: str) -> None:

@@ -78,7 +78,7 @@ def check_input(path: str, rules: Rules) -> Checked:
     except _Wrong as wrong:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
-        reader.note(None, _Wrong("empty_file", "the file holds no request"))
+        reader.note(None, _Wrong("empty_file", "the file has no requests"))
     return Checked(
         num_requests=reader.num_requests,
         model=reader.model,

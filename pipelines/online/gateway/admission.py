@@ -15,12 +15,11 @@ from peagle.requests.bounds import token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST
-from pipelines.online.gateway.contents import answer_shape, check_contents, within_room
+from pipelines.online.gateway.contents import TEMPLATE_TOKENS, answer_shape, check_contents, within_room
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
 COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
-_TEMPLATE_TOKENS = 512  # of a chat, beside its messages and tools; the longest known have some hundreds
 _LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -53,6 +52,7 @@ class ServedModel:
         media: items of each modality that one request may have; None is text alone.
         media_domains: hosts from which engines may fetch media.
         vocab_size: token ids that the model has; None if unknown.
+        parsers: the keys of vLLM's parsers that the model is served with.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ServedModel:
     drafter: str | None = None
     num_speculative_tokens: int | None = None
     vocab_size: int | None = None
+    parsers: frozenset[str] = frozenset({"tool_call_parser", "reasoning_parser"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ def check(
     values = _as_an_engine_takes_it(path, values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
+    _require_parser(values, model)
     check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
     if wrong := token_id_error(values, model.vocab_size):
         raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
@@ -187,7 +189,7 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
         if value is not None and is_wrong:
             raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
-            raise ApiError(422, f"{field} must be at least 1", code="invalid_value", param=field)
+            raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
 
 
 def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +204,25 @@ def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, An
     return {
         name: value for name, value in values.items() if not (name in _OF_THE_ENDPOINT or asks_nothing(name, value))
     }
+
+
+def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
+    """Refuse a field for which the model is served without a parser.
+
+    vLLM would refuse it too, and name its own flags.
+
+    Raises:
+        ApiError: 400, with the setting.
+    """
+    calls_tools = bool(values.get("tools")) and values.get("tool_choice", "auto") != "none"
+    field = "tool_choice" if "tool_choice" in values else "tools"
+    if calls_tools and "tool_call_parser" not in model.parsers:
+        message = f'{model.name} is served without tool_call_parser, so it cannot call tools; send tool_choice: "none"'
+        raise ApiError(400, f"{field}: {message}", code="unsupported_value", param=field)
+    field = "thinking_token_budget"
+    if values.get(field, -1) != -1 and "reasoning_parser" not in model.parsers:
+        message = f"{model.name} is served without reasoning_parser, so its thinking cannot be bounded"
+        raise ApiError(400, f"{field}: {message}", code="unsupported_value", param=field)
 
 
 def _depth(values: Any) -> int:
@@ -284,7 +305,7 @@ def _most_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: Served
     n = int(values.get("n") or 1)
     num_prompts = num_choices // n
     most = num_prompts * model.max_model_len
-    return n * (most if _has_media(values) else min(num_bytes + num_prompts * _TEMPLATE_TOKENS, most))
+    return n * (most if _has_media(values) else min(num_bytes + num_prompts * TEMPLATE_TOKENS, most))
 
 
 def _has_media(values: Mapping[str, Any]) -> bool:

@@ -18,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from peagle.errors import shown
 from pipelines.online.errors import ApiError
 from pipelines.online.serve.flow import Told
 from pipelines.online.wire import header
@@ -181,6 +183,18 @@ def require_length(scope: Scope, limit: int) -> None:
     length = header(scope, "content-length") or "0"
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
+
+
+def require_plain(scope: Scope) -> None:
+    """Refuse a body that is compressed or otherwise encoded.
+
+    Raises:
+        ApiError: 415.
+    """
+    encoding = ", ".join(Headers(scope=scope).getlist("content-encoding"))
+    if {part.strip().lower() for part in encoding.split(",")} - {"", "identity"}:
+        message = f"Content-Encoding {shown(encoding)} is not supported: send the body without it"
+        raise ApiError(415, message, code="unsupported_encoding", param="Content-Encoding")
 
 
 class Upload:

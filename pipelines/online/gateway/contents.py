@@ -75,7 +75,7 @@ def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: f
         allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
         if modality is None or not allowed:
             taken = ", ".join(["text", *(name for name, most in media.items() if most)])
-            message = f"{where} is {_shown(kind)}, and this model takes {taken} alone"
+            message = f"{where} is {_shown(kind)}, but this model only takes {taken}"
             raise ApiError(400, message, code="unsupported_content", param="messages")
         counts[modality] += 1
         if counts[modality] > allowed:
@@ -119,7 +119,7 @@ def _shown(kind: Any) -> str:
     return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
 
 
-_TEMPLATE_TOKENS = 1_024  # that a chat template may add to what the body says
+TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 
 
 def answer_shape(
@@ -142,7 +142,7 @@ def answer_shape(
     prompt_logprobs = 1 + _count(asked) if asked is not None else max(logprobs, int(is_chat)) * repeats
     with_ids = bool(values.get("return_token_ids"))
     comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
-    most = num_body_bytes + _TEMPLATE_TOKENS
+    most = num_body_bytes + TEMPLATE_TOKENS
     lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
     each = num_choices // max(1, len(lengths))
     return AnswerShape(

@@ -30,14 +30,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from peagle.economics.tags import tags_to_text
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
-from pipelines.online.gateway.bodies import ORDER, HeavyWork, JsonBody, Upload, parse, read_body, require_length
+from pipelines.online.gateway.bodies import (
+    ORDER,
+    HeavyWork,
+    JsonBody,
+    Upload,
+    parse,
+    read_body,
+    require_length,
+    require_plain,
+)
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay, RefusalLog
 from pipelines.online.gateway.prompt_log import PromptLog
-from pipelines.online.gateway.routes import Route, Rule, find_route, require_local, with_pass
+from pipelines.online.gateway.routes import Route, Rule, as_get, find_route, require_local, with_pass
 from pipelines.online.gateway.tags import tags_of
 from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.totals import totals_of
@@ -54,7 +63,7 @@ class GateSettings:
     Attributes:
         key_file: read again whenever it changes.
         fixed_keys: from the environment of whoever started the endpoint.
-        requires_key: without, only this machine is let in; in a container of SageMaker's, whoever reaches it.
+        requires_key: if False, only this machine can connect; in a SageMaker container, anyone who can connect to it.
         is_behind_sagemaker: whether SageMaker sends the requests, to its own route (`invocations.py`).
         ledger: says what keys have spent before this process started.
         prompts: folder in which requests are written down; None where they are not.
@@ -155,6 +164,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope = as_api(scope) if self._settings.is_behind_sagemaker else scope
+        scope, send = as_get(scope, send)
         request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
         answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._pace)
         try:
@@ -215,7 +225,7 @@ class Gate:
             raise ApiError(401, "send an API key: Authorization: Bearer KEY", code="missing_api_key")
         record = self._ring.find(key.strip())
         if record is None:
-            raise ApiError(401, "this API key does not hold", code="invalid_api_key")
+            raise ApiError(401, "invalid API key", code="invalid_api_key")
         if record.is_expired():
             raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record
@@ -280,6 +290,7 @@ class Gate:
         return _Admitted(scope=scope, receive=asked.receive, model=intake.model.name, permit=permit, body=body)
 
     async def _read(self, asked: _Asked) -> bytes:
+        require_plain(asked.scope)
         require_length(asked.scope, self._settings.max_body_bytes)
         return await read_body(
             asked.receive,
@@ -293,6 +304,7 @@ class Gate:
 
     def _upload(self, asked: _Asked) -> Upload:
         settings = self._settings
+        require_plain(asked.scope)
         require_length(asked.scope, settings.max_upload_bytes)
         times = settings.body_timeout_s, settings.request_timeout_s
         upload = Upload(asked.receive, asked.answer.send, settings.max_upload_bytes, *times)

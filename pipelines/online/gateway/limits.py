@@ -251,7 +251,7 @@ class KeyLimits:
         if self._totals.is_known:
             await self.catch_up()
         elif _with_budget(payers) and not await self._totals.is_known_soon():
-            raise overloaded("what this key has spent is being read; try again")
+            raise overloaded("the spend of this key is still being read; try again")
 
     def _pause_s(self, now: float) -> float:
         """Seconds between two looks.
@@ -309,7 +309,7 @@ def _with_budget(payers: Iterable[Payer]) -> bool:
 def _check_parallel(key: KeyRecord, counts: _Counts) -> None:
     limit = key.max_parallel_requests
     if limit is not None and counts.num_being_answered >= limit:
-        raise too_many(f"this key may have {limit} requests under way at once", None)
+        raise too_many(f"this key may have {limit} concurrent requests", None)
 
 
 def _raise(payer: Payer, refusal: Refusal | None) -> None:
@@ -320,6 +320,6 @@ def _raise(payer: Payer, refusal: Refusal | None) -> None:
     if refusal == "spent":
         raise ApiError(429, f"{budget} is spent", code="insufficient_quota")
     if refusal == "held by a batch":
-        raise too_many(f"what is left of {budget} is held by its batch until that has ended", _BATCH_RETRY_S)
+        raise too_many(f"the rest of {budget} is reserved by a batch until it ends", _BATCH_RETRY_S)
     if refusal == "held by requests":
-        raise too_many(f"what is left of {budget} is held by its requests under way until they have ended", None)
+        raise too_many(f"the rest of {budget} is reserved by running requests until they end", None)

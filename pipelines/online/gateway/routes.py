@@ -24,7 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, QueryParams
 from starlette.routing import compile_path
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from peagle.errors import did_you_mean, shown
 from pipelines.online.errors import ApiError
@@ -126,7 +126,7 @@ def pass_of(request: Request) -> GatePass:
 def key_of(request: Request) -> KeyRecord:
     """Whose request it is."""
     key = pass_of(request).key
-    assert key is not None, "the route is open to anybody"
+    assert key is not None, "the route needs no key"
     return key
 
 
@@ -231,9 +231,23 @@ def find_route(routes: Iterable[Route], scope: Scope) -> Route:
         if route.method == method:
             return route
     if found:
-        allowed = ", ".join(sorted({route.method for route in found}))
-        raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed")
+        methods = {route.method for route in found}
+        allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+        raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed", allow=allowed)
     raise ApiError(404, "there is no such path; /openapi.json lists those there are", code="not_found")
+
+
+def as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """Return a HEAD request as a GET whose answer is sent without its body. Any other stays as it is."""
+    if scope["method"] != "HEAD":
+        return scope, send
+
+    async def send_without_body(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return {**scope, "method": "GET"}, send_without_body
 
 
 @functools.cache

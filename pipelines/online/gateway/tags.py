@@ -30,7 +30,7 @@ def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
     try:
         own = parse_tags(text.split(",")) if text else {}
     except ValueError as error:
-        raise ApiError(422, f"{TAGS_HEADER}: {error}", code="invalid_value", param=TAGS_HEADER) from error
+        raise ApiError(400, f"{TAGS_HEADER}: {error}", code="invalid_value", param=TAGS_HEADER) from error
     if key != LOCAL and (refused := sorted(own.keys() - set(key.request_tags))):
         message = f"this key does not let its requests set the tag {refused[0]}"
         raise ApiError(403, message, code="tag_not_allowed", param=TAGS_HEADER)

@@ -9,18 +9,18 @@ A request takes bulk's own way: `parse_body` checks it, `PromptBuilder` tokenise
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
-from peagle.engine.interface import CompletionOutput, Generation, RequestRefused
-from peagle.engine.self_check import Checkable
+from peagle.engine.interface import Checkable, CompletionOutput, Generation, RequestRefused
 from peagle.engine.vllm_internals import engine_death
 from peagle.errors import EngineError
 from peagle.requests import openai
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits, conflict
+from peagle.runs.rows import completion_row
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
 from pipelines.online.wire import LentRow, to_text
@@ -147,10 +147,7 @@ class FakeServeEngine:
             return token_ids.message
         left = COMPLETION_TOKENS if url == COMPLETIONS_URL else max(1, self._max_model_len - len(token_ids))
         sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": left, **body.sampling}
-        limits = SamplingLimits(
-            max_model_len=self._max_model_len, has_drafter=bool(self._settings.num_speculative_tokens)
-        )
-        return conflict(sampling, limits) or (token_ids, sampling)
+        return conflict(sampling, SamplingLimits(max_model_len=self._max_model_len)) or (token_ids, sampling)
 
     def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
         """The whole answer."""
@@ -161,7 +158,7 @@ class FakeServeEngine:
             "num_prompt_tokens": whole.num_prompt_tokens,
             "num_cached_tokens": whole.num_cached_tokens,
             "num_output_tokens": whole.num_output_tokens,
-            "completions": [asdict(completion) for completion in whole.completions] or None,
+            "completions": list(map(completion_row, whole.completions)) or None,
         }
         body = openai.answer(row, request_id, is_chat=url == CHAT_URL, created=int(time.time()))
         return body | {"metrics": self._metrics(whole)}
@@ -183,14 +180,22 @@ class FakeServeEngine:
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """The event of each token with its choice's usage until then; last, all usage."""
-        sent = [""] * sampling.get("n", 1)
+        """Yield the event of each token with its choice's usage so far, and finally the usage of the request."""
+        sent, num_sent = [""] * sampling.get("n", 1), [0] * sampling.get("n", 1)
         async for completions, whole in self._live().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
-                added, sent[index] = completion.text.removeprefix(sent[index]), completion.text
+                added, offset, num_before = completion.text.removeprefix(sent[index]), len(sent[index]), num_sent[index]
+                sent[index], num_sent[index] = completion.text, completion.num_output_tokens
                 if added or whole:
-                    ended = completion.finish_reason if whole else None
-                    choice = openai.added(index, added, ended, is_chat=url == CHAT_URL)
+                    ended, tokens = completion.finish_reason if whole else None, completion_row(completion)["logprobs"]
+                    choice = openai.added(
+                        index,
+                        added,
+                        ended,
+                        is_chat=url == CHAT_URL,
+                        logprobs=tokens and tokens[num_before:],
+                        offset=offset,
+                    )
                     yield self._event(url, request_id, [choice], _usage(token_ids, [completion]))
             if whole:
                 yield self._event(url, request_id, [], _usage(token_ids, completions), metrics=self._metrics(whole))

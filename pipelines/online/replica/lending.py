@@ -1,6 +1,6 @@
 """The idle slots of an engine: lent to rows of batches, and taken back.
 
-A row is let in while all that is under way, with it, is below what scaling aims at, so rows alone start no engine.
+A row is accepted while all that is under way, with it, is below what scaling aims at, so rows alone start no engine.
 When so many people's requests come that hardly a slot is left, the youngest rows are given back, to be tried again.
 It knows the account; it knows neither Ray nor vLLM.
 """

@@ -39,7 +39,7 @@ from pipelines.online.replica.lending import IdleSlots, lend
 from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
 from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_config
 from pipelines.online.serve.exceptions import EngineUnavailable, is_engine_death
-from pipelines.online.serve.ray_names import engine_client, refusal, told_refusal
+from pipelines.online.serve.ray_names import engine_client, hide_python_errors, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import Context, LentAnswer, LentRow
 
@@ -98,6 +98,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         if not job.fake:
             client = engine_client(self.engine)
             tell_sequences(client)
+            hide_python_errors(self.engine)
             self._trials = trials_of(client, is_shared=True, cpu_s=job.max_grammar_s)
             guard_engine(client, self._trials)
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))

@@ -146,7 +146,7 @@ def make_llm_config(
         parsers: vLLM's keyword arguments beside the engine's: tools and thoughts in an answer.
 
     Raises:
-        ConfigError: the spec contradicts itself, or vLLM has no such parser.
+        ConfigError: the spec contradicts itself, or vLLM does not have this parser.
         PrecisionError: the hardware cannot run it.
     """
     from ray.serve.llm import LLMConfig
@@ -191,7 +191,9 @@ def check_parsers(parsers: Mapping[str, Any]) -> None:
     for key, manager in managers.items():
         names = manager.list_registered()
         if key in parsers and parsers[key] not in names:
-            raise ConfigError(f"{key} {parsers[key]!r}: vLLM has no such parser", hint=f"one of {', '.join(names)}")
+            raise ConfigError(
+                f"{key} {parsers[key]!r}: vLLM does not have this parser", hint=f"one of {', '.join(names)}"
+            )
 
 
 def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:

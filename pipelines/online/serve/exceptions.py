@@ -39,7 +39,7 @@ def from_exception(error: BaseException) -> ApiError:
         return error
     names = _names(error)
     if any(name in _UNAVAILABLE for name in names):
-        return overloaded("every engine is busy or about to start; try again")
+        return overloaded("all engines are busy or starting; try again")
     if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
         param = getattr(error, "parameter", None)
         return ApiError(

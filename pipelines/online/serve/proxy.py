@@ -73,7 +73,7 @@ _API = "/v1/"
 _FILES, _CONTENT = FILES_URL + "/", "/content"
 _POSTED = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
-_DIED = "the endpoint is being restarted; try again"
+_DIED = "the endpoint is restarting; try again"
 _NOT_THERE = "the endpoint is starting or stopping; try again"
 _log = logging.getLogger("ray.serve")
 
@@ -264,7 +264,7 @@ def require_certificate(certificate: Path, key: Path) -> None:
         context.load_verify_locations(certificate)
     except ssl.SSLError:
         raise ConfigError(
-            f"tls_cert {certificate}: it holds no certificate",
+            f"tls_cert {certificate}: it has no certificate",
             hint="it must hold the endpoint's certificate in PEM (-----BEGIN CERTIFICATE-----), those between after it",
         ) from None
     try:
@@ -273,7 +273,7 @@ def require_certificate(certificate: Path, key: Path) -> None:
         if error.reason == _MISMATCH:
             raise ConfigError(f"tls_key {key}: it is not the key of the certificate in {certificate}") from None
         raise ConfigError(
-            f"tls_key {key}: it holds no private key",
+            f"tls_key {key}: it has no private key",
             hint="it must hold the certificate's key in PEM (-----BEGIN PRIVATE KEY-----)",
         ) from None
 

@@ -3,10 +3,12 @@
 Each function is named for what the endpoint needs it for.
 """
 
+import functools
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from peagle.engine.vllm_internals import client_text
 from pipelines.online.errors import NOT_IMPLEMENTED
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
@@ -93,7 +95,36 @@ def refusal(error: Exception) -> Any | None:
     # ValueError and the like may also be faults of vLLM itself, so their traceback is logged.
     is_expected = isinstance(error, VLLMError)
     _log.warning("vLLM refused a request: %.500s", error, exc_info=None if is_expected else error)
-    return ErrorResponse.model_validate(answer.model_dump())
+    return ErrorResponse.model_validate(_for_client(answer, error).model_dump())
+
+
+def hide_python_errors(engine: Any) -> None:
+    """Make vLLM's API server tell clients its own refusals only, and no text of another exception.
+
+    Both whole answers and streams get their errors from this method.
+
+    Args:
+        engine: Ray's engine of an `LLMServer`.
+    """
+    for serving in (engine._oai_serving_chat, engine._oai_serving_completion):
+        if serving is not None:
+            serving.create_error_response = _telling_clients(serving.create_error_response)
+
+
+def _telling_clients(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_for_client(message: Any, *arguments: Any, **options: Any) -> Any:
+        return _for_client(create(message, *arguments, **options), message)
+
+    return create_for_client
+
+
+def _for_client(answer: Any, error: Any) -> Any:
+    """Return an error response without the text of an exception that is not meant for clients."""
+    if isinstance(error, Exception) and (text := client_text(error)) != str(error):
+        _log.warning("vLLM failed on a request", exc_info=error)
+        answer.error.message = text
+    return answer
 
 
 def told_refusal(error: Mapping[str, Any]) -> Any:

@@ -27,7 +27,7 @@ def machine():
     """Every look at the hardware sees the same small machine; a Ray cluster that starts fails the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.hardware.detect", lambda: MACHINE)
-        patch.setattr("pipelines.cluster.ray.ray_cluster", lambda: pytest.fail("a cluster was started"))
+        patch.setattr("pipelines.cluster.ray.ray_cluster", lambda **_: pytest.fail("a cluster was started"))
         patch.setenv("TZ", "UTC")
         time.tzset()
         yield MACHINE

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import struct
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -29,6 +30,18 @@ def parquet(table=None, **columns):
     sink = io.BytesIO()
     pq.write_table(table or pa.table(columns), sink)
     return sink.getvalue()
+
+
+def int96_near_and_far():
+    """Two moments of 96 bits: one with a nanosecond, and one in the year 9999."""
+    sink, options = io.BytesIO(), {"use_dictionary": False, "compression": "none"}
+    at = pa.array([1, 2_000_000_001], pa.int64()).cast(pa.timestamp("ns"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "at": at}), sink, use_deprecated_int96_timestamps=True, **options)
+    near, far = (struct.pack("<qi", 1, day + 2_440_588) for day in (0, 2_932_896))  # the Julian day of 1970-01-01
+    return sink.getvalue().replace(near, far)
+
+
+INT96_NEAR_AND_FAR = int96_near_and_far()
 
 
 def request(custom_id="a", url="/v1/chat/completions"):
@@ -80,7 +93,7 @@ CASES = [
     bad("a file that is not there", "--input nothing.jsonl", "no such file"),
     bad("a glob that matches nothing", "--input 'in/*.jsonl'", "no such file"),
     of_file("a folder without a corpus", "in/readme.md", b"x", "unknown format"),
-    bad("a folder with other files only", "--input in", "holds no", files={"in/readme.md": b"x"}),
+    bad("a folder with other files only", "--input in", "the folder has no", files={"in/readme.md": b"x"}),
     bad("a folder without the format that is asked for", "--input in --input-format csv", "no .csv file",
         files={"in/a.jsonl": GOOD}),
     of_file("a suffix that is not known", "prompts.docx", b"x", "unknown format '.docx'"),
@@ -92,7 +105,7 @@ CASES = [
     of_file("a symbolic link to nothing", "a.jsonl", "gone.jsonl", "which does not exist"),
     bad("a pipe in a folder", "--input in", "a named pipe", files={"in/a.jsonl": GOOD, "in/b.jsonl": PIPE}),
     bad("standard input", "--input -", "standard input is not read"),
-    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which hold no rows", files={"in/_SUCCESS": b""}),
+    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which have no rows", files={"in/_SUCCESS": b""}),
     of_file("blank lines only", "a.jsonl", b"\n \n", "there is no row in it"),
     of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row in it is valid"),
     of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
@@ -108,6 +121,8 @@ CASES = [
     of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
     of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
         "in microseconds, or as text"),
+    of_file("Parquet of Spark's with nanoseconds and a moment too far away for them", "a.parquet", INT96_NEAR_AND_FAR,
+        "a value too far away"),
     of_file("Parquet with a type for which Arrow lacks functions", "a.parquet",
         parquet(prompt=["a"], x=pa.nulls(1, pa.list_view(pa.uuid()))), "which rows cannot hold"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
@@ -125,7 +140,7 @@ CASES = [
     of_file("an OpenAI batch for embeddings", "a.jsonl", request(url="/v1/embeddings"), "url must be"),
     bad("an OpenAI batch beside other rows", "--input in", "is no OpenAI batch", files={"in/a.jsonl": request(),
         "in/b.jsonl": GOOD}),
-    of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "means nothing for an OpenAI batch",
+    of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "cannot be used with an OpenAI batch",
         "--prompt-column body"),
     bad("a format that is not known", "--input-format json", "input_format"),
     # prompts
@@ -149,7 +164,6 @@ CASES = [
     bad("a negative seed", "--seed -1", "seed"),
     bad("an empty stop string", "--stop ''", "an empty string ends nothing"),
     bad("too many log-probabilities", "--logprobs 50", "logprobs"),
-    bad("min_p with a drafter", "--min-p 0.1 --num-speculative-tokens 3", "min_p"),
     bad("a JSON schema that is not there", "--json-schema nothing.json", "no schema can be read there"),
     bad("a JSON schema that is no JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
     bad("a JSON schema with a NaN", "--json-schema s.json", "is no JSON", files={"s.json": b'{"maximum": NaN}'}),
@@ -164,7 +178,7 @@ CASES = [
     bad("a drafter that is not there", "--engine vllm --model in --drafter ./head", "no such drafter",
         files={"in/config.json": MODEL}),
     bad("a draft length without a drafter", "--drafter none --num-speculative-tokens 3",
-        "means nothing with drafter: none"),
+        "cannot be used with drafter: none"),
     bad("a draft length of 0", "--num-speculative-tokens 0", "num_speculative_tokens"),
     bad("a drafter for the fake engine", "--drafter peagle", "loads no drafter"),
     bad("a precision that is not known", "--precision int4", "precision"),
@@ -174,12 +188,12 @@ CASES = [
     bad("no engine", "--engines 0", "engines"),
     bad("more engines than the machine holds", "--engines 64", "--engines", code=1),
     bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
-        "fake means nothing without engine: fake"),
+        "`fake` options require `engine: fake`"),
     # the run directory
     bad("an output folder that holds something else", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
-    bad("failed rows of a run that does not exist", "--retry-failed", "holds no run"),
+    bad("failed rows of a run that does not exist", "--retry-failed", "has no run"),
     of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
     of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
     of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_the_other_items_begin_with_p_eagle_too(shapes: Path) -> None:
 
 def test_trainings_are_of_the_heads_that_ship_and_fit_the_block() -> None:
     found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
-    assert list(found) == ["peagle-5", "peagle-4", "eagle3-1"]
+    assert list(found) == ["peagle-5", "peagle-3", "eagle3-1"]
     for words in found.values():
         assert words[words.index("--time-budget-s") + 1] == "480"
         assert sum(word == "--prompts" for word in words) == 5
@@ -147,6 +148,36 @@ def test_a_block_that_is_cut_off_has_a_report_of_all_passes_but_the_last(bench: 
     running.after_pass = after_pass
     running.run()
     assert seen == [1, 2, 3, 4]
+
+
+def test_a_table_that_cannot_be_written_does_not_end_the_block(bench: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    running, _ = bench()
+
+    def fail() -> None:
+        raise KeyError("k")
+
+    running.after_pass = fail
+    report, _ = running.run()
+    assert report["num_passes_left"] == 0
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("module", [headline, best_k])
+def test_items_1_and_2_compare_after_every_pass(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [one for k in (7, 11) for method in ("peagle", "eagle3") for one in cell(method, k, 300)]
+    (tmp_path / "report.json").write_text(json.dumps({"cells": [*cells, *cell("none", 0, 100)]}))
+
+    def run_block(args: Any, benches: Any, then: Callable[[], None]) -> int:
+        then()
+        return 0
+
+    monkeypatch.setattr(module, "run_block", run_block)
+    monkeypatch.setattr(module, "shapes_folder", lambda *, tiny: Path("shapes"))
+    assert module.run(SimpleNamespace(output=tmp_path, headline=tmp_path, tiny=True)) == 0
+    assert "DRY RUN" in (tmp_path / "comparison.md").read_text()
+    capsys.readouterr()
 
 
 def cell(method: str, k: int, tokens_per_s: float) -> list[dict[str, Any]]:

@@ -181,8 +181,9 @@ def test_a_head_that_is_not_published_says_why(model: ResolvedModel) -> None:
 def test_a_head_that_the_card_does_not_have_is_named() -> None:
     card = make_card(heads={}, speculation=[])
     model = ResolvedModel(name="m", path="/m", card=card, fingerprint="f", config=CONFIG)
-    with pytest.raises(DrafterError, match="no peagle head is known for m"):
+    with pytest.raises(DrafterError, match="the catalog has no peagle head for m") as caught:
         resolve_drafter("peagle", model, 1)
+    assert "qwen3-coder-30b-a3b-instruct" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["atuo", "./missing", "/a/b/c"])

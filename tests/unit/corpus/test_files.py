@@ -1,4 +1,5 @@
 import functools
+import gzip
 import os
 import socket
 from pathlib import Path
@@ -31,6 +32,55 @@ def test_a_file_a_folder_or_a_glob(write, tmp_path):
     assert found(tmp_path, "csv") == [("c.csv.zst", "csv")]
     assert found(tmp_path, "text") == [("notes.txt", "text")]
     assert found(tmp_path, "openai-batch") == [(name, "openai-batch") for name, kind in everything if kind == "jsonl"]
+
+
+def test_suffixes_are_not_case_sensitive(write, tmp_path):
+    table = pa.table({"prompt": ["d"]})
+    pq.write_table(table, tmp_path / "d.PARQUET")
+    write("B.CSV", b"prompt\nb\n")
+    write("c.csv.GZ", gzip.compress(b"prompt\nc\n"))
+    write("a.JsonL.Zst", pa.compress(b'{"prompt": "a"}\n', codec="zstd", asbytes=True))
+    write("E.TXT", b"e\n")
+    kinds = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
+    assert found(tmp_path) == list(kinds.items())
+    assert found(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
+    rows = corpus.read_all(discover(str(tmp_path)))
+    assert [row["prompt"] for row in rows] == ["b", "a", "c", "d"]
+
+
+UNKNOWN = (
+    "left out: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt, each but .parquet also with .gz or .zst"
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "input_format", "notes"),
+    [
+        (["a.csv", "_SUCCESS", ".b.csv", "README.md", "readme.txt", "LICENSE", "run.py"], "auto", []),
+        (["a.csv", "b.JSON", "c.csv.bz2", "d.gz", "part-1"], "auto", [f"b.JSON, c.csv.bz2, d.gz and 1 more {UNKNOWN}"]),
+        (["a.csv", "b.txt"], "auto", ["b.txt left out: text is only read in folders without other formats"]),
+        (["a.csv", "b.parquet.gz"], "auto", ["b.parquet.gz left out: compressed Parquet is not read; decompress it"]),
+        (["a.csv", "b.jsonl", "c.json"], "csv", ["b.jsonl left out: not csv", f"c.json {UNKNOWN}"]),
+        (["a.csv", "Y=1/M=1/x.PARQUET", "run/run.json", "run/data/unit.parquet", "img/a.png", ".git/a.csv"], "auto",
+         ["Y=1/ left out: sub-folders are only read by a glob such as 'FOLDER/**/*.parquet'"]),
+    ],
+)  # fmt: skip
+def test_a_folder_says_which_data_it_leaves_out_and_why(write, tmp_path, names, input_format, notes):
+    for name in names:
+        write(name, b"x")
+    said = []
+    assert len(discover(str(tmp_path), input_format, announce=said.append)) == 1
+    assert [note.replace(str(tmp_path), "FOLDER") for note in said] == [f"input FOLDER: {note}" for note in notes]
+
+
+def test_a_folder_with_other_data_alone_says_so(write, tmp_path, capsys):
+    write("a.json", b"{}")
+    with pytest.raises(InputError) as error:
+        discover(str(tmp_path))
+    assert error.value.hint == f"a.json {UNKNOWN}"
+    write("a.csv", b"x")
+    discover(str(tmp_path))
+    assert capsys.readouterr().err == f"note: input {tmp_path}: a.json {UNKNOWN}\n"
 
 
 HIDDEN = ("set/.ipynb_checkpoints/a.jsonl", "set/._a.jsonl", "set/.b/.c/d.jsonl")
@@ -187,6 +237,17 @@ def test_a_glob_in_an_object_store_leaves_hidden_objects_out_too(bucket, pattern
     assert [file.path for file in discover(f"s3://prompts/{pattern}")] == [f"s3://prompts/{name}" for name in names]
 
 
+def test_a_folder_of_an_object_store_says_which_data_it_leaves_out(bucket):
+    for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
+        bucket(f"prompts/{name}", b"x")
+    said = []
+    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=said.append)
+    assert said == [
+        f"input s3://prompts/set: b.json {UNKNOWN}",
+        "input s3://prompts/set: y=1/ left out: sub-folders are only read by a glob such as 's3://prompts/set/**/*.parquet'",
+    ]
+
+
 def test_a_key_that_is_there_is_no_glob(bucket):
     for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
         bucket(f"prompts/{name}", b'{"prompt": "x"}')
@@ -274,7 +335,7 @@ def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
 def test_a_glob_of_markers_alone_says_so(write, tmp_path):
     write("out/_SUCCESS", b"x")
     for name in ("out/*", "out/_SUCCESS"):
-        with pytest.raises(InputError, match=r"which hold no rows|which holds no rows"):
+        with pytest.raises(InputError, match=r"which have no rows|which has no rows"):
             discover(str(tmp_path / name))
 
 

@@ -1,3 +1,4 @@
+import datetime
 import hashlib
 
 import pyarrow as pa
@@ -69,6 +70,10 @@ ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
         pa.array([0, 4_000_000, 1], pa.int32()).cast(pa.date32()),
         FAR.cast(pa.duration("s")),
         pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), FAR.cast(pa.timestamp("ms"))),
+        pa.array([0, 86_400 * 10**6, 1], pa.int64()).cast(pa.time64("us")),
+        pa.StructArray.from_arrays([pa.array([0, -1, 1], pa.int32()).cast(pa.time32("ms"))], names=["t"]),
+        pa.array([0, -(2**63), 1], pa.int64()).cast(pa.timestamp("ns", "UTC")),
+        pa.array([0, -(2**63), 1], pa.int64()).cast(pa.duration("ns")),
         latin_1(["a", "\xe9", "c"]),
     ],
     ids=lambda values: str(values.type),
@@ -123,3 +128,36 @@ def test_times_that_a_row_would_round_are_refused_and_whole_microseconds_stay_wh
     pq.write_table(table, tmp_path / "a.parquet")
     spans, schema, _ = scan(tmp_path)
     assert to_table(list(corpus.read(spans[0])), schema).equals(table)
+
+
+YEAR_9999, YEAR_1 = datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999), datetime.datetime(1, 1, 1)
+NESTED = {
+    "by itself": lambda array: array,
+    "in structs": lambda array: pa.StructArray.from_arrays([array], names=["t"]),
+    "in lists": lambda array: pa.ListArray.from_arrays(pa.array(range(len(array) + 1)), array),
+    "in maps": lambda array: pa.MapArray.from_arrays(pa.array(range(len(array) + 1)), ["k"] * len(array), array),
+}
+
+
+def write_int96(path, nest, values):
+    """Write moments as Spark, Hive and Impala do."""
+    columns = {"prompt": ["a"] * len(values), "a.at": values, "at": nest(values)}
+    pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True, store_schema=False, row_group_size=3)
+
+
+@pytest.mark.parametrize("nest", NESTED.values(), ids=NESTED)
+def test_moments_of_96_bits_are_what_they_are_in_all_years_that_python_has(tmp_path, nest):
+    moments = [YEAR_9999, YEAR_1, datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]
+    write_int96(tmp_path / "a.parquet", nest, pa.array(moments * 1000))
+    spans, schema, _ = scan(tmp_path)
+    table = to_table([row for span in spans for row in corpus.read(span)], schema)
+    expected = nest(pa.array(moments * 1000, pa.timestamp("us")))
+    assert table.column("at").combine_chunks().equals(expected)
+    assert table.column("a.at").to_pylist() == moments * 1000
+
+
+def test_moments_of_96_bits_keep_their_nanoseconds_where_all_are_near_enough(tmp_path):
+    near = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
+    write_int96(tmp_path / "a.parquet", NESTED["by itself"], near)
+    spans, schema, _ = scan(tmp_path)
+    assert to_table(list(corpus.read(spans[0])), schema).column("at").combine_chunks().equals(near)

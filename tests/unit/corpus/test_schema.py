@@ -58,6 +58,13 @@ def test_an_object_that_is_empty_in_some_rows_keeps_its_type(tmp_path):
     assert [row["x"] for row in stored(*files)] == [{"a": None}, {"a": 1}]
 
 
+def test_nan_and_infinities_stay_what_they_are_in_columns_of_numbers_and_of_text(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"x": float("nan"), "y": float("-inf")}, {"x": "t", "y": 0.0}, {"x": []}])
+    rows = stored(file)
+    assert [row["x"] for row in rows] == ["NaN", "t", "[]"]
+    assert [row["y"] for row in rows] == [float("-inf"), 0.0, None]
+
+
 BIG = 2**60 + 1
 
 

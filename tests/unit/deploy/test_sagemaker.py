@@ -6,7 +6,7 @@ import pytest
 
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.deploy.sagemaker import Preset, Requests, SageMakerKeys, make_requests, preset
-from peagle.engine.sagemaker import VARIABLE, from_sagemaker_env, serve_keys
+from peagle.engine.sagemaker import VARIABLE, serve_keys
 from peagle.errors import CapacityError, ConfigError, PriceError
 
 PUBLISHED = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
@@ -82,9 +82,9 @@ def test_the_embedded_model_comes_from_the_hub_and_its_head_from_here(shipped_he
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_peagles_own_container_understands_every_preset(name: str) -> None:
     found = preset(card_of(name))
-    drafter, keys = from_sagemaker_env(found.variables), serve_keys(found.variables)
+    keys, drafter = serve_keys(found.variables), drafting(found) if VARIABLE in found.variables else {}
     assert keys["model"] == found.variables["SM_VLLM_MODEL"]
-    assert keys.get("num_speculative_tokens") == (drafter.num_speculative_tokens if drafter else None)
+    assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
 
 def requested(found: Preset | None = None, **keys: Any) -> Requests:
@@ -154,7 +154,7 @@ def test_a_price_that_nobody_knows_is_asked_for() -> None:
 
 def test_what_is_only_here_is_refused_with_the_command_that_uploads_it(tmp_path: Path) -> None:
     found = Preset(drafter="x", head_folder=tmp_path)
-    with pytest.raises(ConfigError, match="on this machine alone") as error:
+    with pytest.raises(ConfigError, match="only on this machine") as error:
         requested(found)
     assert "--head-data" in error.value.hint
     assert requested(found, head_data="s3://b/head").name

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.environment import environment, find_preload_libraries
+from peagle.engine import vllm_plugin
+from peagle.engine.environment import environment, find_preload_libraries, set_environment
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine.vllm_plugin import LOOKUP
-from peagle.errors import CapacityError
+from peagle.errors import CapacityError, ConfigError
 from peagle.hardware import Hardware
 
 SPEC = EngineSpec(model="org/m")
@@ -169,3 +170,11 @@ def test_libraries_are_found_in_the_environment_s_own_folder(tmp_path: Path, mon
         "libiomp5": tmp_path / "lib/libiomp5.so",
         "libtcmalloc": tmp_path / "lib/libtcmalloc_minimal.so.4",
     }
+
+
+@pytest.mark.parametrize("hardware", [GPU, cpu(0, 1)])
+def test_no_engine_drafts_without_the_plug_in(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
+    drafter = DrafterSpec(method="eagle3", model="org/h", num_speculative_tokens=3)
+    with pytest.raises(ConfigError, match="counts tokens after a stop string"):
+        set_environment(replace(SPEC, drafter=drafter), hardware)

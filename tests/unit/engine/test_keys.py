@@ -101,7 +101,7 @@ def test_drafts_are_looked_up_beside_a_head_alone_and_where_it_is_asked_for() ->
     for other in ("auto", "off"):
         keys = TargetKeys(draft_lookup=other)  # type: ignore[arg-type]
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
-    assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup beside it"
+    assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
 
 

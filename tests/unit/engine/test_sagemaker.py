@@ -1,71 +1,85 @@
 import json
-from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peagle.engine.sagemaker import VARIABLE, from_sagemaker_env, serve_keys, to_sagemaker_env, vllm_arguments
-from peagle.engine.spec import DrafterSpec, DraftMethod
+from peagle.engine.sagemaker import VARIABLE, drafter_keys, serve_keys, switch, to_sagemaker_env, vllm_arguments
+from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
 
 
-@pytest.mark.parametrize("method", ["peagle", "eagle3"])
-def test_a_drafter_survives_the_variable(method: DraftMethod) -> None:
-    drafter = DrafterSpec(method=method, model="amazon/head", num_speculative_tokens=7)
-    assert from_sagemaker_env(to_sagemaker_env(drafter)) == drafter
-    pinned = replace(drafter, revision="abc")
-    assert from_sagemaker_env(to_sagemaker_env(pinned)) == pinned
+def test_a_drafter_survives_the_variable() -> None:
+    drafter = DrafterSpec(method="peagle", model="amazon/head", num_speculative_tokens=7, kv_cache_precision="fp8")
+    assert drafter_keys(to_sagemaker_env(drafter)) == {
+        "drafter": "amazon/head",
+        "num_speculative_tokens": 7,
+        "draft_kv_cache_precision": "fp8",
+        "draft_attention_backend": None,
+    }
+    assert to_sagemaker_env(None) == {}
 
 
-def test_what_jumpstart_writes_is_understood() -> None:
-    text = '{"model": "amazon/h", "num_speculative_tokens": 5, "method": "eagle3", "parallel_drafting": true}'
-    assert from_sagemaker_env({VARIABLE: text}) == DrafterSpec(
-        method="peagle", model="amazon/h", num_speculative_tokens=5
-    )
+@pytest.mark.parametrize(
+    ("text", "drafter"),
+    [
+        (
+            '{"model": "amazon/h", "num_speculative_tokens": 5, "method": "eagle3", "parallel_drafting": true}',
+            "amazon/h",
+        ),
+        # As AWS's posts print it: the catalog's head for the target.
+        ('{"method":"eagle3","num_speculative_tokens":5,"parallel_drafting":true}', "peagle"),
+        ('{"method":"eagle3","num_speculative_tokens":5}', "eagle3"),
+        ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),
+    ],
+)
+def test_what_jumpstart_and_aws_write_is_understood(text: str, drafter: str) -> None:
+    keys = drafter_keys({VARIABLE: text})
+    assert (keys["drafter"], keys["num_speculative_tokens"]) == (drafter, 5)
+
+
+@pytest.mark.parametrize("text", ["false", "False", "[]", "off", "no", "0", "null", "None"])
+def test_no_drafter_may_be_asked_for(text: str) -> None:
+    assert drafter_keys({VARIABLE: text}) == {"drafter": "none"}
 
 
 @pytest.mark.parametrize("env", [{}, {VARIABLE: ""}, {VARIABLE: "  "}])
-def test_no_variable_means_no_drafter(env: dict[str, str]) -> None:
-    assert from_sagemaker_env(env) is None
-    assert to_sagemaker_env(None) == {}
+def test_an_unset_variable_leaves_the_drafter_to_the_catalog(env: dict[str, str]) -> None:
+    assert drafter_keys(env) == {}
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "not valid JSON"),
+        ("true", "must be a JSON object, or false for no drafter, not a JSON bool"),
         ("[1]", "must be a JSON object"),
         (json.dumps({"model": "h"}), "lacks num_speculative_tokens"),
-        (json.dumps({"num_speculative_tokens": 3}), "lacks model"),
         (json.dumps({"model": "h", "num_speculative_tokens": 3, "method": "medusa"}), "medusa"),
         (
-            json.dumps({"model": "h", "num_speculative_tokens": 3, "paralel_drafting": True}),
-            "paralel_drafting",
+            '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}',
+            "does not serve the method 'ngram'",
         ),
+        ('{"method": 5}', "does not serve the method 5"),
+        (json.dumps({"model": "h", "num_speculative_tokens": 3, "paralel_drafting": True}), "paralel_drafting"),
         (json.dumps({"model": "h", "num_speculative_tokens": "3"}), "whole number"),
         (json.dumps({"model": "h", "num_speculative_tokens": 0}), "above zero"),
-        (json.dumps({"model": 5, "num_speculative_tokens": 3}), "must be text"),
-        (json.dumps({"model": "h", "num_speculative_tokens": 3, "revision": 5}), "revision must be text"),
-        (
-            json.dumps({"model": "h", "num_speculative_tokens": 3, "parallel_drafting": "yes"}),
-            "true or false",
-        ),
+        (json.dumps({"model": 5, "num_speculative_tokens": 3}), "model must be text"),
+        (json.dumps({"model": "h", "num_speculative_tokens": 3, "revision": "abc"}), "not at a revision"),
+        (json.dumps({"model": "h", "num_speculative_tokens": 3, "parallel_drafting": "yes"}), "true or false"),
         (
             json.dumps(
-                {
-                    "model": "h",
-                    "num_speculative_tokens": 3,
-                    "num_speculative_tokens_per_batch_size": [[1, 2, 3]],
-                }
+                {"model": "h", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 2, 3]]}
             ),
             "num_speculative_tokens_per_batch_size",
         ),
     ],
 )
 def test_what_is_wrong_with_the_variable_is_said(text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        from_sagemaker_env({VARIABLE: text})
+    with pytest.raises(ConfigError, match=reason) as error:
+        drafter_keys({VARIABLE: text})
+    assert VARIABLE in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -115,8 +129,8 @@ def test_what_jumpstart_sets_is_an_endpoint_with_its_drafter() -> None:
         "draft_kv_cache_precision": "auto",
         "draft_attention_backend": None,
         "name": "qwen3-coder",
-        "max_model_len": "32768",
-        "tensor_parallel_size": "1",
+        "max_model_len": 32768,
+        "tensor_parallel_size": 1,
         "tool_call_parser": "qwen3_coder",
     }
 
@@ -133,23 +147,55 @@ def keys_of(tmp_path: Path, **variables: str) -> dict[str, Any]:
         ({"DTYPE": "half"}, {"precision": "float16"}),
         ({"KV_CACHE_DTYPE": "fp8_e4m3"}, {"kv_cache_precision": "fp8"}),
         ({"KV_CACHE_MEMORY_BYTES": "1073741824"}, {"kv_cache_gib": 1.0}),
+        ({"DTYPE": "float"}, {"precision": "float32"}),
+        ({"KV_CACHE_MEMORY_BYTES": "1G"}, {"kv_cache_gib": 1.0}),
+        ({"MAX_MODEL_LEN": "4k"}, {"max_model_len": 4000}),
+        ({"MAX_MODEL_LEN": "4K"}, {"max_model_len": 4096}),
+        ({"MAX_MODEL_LEN": "auto"}, {}),
+        ({"MAX_MODEL_LEN": "-1"}, {}),
+        ({"MAX_NUM_BATCHED_TOKENS": "2k"}, {"max_num_batched_tokens": 2000}),
+        ({"PORT": "8081", "GPU_MEMORY_UTILIZATION": "0.5"}, {"port": 8081, "gpu_memory_utilization": 0.5}),
         ({"ENFORCE_EAGER": "true"}, {"enforce_eager": True}),
+        ({"ENFORCE_EAGER": ""}, {"enforce_eager": True}),
+        ({"ENFORCE_EAGER": "YES"}, {"enforce_eager": True}),
+        ({"ENFORCE_EAGER": "1"}, {"enforce_eager": True}),
         ({"ENFORCE_EAGER": "false"}, {}),
+        ({"ENFORCE_EAGER": "0"}, {"enforce_eager": False}),
+        ({"ENFORCE_EAGER": "no"}, {"enforce_eager": False}),
+        ({"ENFORCE_EAGER": "off"}, {"enforce_eager": False}),
+        ({"ENABLE_PREFIX_CACHING": "off"}, {"engine_args": {"enable_prefix_caching": False}}),
+        ({"ENABLE_PREFIX_CACHING": "on"}, {"engine_args": {"enable_prefix_caching": True}}),
+        ({"TRUST_REMOTE_CODE": "0", "ENABLE_LOG_REQUESTS": "no", "ENABLE_AUTO_TOOL_CHOICE": "on"}, {}),
+        ({"MODEL": "", "MAX_MODEL_LEN": "", "TOOL_CALL_PARSER": " ", "DTYPE": "", "SERVED_MODEL_NAME": ""}, {}),
+        ({"MAX_MODEL_LEN": "false"}, {}),
         ({"SERVED_MODEL_NAME": '["one"]'}, {"name": "one"}),
-        ({"LIMIT_MM_PER_PROMPT": '{"image": 4}'}, {"limit_mm_per_prompt": '{"image": 4}'}),
+        ({"LIMIT_MM_PER_PROMPT": '{"image": 4}'}, {"limit_mm_per_prompt": {"image": 4}}),
+        ({"LIMIT_MM_PER_PROMPT": '{"image": {"count": 2}}'}, {"limit_mm_per_prompt": {"image": 2}}),
+        ({"ALLOWED_MEDIA_DOMAINS": '["a.org", "b.org"]'}, {"allowed_media_domains": "a.org,b.org"}),
+        ({"ALLOWED_MEDIA_DOMAINS": "a.org,b.org"}, {"allowed_media_domains": "a.org,b.org"}),
         (
-            {"BLOCK_SIZE": "32", "ENABLE_PREFIX_CACHING": "", "MOE_BACKEND": "triton", "CUSTOM_OPS": '["all"]'},
+            {
+                "BLOCK_SIZE": "32",
+                "ENABLE_PREFIX_CACHING": "",
+                "MOE_BACKEND": "triton",
+                "CUDAGRAPH_CAPTURE_SIZES": "[1, 2]",
+            },
             {
                 "engine_args": {
                     "block_size": 32,
-                    "custom_ops": ["all"],
+                    "cudagraph_capture_sizes": [1, 2],
                     "enable_prefix_caching": True,
                     "moe_backend": "triton",
                 }
             },
         ),
         ({"NO_ENABLE_PREFIX_CACHING": "true"}, {"engine_args": {"enable_prefix_caching": False}}),
-        ({"COMPILATION_CONFIG": '{"level": 3}'}, {"engine_args": {"compilation_config": {"level": 3}}}),
+        ({"COMPILATION_CONFIG": '{"mode": 3}'}, {"engine_args": {"compilation_config": {"mode": 3}}}),
+        (
+            {"COMPILATION_CONFIG": '{"max_cudagraph_capture_size": 1k}'},
+            {"engine_args": {"compilation_config": {"max_cudagraph_capture_size": 1000}}},
+        ),
+        ({"HF_OVERRIDES": '{"rope_theta": 1}'}, {"engine_args": {"hf_overrides": {"rope_theta": 1}}}),
     ],
 )
 def test_an_argument_is_our_key_where_we_manage_it_and_else_the_engines(
@@ -167,15 +213,38 @@ def test_an_argument_is_our_key_where_we_manage_it_and_else_the_engines(
         ({"QUANTIZATION": "awq"}, "SM_VLLM_QUANTIZATION: awq is not one of fp8"),
         ({"DTYPE": "float16", "QUANTIZATION": "fp8"}, "SM_VLLM_DTYPE differs"),
         ({"KV_CACHE_DTYPE": "int8"}, "SM_VLLM_KV_CACHE_DTYPE"),
-        ({"KV_CACHE_MEMORY_BYTES": "4G"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES must be a number, not 4G"),
-        ({"SPECULATIVE_CONFIG": '{"model": "h", "num_speculative_tokens": 3, "revision": "abc"}'}, "not at a revision"),
+        ({"KV_CACHE_MEMORY_BYTES": "4X"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES: vLLM does not take '4X'"),
+        ({"KV_CACHE_MEMORY_BYTES": "1.5G"}, r"(?s)SM_VLLM_KV_CACHE_MEMORY_BYTES: .*Did you mean to use 1\.5g"),
+        ({"MAX_MODEL_LEN": "long"}, "SM_VLLM_MAX_MODEL_LEN: vLLM does not take 'long'"),
+        ({"MAX_NUM_SEQS": "[1, 2]"}, "SM_VLLM_MAX_NUM_SEQS: vLLM does not take '1 2'"),
+        ({"MAX_MODEL_LENGTH": "4096"}, r"(?s)SM_VLLM_MAX_MODEL_LENGTH: vLLM has no .*SM_VLLM_MAX_MODEL_LEN"),
+        ({"COMPILATION_CONFIG": '{"mode": "zz"}'}, r"(?s)SM_VLLM_COMPILATION_CONFIG: .*Invalid compilation mode: zz"),
+        ({"MOE_BACKEND": "x"}, r"(?s)SM_VLLM_MOE_BACKEND: .*choose from .*'triton'"),
+        ({"ENFORCE_EAGER": "maybe"}, "SM_VLLM_ENFORCE_EAGER must be true or false, not 'maybe'"),
+        ({"ENFORCE_EAGER": "2"}, "SM_VLLM_ENFORCE_EAGER must be true or false, not '2'"),
+        ({"ENABLE_CHUNKED_PREFILL": "[true]"}, "SM_VLLM_ENABLE_CHUNKED_PREFILL must be true or false"),
+        ({"MODEL": "true"}, "SM_VLLM_MODEL needs a value"),
+        ({"MODEL": '["a", "b"]'}, "SM_VLLM_MODEL takes one value"),
+        ({"TRUST_REMOTE_CODE": "true"}, "SM_VLLM_TRUST_REMOTE_CODE: .* code in a model's folder never runs"),
+        ({"REVISION": "main"}, "SM_VLLM_REVISION: .* managed by peagle"),
+        ({"API_KEY": "secret"}, r"(?s)SM_VLLM_API_KEY: .*PEAGLE_API_KEYS"),
+        ({"ALLOWED_ORIGINS": "*"}, r"(?s)SM_VLLM_ALLOWED_ORIGINS: .*reverse proxy"),
+        ({"SSL_CERTFILE": "c.pem"}, r"(?s)SM_VLLM_SSL_CERTFILE: .*PEAGLE_TLS_CERT"),
+        ({"UVICORN_LOG_LEVEL": "info"}, r"(?s)SM_VLLM_UVICORN_LOG_LEVEL: .*leave it out"),
     ],
 )
 def test_what_peagle_cannot_carry_is_refused_by_the_variables_name(
     tmp_path: Path, variables: dict[str, str], reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError) as error:
         keys_of(tmp_path, **variables)
+    assert re.search(reason, str(error.value))
+    assert "secret" not in str(error.value)
+
+
+def test_a_switch_that_says_neither_is_refused() -> None:
+    with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
+        switch("PEAGLE_SAGEMAKER", "maybe")
 
 
 def test_the_model_is_the_variables_else_the_mounted_one_else_the_hubs(tmp_path: Path) -> None:
@@ -187,4 +256,5 @@ def test_the_model_is_the_variables_else_the_mounted_one_else_the_hubs(tmp_path:
     (tmp_path / "config.json").touch()
     assert serve_keys(env, model_folder=tmp_path)["model"] == "one"
     assert serve_keys(hub, model_folder=tmp_path)["model"] == str(tmp_path)
-    assert "model" not in serve_keys({}, model_folder=tmp_path / "none")
+    assert serve_keys({"SM_VLLM_MODEL": " ", **hub}, model_folder=tmp_path / "none")["model"] == "org/three"
+    assert "model" not in serve_keys({"HF_MODEL_ID": " "}, model_folder=tmp_path / "none")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from peagle.engine import vllm_internals
 from peagle.engine.vllm_internals import costly_warnings, root_cause, with_root_cause
 from peagle.errors import EngineError
@@ -65,6 +67,23 @@ def test_a_follower_starts_as_vllm_serve_headless_does() -> None:
     ):
         assert names <= set(inspect.signature(function).parameters)
     assert "start_worker_monitor(inline=True)" in source("entrypoints/cli/serve.py")
+
+
+def test_arguments_are_read_as_vllm_serve_reads_them() -> None:
+    arguments = vllm_internals.ServeArguments()
+    assert {"max_model_len", "no_enforce_eager", "api_key"} <= arguments.names
+    assert "max_model_len" in arguments.of_engine
+    assert "api_key" not in arguments.of_engine
+    assert (arguments.is_switch("enforce_eager"), arguments.is_switch("api_key")) == (True, False)
+    assert arguments.destination("no_enable_prefix_caching") == "enable_prefix_caching"
+    assert arguments.default("trust_remote_code") is False
+    assert arguments.parse("no_enable_prefix_caching", []) is False
+    assert arguments.parse("max_model_len", ["-1"]) == -1
+    assert arguments.parse("served_model_name", ["a", "b"]) == ["a", "b"]
+    assert arguments.parse("compilation_config", ['{"mode": 3}']) == {"mode": 3}
+    for values in (["1", "2"], [], ["many"]):
+        with pytest.raises(ValueError, match="argument --max-num-seqs: "):
+            arguments.parse("max_num_seqs", values)
 
 
 def test_vllm_logs_how_long_a_start_took_in_the_words_that_are_looked_for() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,3 +247,77 @@ def test_vllm_still_tells_cores_apart(said: list[str]) -> None:
 
 def test_engines_on_as_many_cores_share_what_was_compiled(said: list[str]) -> None:
     assert "keys mended: [0, 0, 2]" in said
+
+
+def test_vllm_still_refuses_what_it_cannot_verify_and_applies_it_only_without_a_drafter() -> None:
+    import vllm
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    texts = [(Path(vllm.__file__).parent / name).read_text() for name in ("sampling_params.py", PROCESSORS)]
+    assert "def _validate_spec_decode" in texts[0]
+    assert "are not yet supported with speculative decoding" in texts[0]
+    assert "min_p and logit_bias parameters won't work with speculative decoding" in texts[1]
+    verify = inspect.getsource(RejectionSampler.apply_logits_processors)
+    assert "isinstance(processor, MinTokensLogitsProcessor)" in verify
+
+
+PROCESSORS = "v1/sample/logits_processor/__init__.py"
+
+
+@pytest.fixture
+def skipping(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's scheduler, parameters and processors, with the work-around of this process only."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.sample import logits_processor
+
+    class Scheduler:
+        def __init__(self, requests: dict[str, Any]) -> None:
+            self.requests, self.taken = requests, []
+
+        def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+            self.taken.append(draft_token_ids.draft_token_ids)
+
+    monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)
+    monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
+    only = logits_processor.LogitsProcessors(
+        [logits_processor.MinTokensLogitsProcessor(None, torch.device("cpu"), False)]
+    )
+    monkeypatch.setattr(logits_processor, "build_logitsprocs", lambda *arguments, **options: only)
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.build_logitsprocs", None)
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.skip_drafts()
+    return Scheduler
+
+
+def test_requests_that_cannot_be_drafted_for_have_no_drafts(skipping: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.outputs import DraftTokenIds
+
+    kinds = {"plain": {}, "biased": {"logit_bias": {7: 1.0}}, "min_p": {"min_p": 0.1}, "top_p": {"top_p": 0.5}}
+    requests = {name: SimpleNamespace(sampling_params=SamplingParams(**kind)) for name, kind in kinds.items()}
+    scheduler = skipping(requests)
+    scheduler.update_draft_token_ids(DraftTokenIds([*kinds, "gone"], [[1, 2] for _ in range(5)]))
+    assert scheduler.taken == [[[1, 2], [], [], [1, 2], [1, 2]]]
+    for request in requests.values():
+        request.sampling_params._validate_spec_decode(object())  # does not raise
+
+
+def test_an_engine_with_a_drafter_has_the_processors_of_both_parameters(skipping: Any) -> None:
+    from vllm.v1.sample import logits_processor
+    from vllm.v1.worker import gpu_model_runner
+
+    config = SimpleNamespace(
+        speculative_config=object(),
+        model_config=SimpleNamespace(runner_type="generate"),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+    )
+    for build in (logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs):
+        built = build(config, torch.device("cpu"), False, False, ())
+        assert [type(one).__name__ for one in built.non_argmax_invariant] == [
+            "MinTokensLogitsProcessor",
+            "LogitBiasLogitsProcessor",
+        ]
+        assert [type(one).__name__ for one in built.argmax_invariant] == ["MinPLogitsProcessor"]
+        config.speculative_config, kept = None, config.speculative_config
+        assert len(list(build(config, torch.device("cpu"), False, False, ()).all)) == 1
+        config.speculative_config = kept

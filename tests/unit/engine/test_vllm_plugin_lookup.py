@@ -121,9 +121,7 @@ def test_a_lookup_that_fails_leaves_the_head_alone_and_says_so_once(
         scheduler.update_draft_token_ids(drafted(2, 9, 9))
         scheduler.accept("one", 3)
     assert scheduler.taken == [[[2, 9, 9]]] * 3
-    assert [record.message for record in caplog.records] == [
-        "prompt lookup failed: it is off, and the head drafts alone"
-    ]
+    assert [record.message for record in caplog.records] == ["prompt lookup failed and is off; only the head drafts"]
     assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
 
 

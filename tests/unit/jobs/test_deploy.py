@@ -91,18 +91,6 @@ def test_a_cluster_is_started_from_its_file_when_all_names_are_given(job, client
     assert (tmp_path / "arguments").read_text() == f"up --yes {file}\n"
 
 
-def test_a_task_is_launched_from_its_file(job, client, tmp_path, capsys):
-    file = str(tmp_path / "t.yaml")
-    client("sky")
-    assert cli.run(["deploy", "skypilot", job, "--apply"]) == 2
-    assert "--apply needs --output" in capsys.readouterr().err
-    assert cli.run(["deploy", "skypilot", job, "--secret", "HF_TOKEN", "--output", file, "--apply"]) == 0
-    assert (tmp_path / "arguments").read_text() == f"jobs launch --detach-run --secret HF_TOKEN {file} --yes\n"
-    written = (tmp_path / "t.yaml").read_text()
-    assert "\nrun: |\n" in written
-    assert yaml.safe_load(written)["name"] == "peagle-job"
-
-
 @pytest.mark.parametrize(("most", "more"), [(MOST_OF_NAME, []), (MOST_OF_CRON_NAME, ["--schedule", "0 2 * * *"])])
 def test_a_name_that_kuberay_would_refuse_is_refused(job, capsys, most, more):
     assert kuberay(job, "--name", "a" * most, *more) == 0

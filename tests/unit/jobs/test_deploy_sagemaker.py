@@ -36,7 +36,7 @@ def test_a_dry_run_prints_the_requests_and_sends_none(asked, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
-    assert price.startswith("$3.36 an hour while it is there (EC2's price of g7e.2xlarge")
+    assert price.startswith("$3.36 an hour while it exists (EC2's price of g7e.2xlarge")
     assert json.loads("\n".join(data))["endpoint"]["EndpointName"] == MODEL
     assert asked == []
 
@@ -51,7 +51,7 @@ def test_it_is_made_in_its_region_and_says_how_it_ends(asked, capsys):
         "/tmp",
         True,
     )
-    assert f"`peagle deploy sagemaker --down {MODEL}` ends what it costs" in capsys.readouterr().out
+    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
 
 
 def test_down_says_what_it_cost_and_what_still_does(asked, capsys):

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,9 @@ def test_help_of_each_tells_of_the_other(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_refusal_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["models", "add", str(tmp_path)]) == 2
     assert "peagle models add: " in capsys.readouterr().err
+
+
+def test_a_head_is_added_by_its_name_as_well(peagle_home: Path, shipped_head: Path) -> None:
+    shutil.copytree(shipped_head, peagle_home / "heads" / "mine-peagle-1a2b3c4d")
+    assert cli.run(["models", "add", "mine-peagle-1a2b3c4d", "--name", "other"]) == 0
+    assert (peagle_home / "models" / "other.yaml").exists()

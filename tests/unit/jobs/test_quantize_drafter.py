@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,11 @@ def test_bad_use_is_told_with_its_exit_code(
     assert cli.run(["quantize-drafter", str(shipped_head), "--output", output, "--dequantize", "--keep", "fc"]) == 2
     assert "--keep" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_head_is_named_as_reports_name_it(
+    tmp_path: Path, shipped_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    shutil.copytree(shipped_head, tmp_path / "home" / "heads" / "mine-peagle-1a2b3c4d")
+    assert cli.run(["quantize-drafter", "mine-peagle-1a2b3c4d", "--output", str(tmp_path / "fp8")]) == 0

@@ -95,13 +95,13 @@ def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> Non
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
-    assert "machines used to 100% of what they sustain" in text_plan(found)
+    assert "machines used to 100% of their capacity" in text_plan(found)
 
 
 def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> None:
     found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
     assert found["chosen"]["num_machines"] == 4  # 320 of the 400 of a machine
-    assert "Assumed, not measured: machines used to 80% of what they sustain, 0.05 interruptions" in text_plan(found)
+    assert "Assumed, not measured: machines used to 80% of their capacity, 0.05 interruptions" in text_plan(found)
     assert "what they sustain" not in text_plan(plan()), "a job has no such room"
 
 
@@ -251,7 +251,7 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, messag
         ({"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]}, "k is 0 exactly"),
         (
             {"cells": [{"method": "medusa", "k": 3, "concurrency": 1, "output_tokens_per_s": 5}]},
-            r"sweep.json, cell 1: method: 'medusa' is none of none, peagle, eagle3, ngram, suffix",
+            r"sweep.json, cell 1: method: 'medusa' is not one of none, peagle, eagle3, ngram, suffix",
         ),
         (
             {

@@ -63,8 +63,8 @@ def test_what_is_wrong_with_a_rows_parameters_is_said(values, message):
     [
         ({"max_tokens": 101}, "max_tokens: 101 is more than the context of 100"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
-        ({"min_p": 0.1}, "min_p: vLLM does not take it together with a drafter"),
-        ({"logit_bias": {"1": 1.0}}, "logit_bias: vLLM does not take it together with a drafter"),
+        ({"min_p": 0.1}, "min_p: on a GPU vLLM does not take it together with a drafter"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias: on a GPU vLLM does not take it together with a drafter"),
         ({"min_tokens": 11}, "min_tokens: 11 are more than max_tokens, 10"),
         ({"json_schema": "{}", "structured_outputs": {"regex": "x"}}, "structured_outputs: it excludes json_schema"),
         ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU dies on seeded sampling"),

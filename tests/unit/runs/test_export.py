@@ -102,6 +102,11 @@ def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
     )  # fmt: skip
     assert [letter["row"] for letter in lines(run, "jsonl", "errors.jsonl")] == ["{bad"]
     assert (done.num_rows, done.num_failed_rows, done.num_units) == (6, 1, 3)
+    assert done.num_nulls == {"score": 3}
+    assert "note: column 'score': null for NaN or infinity, which JSON does not have, in 3 rows" in done.describe()
+    assert export(run, "jsonl", again=False) == done
+    whole = export(run, "parquet")
+    assert (whole.num_nulls, "note" in whole.describe()) == ({}, False)
 
 
 def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run):

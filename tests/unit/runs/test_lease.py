@@ -62,7 +62,7 @@ def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
         assert time.monotonic() - started < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
             assert part in str(refused.value)
-        assert "watching for 20 s" in said[0]
+        assert "waiting 20 s" in said[0]
         assert read_lease(root).number == 1
 
 

@@ -34,7 +34,16 @@ def corpus(tmp_path):
 def test_a_plan_survives_its_file(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
+    assert plan.notes == ()
     assert [unit.span.num_rows for unit in plan.units] == [4, 4, 2]
+
+
+def test_a_plan_keeps_what_its_corpus_leaves_out(corpus, tmp_path):
+    (tmp_path / "b.json").write_bytes(b"{}")
+    plan = make_plan(GenerateConfig(input=str(tmp_path), output=tmp_path / "run"))
+    assert len(plan.notes) == 1
+    assert plan.notes[0].startswith(f"input {tmp_path}: b.json left out: unknown format")
+    assert plan_from_bytes(plan_to_bytes(plan)) == plan
 
 
 def test_ids_are_row_numbers_of_the_whole_corpus(corpus, tmp_path):
@@ -100,7 +109,7 @@ def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus,
 def test_a_unit_that_is_done_again_leaves_out_the_rows_for_which_a_retry_answers(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
-    assert plan.taken_up() == {0: {1, 2}, 3: {2}}
+    assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
     assert [(unit.unit, unit.rows) for unit in plan.left({1, 2, 4})] == [(0, (0, 3)), (3, (1,))]
     assert [unit.unit for unit in plan.left({0, 2, 3})] == [1, 4]
     ids = [unit.row_id(index) for unit in plan.left(()) for index in range(unit.num_rows)]

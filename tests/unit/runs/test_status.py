@@ -106,7 +106,7 @@ def test_a_stopped_run_says_how_it_ended_and_has_no_engine_at_work(run):
     assert (status.state, status.num_engines, status.num_open_tokens) == ("stopped", 0, 0)
     assert status.num_lost_tokens == 66
     assert status.driver.endswith("PeagleError: the budget is reached")
-    assert "no engine at work" in status.describe()
+    assert "no engine running" in status.describe()
 
 
 @pytest.mark.parametrize("ago_s", [0.0, 1000.0])

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, forgettable, judge
+from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, judge, stale_notes
 
 LOST = Note()
 
@@ -19,8 +19,8 @@ def lost_alone(row):
     return Note(rows=(row,), alone=True)
 
 
-def verdict(suspects=(), guilty=()):
-    return Verdict(suspects=frozenset(suspects), guilty=frozenset(guilty))
+def verdict(suspects=(), poisoned=()):
+    return Verdict(suspects=frozenset(suspects), poisoned=frozenset(poisoned))
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def verdict(suspects=(), guilty=()):
         ([], verdict()),
         ([died(0, 2)], verdict(suspects=[0, 2])),
         ([died(0, 2), died(0, alone=True)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True), died(0, alone=True)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(0, alone=True), died(0, alone=True)], verdict(suspects=[2], poisoned=[0])),
         ([died(0, 2), died(0, alone=True), died(2, alone=True)], verdict(suspects=[0, 2])),
-        ([died(0, 2), died(0, alone=True), lost_alone(0)], verdict(suspects=[2], guilty=[0])),
+        ([died(0, 2), died(0, alone=True), lost_alone(0)], verdict(suspects=[2], poisoned=[0])),
         ([died(0, 2), died(1)], verdict(suspects=[0, 1, 2])),
         ([LOST], verdict()),
         ([LOST, LOST], verdict(suspects=range(4))),
         ([LOST, LOST, lost_alone(3)], verdict(suspects=range(4))),
-        ([LOST, LOST, lost_alone(3), lost_alone(3)], verdict(suspects=range(3), guilty=[3])),
+        ([LOST, LOST, lost_alone(3), lost_alone(3)], verdict(suspects=range(3), poisoned=[3])),
         ([died(1), lost_alone(1)], verdict(suspects=[1])),
         ([lost_alone(1), lost_alone(2)], verdict(suspects=[1, 2])),
     ],
@@ -53,7 +53,7 @@ def test_what_an_engine_process_leaves_is_found_by_the_next_one(folder):
     second.write(Note())
     assert second.verdict(2) == verdict(suspects=[1])
     assert UnitNotes(folder, 8, "b").verdict(2) == verdict()
-    second.withdraw()
+    second.discard()
     assert [path.name for path in folder.iterdir()] == ["unit-00000007.a.json"]
     second.clear()
     assert not list(folder.iterdir())
@@ -64,7 +64,7 @@ def test_units_that_waited_while_a_row_was_alone_are_not_suspect(folder):
         UnitNotes(folder, 1, session).write(lost_alone(0))
         UnitNotes(folder, 2, session).write(LOST)
     assert UnitNotes(folder, 2, "c").verdict(3) == verdict()
-    assert UnitNotes(folder, 1, "c").verdict(3) == verdict(guilty=[0])
+    assert UnitNotes(folder, 1, "c").verdict(3) == verdict(poisoned=[0])
 
 
 def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
@@ -72,20 +72,20 @@ def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
     UnitNotes(folder, 2, "a").write(died(0))
     UnitNotes(folder, 3, "a").write(lost_alone(0))
     UnitNotes(folder, 4, "a").write(died(0))
-    forgotten = forgettable(folder, committed={4})
+    forgotten = stale_notes(folder, committed={4})
     assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]
 
 
 def test_an_engine_that_dies_leaves_a_note_of_the_rows_in_it_and_clears_units_that_had_none(folder):
     rows = RowsInEngine()
     for unit in (1, 2, 3):
-        rows.begin(unit, UnitNotes(folder, unit, "a")).write(Note())
+        rows.start(unit, UnitNotes(folder, unit, "a")).write(Note())
     rows.end(3)  # committed, whose notes somebody else clears
     assert not rows.any()
     with rows.inside(1, 5), rows.inside(1, 0), rows.inside(3, 0):
         with rows.inside(1, 7), rows.inside(2, 0):
             assert rows.any()
-        rows.accuse(alone=False)
+        rows.mark_suspected(alone=False)
     assert not rows.any()
     assert UnitNotes(folder, 1, "b").verdict(8) == verdict(suspects=[0, 5])
     assert sorted(path.name for path in folder.iterdir()) == ["unit-00000001.a.json", "unit-00000003.a.json"]

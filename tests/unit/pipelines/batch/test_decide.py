@@ -76,5 +76,5 @@ def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(decided):
     run = decided()
     begin_or_continue(run)
     config = run.request.config.model_copy(update={"accelerator_type": "H100"})
-    with pytest.raises(ConfigError, match=r"began on .*accelerator_type H100 cannot continue it"):
+    with pytest.raises(ConfigError, match=r"was started on .*accelerator_type H100 cannot continue it"):
         hardware_for(request_of(config), run.directory, print)

@@ -82,7 +82,7 @@ def test_a_run_that_is_there_is_continued(decided):
 def test_what_would_refuse_a_run_refuses_its_dry_run(foretold, tmp_path, write_jsonl):
     with pytest.raises(CapacityError, match="10000 engines need a CPU core each"):
         foretold(engines="10000")
-    with pytest.raises(ConfigError, match="holds no run whose failed rows"):
+    with pytest.raises(ConfigError, match="has no run whose failed rows"):
         foretold(retry_failed=True)
     with pytest.raises(InputError, match="no column 'text'"):
         foretold(prompt_column="text")

@@ -54,7 +54,7 @@ def test_places_go_to_who_came_first_however_many_he_wants():
         slots, seen = WeightedSemaphore(3), []
 
         async def take(name, number, seconds=0.02):
-            async with slots.take(number):
+            async with slots.acquire(number):
                 seen.append(f"{name} in")
                 await asyncio.sleep(seconds)
                 seen.append(f"{name} out")
@@ -72,10 +72,10 @@ def test_who_gives_up_waiting_for_places_leaves_them_to_the_next():
         slots = WeightedSemaphore(2)
 
         async def take(number):
-            async with slots.take(number):
+            async with slots.acquire(number):
                 return number
 
-        async with slots.take(1):
+        async with slots.acquire(1):
             waiting = asyncio.create_task(take(2))
             await asyncio.sleep(0.01)
             waiting.cancel()

@@ -23,7 +23,7 @@ def test_a_time_of_day_that_passes_before_the_engines_start_is_not_tomorrow(monk
     request = ask(deadline=f"{soon:%H:%M:%S}", grace_s=1)
     request.require_time()
     monkeypatch.setattr(request_module.time, "time", lambda: soon.timestamp() + 1)
-    with pytest.raises(StoppedEarly, match=r"no engine was at work: the deadline .* is near") as stopped:
+    with pytest.raises(StoppedEarly, match=r"before an engine was running: the deadline .* is near") as stopped:
         request.require_time()
     assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
 
@@ -32,10 +32,10 @@ def test_a_stop_that_was_asked_for_ends_the_wait_for_a_cluster(ask):
     request, other = ask(), ask()
     request.require_time()
     request.stop.set()
-    with pytest.raises(StoppedEarly, match="asked to by a signal"):
+    with pytest.raises(StoppedEarly, match="stopped by a signal"):
         request.require_time()
     other.require_time()
 
 
-def test_the_last_words_name_the_command_that_continues(ask):
-    assert ask().last_words.endswith("the same command continues the run: peagle generate --output runs/a")
+def test_the_last_message_names_the_command_that_continues(ask):
+    assert ask().killed_message.endswith("the same command continues the run: peagle generate --output runs/a")

@@ -57,12 +57,27 @@ def test_a_column_that_is_not_there_is_named_with_the_file(columns, keys, messag
     [
         ({"max_tokens": 9000}, "max_tokens: 9000 is more than the context of 8192"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
-        ({"min_p": 0.1, "num_speculative_tokens": 3}, "min_p: vLLM does not take it together with a drafter"),
     ],
 )
 def test_what_the_engine_would_not_take_is_refused_before_it_starts(keys, message):
     with pytest.raises(ConfigError, match=message):
         resolved(**keys)
+
+
+def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_target):
+    def run(machine, **keys):
+        config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
+        return resolve(config, machine, ["prompt"], announce=print)
+
+    cpu = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
+    gpu = hardware.Hardware(
+        platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, accelerator="NVIDIA H100 80GB HBM3",
+        num_accelerators=1, compute_capability=(9, 0),
+    )  # fmt: skip
+    assert run(cpu, drafter="peagle").sampling.limits.has_drafter is False
+    with pytest.raises(ConfigError, match="min_p: on a GPU vLLM does not take it together with a drafter"):
+        run(gpu, drafter="peagle")
+    assert run(gpu, drafter="none").sampling.base["min_p"] == 0.1
 
 
 @pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
@@ -100,7 +115,7 @@ def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
 @pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])
 def test_a_batch_says_itself_what_its_prompts_are(key):
     assert resolved(is_batch=True).prompts.body_column == "body"
-    with pytest.raises(ConfigError, match=f"{key} means nothing for an OpenAI batch"):
+    with pytest.raises(ConfigError, match=f"{key} cannot be used with an OpenAI batch"):
         resolved(is_batch=True, **{key: "body"})
 
 

@@ -75,7 +75,7 @@ def on_no_accelerator(decided, monkeypatch):
         raise CapacityError("they do not come")
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr(ray, "require_capacity", wait)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
@@ -88,7 +88,7 @@ def on_no_accelerator(decided, monkeypatch):
 
 def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_accelerator):
     run, again = on_no_accelerator
-    assert again().did_nothing
+    assert again().was_already_finished
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: it was 256, now it is 8"):
         again(max_tokens=8)
     run.unit_path(0).unlink()
@@ -98,11 +98,11 @@ def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_ac
 
 def test_failed_rows_are_what_nodes_are_waited_for_when_only_they_are_taken_up(on_no_accelerator):
     run, again = on_no_accelerator
-    assert again(retry_failed=True).did_nothing  # none failed
+    assert again(retry_failed=True).was_already_finished  # none failed
     run.unit_path(0).unlink()
     letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
     run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
-    assert again().did_nothing
+    assert again().was_already_finished
     with pytest.raises(CapacityError, match="they do not come"):
         again(retry_failed=True)
 
@@ -112,7 +112,7 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
         again(output=tmp_path / "another")
-    with pytest.raises(ConfigError, match="holds no run whose failed rows"):
+    with pytest.raises(ConfigError, match="has no run whose failed rows"):
         again(output=tmp_path / "another", retry_failed=True)
 
 
@@ -120,13 +120,13 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
 def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(decided, monkeypatch, number):
     config = decided().request.config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
-    with pytest.raises(StoppedEarly, match="no engine was at work: asked to by a signal") as stopped:
+    with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
     assert stopped.value.hint == "the same command continues: peagle generate"
 
 
 def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(decided):
-    with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, and engines here are paid for by the vcpu"):
+    with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, but engines here are billed by the vcpu"):
         decided(usd_per_hour=None, instance_type="g5.xlarge")
 
 
@@ -147,7 +147,7 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')
     specs = []
     monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
-    monkeypatch.setattr(ray, "ray_cluster", contextlib.nullcontext)
+    monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "require_capacity", lambda *_, **__: None)
     monkeypatch.setattr(run_module, "stream", lambda run, plan, units, resolved, *_: specs.append(resolved.spec))
 

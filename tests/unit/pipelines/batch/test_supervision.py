@@ -118,7 +118,7 @@ def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
     assert not supervisor.gives_up
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)
-    assert "stopped with 1 of 4 units committed: asked to by a signal" in error.message
+    assert "stopped with 1 of 4 units committed: stopped by a signal" in error.message
     assert "9 of 12 rows are left, $0.0" in error.message
     assert error.hint == "the same command continues the run: peagle generate --output runs/a"
 
@@ -247,7 +247,7 @@ def test_a_stop_that_was_asked_for_ends_the_wait_for_engines(start):
     _, supervisor = start()
     supervisor.require_room()
     supervisor._request.stop.set()
-    with pytest.raises(StoppedEarly, match="1 of 4 units committed: asked to by a signal"):
+    with pytest.raises(StoppedEarly, match="1 of 4 units committed: stopped by a signal"):
         supervisor.require_room()
 
 

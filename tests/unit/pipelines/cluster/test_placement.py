@@ -191,7 +191,9 @@ def test_an_engine_on_several_cpu_nodes_has_cores_of_each():
 
 def test_engines_that_need_accelerators_are_not_placed_on_cpus():
     keys = {"num_engines": 1, "accelerators_per_engine": 1, "num_nodes": 1}
-    with pytest.raises(CapacityError, match="accelerator_type any: engines need accelerators, and there is none here"):
+    with pytest.raises(
+        CapacityError, match="accelerator_type any: engines need accelerators, but this machine has none"
+    ):
         place(cpu_node(8), **keys, accelerator_type="any")
     assert place(gpu_node(1), **keys, accelerator_type="any").accelerator_type is None
     assert place(gpu_node(1), **keys, accelerator_type="H100").accelerator_type == "H100"

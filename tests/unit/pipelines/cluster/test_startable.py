@@ -32,7 +32,7 @@ LIMITS = [
     (resource.RLIMIT_AS, (8 * GIB, UNLIMITED), "the limit of address space is 8 GiB"),
     (resource.RLIMIT_DATA, (8 * GIB, UNLIMITED), "the limit of data is 8 GiB"),
     (resource.RLIMIT_FSIZE, (GIB // 2, UNLIMITED), "the limit of file size is 0.5 GiB"),
-    (resource.RLIMIT_NPROC, (1000, UNLIMITED), "the limit of processes and threads is 1,000"),
+    (resource.RLIMIT_NPROC, (500, UNLIMITED), "the limit of processes and threads is 500"),
 ]
 
 
@@ -48,7 +48,8 @@ def test_a_limit_that_ray_runs_into_is_named_with_the_command_that_raises_it(
     with pytest.raises(ConfigError, match=message) as caught:
         startable.require_startable()
     assert "`ulimit -" in caught.value.hint
-    assert [error.message for error in startable.obstacles()] == [caught.value.message]
+    (only,) = startable.obstacles()
+    assert only.message.startswith(message)
 
 
 def test_what_ray_raises_by_itself_and_what_binds_nobody_is_no_obstacle(limits, monkeypatch):
@@ -62,8 +63,8 @@ def test_many_cpus_need_more_open_files(limits, monkeypatch):
     monkeypatch.setattr(
         hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=192)
     )
-    limits[resource.RLIMIT_NOFILE] = (4096, 4096)
-    with pytest.raises(ConfigError, match="need 12,288"):
+    limits[resource.RLIMIT_NOFILE] = (2048, 2048)
+    with pytest.raises(ConfigError, match="need 3,072"):
         startable.require_startable()
 
 

@@ -30,7 +30,7 @@ def served(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
-        model=SimpleNamespace(name="m", card=None, vocab_size=100),
+        model=SimpleNamespace(name="m", card=None, vocab_size=100, config={}),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as asked for", fingerprint="f"),
     )
     return [Served(keys=keys, engine=engine, placement=PLACEMENT) for keys in config.served]
@@ -89,8 +89,10 @@ def test_keys_have_prefix_caches_of_their_own_unless_the_operator_says_otherwise
 
 
 def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
-    (one, two) = settings(tmp_path, models=[{"name": "a"}, {"name": "b"}]).models
+    has_parser = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
+    (one, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
     assert (one.name, two.name) == ("a", "b")
+    assert (one.parsers, two.parsers) == (set(), {"tool_call_parser", "reasoning_parser"})
     assert (one.max_model_len, one.num_speculative_tokens, one.can_seed) == (512, 3, False)
     assert one.max_choices == 128
 
@@ -133,7 +135,7 @@ def test_a_fake_engine_has_the_price_of_its_machine(tmp_path, hardware, device):
 
 
 def test_a_price_of_another_kind_of_device_is_refused(tmp_path):
-    with pytest.raises(PriceError, match=r"p5\.48xlarge is per accelerator, and the engines of fake .* by the vcpu"):
+    with pytest.raises(PriceError, match=r"p5\.48xlarge is per accelerator, but the engines of fake .* by the vcpu"):
         price_of(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
 
 
@@ -141,7 +143,7 @@ def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
     engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
     assert price_of(tmp_path, CPU, usd_per_hour=1)
-    with pytest.raises(PriceError, match="ledger: it has engines that are paid for by the vcpu") as error:
+    with pytest.raises(PriceError, match="ledger: its engines are billed by the vcpu") as error:
         price_of(tmp_path, GPU, usd_per_hour=1)
     assert "--state" in error.value.hint
 

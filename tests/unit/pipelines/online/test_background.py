@@ -141,7 +141,7 @@ def test_it_is_peagle_serve_with_the_same_keys(home, monkeypatch, a_process):
     assert command[-4:] == ["--port", "8123", "--state", str(endpoint.state)]
     assert options["start_new_session"]
     assert (endpoint.url, endpoint.stop_s) == ("http://127.0.0.1:8123/v1", 74)
-    with pytest.raises(ConfigError, match="org-model is there already"):
+    with pytest.raises(ConfigError, match="org-model already exists"):
         start(config, port=8124)
     assert start(ServeConfig(name="other", state=home / "mine"), port=8124).state == home / "mine"
 

@@ -10,7 +10,7 @@ from peagle.economics.prices import Price
 from peagle.economics.sessions import EngineFacts
 from peagle.economics.spending import Days, charges, day_of
 from peagle.economics.statement import statement
-from peagle.engine.self_check import SelfCheck
+from peagle.engine.interface import SelfCheck
 from peagle.runs.ledgers import find_ledgers
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError
@@ -214,4 +214,4 @@ def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
 def test_a_period_that_makes_no_sense_is_refused(period, param):
     with pytest.raises(ApiError) as caught:
         asked_period(*period)
-    assert (caught.value.status, caught.value.param) == (422, param)
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -3,6 +3,7 @@ import pytest
 from peagle.errors import ConfigError
 from pipelines.online.config import ServeConfig
 from pipelines.online.forecast import forecast, settled
+from pipelines.online.sagemaker import SageMakerConfig
 
 
 def config(tmp_path, **keys):
@@ -13,11 +14,20 @@ def test_an_endpoint_is_told_and_nothing_is_written(tmp_path):
     found = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
     lines = dict(found.lines())
     assert lines["address"] == "http://127.0.0.1:8000/v1"
-    assert lines["API keys"] == "none: for this machine alone"
+    assert lines["API keys"] == "none; only this machine can connect"
     assert "0 to 3 engine(s)" in lines["model"]
     assert lines["engines cost"].startswith("$0 to $")
     assert found.usd_per_h(at_most=True) == pytest.approx(3 / found.price.num_devices)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_can_reach_the_endpoint_is_told(tmp_path, monkeypatch):
+    keys = {"engine": "fake", "model": "fake", "state": tmp_path / "state", "usd_per_hour": 1}
+    found = forecast(SageMakerConfig(**keys), print)
+    assert dict(found.lines())["API keys"].startswith("none; anyone who can connect to 0.0.0.0:8080")
+    assert found.to_dict()["access"] == dict(found.lines())["API keys"]
+    monkeypatch.setenv("PEAGLE_API_KEYS", "a=0123456789abcdef0123456789abcdef")
+    assert forecast(SageMakerConfig(**keys), print).access() == "required"
 
 
 def test_an_endpoint_on_machines_that_are_not_here(tmp_path, speaking_target):

@@ -1,9 +1,11 @@
 import argparse
+from functools import partial
 
 import pytest
 
 from jobs import serve
 from jobs.flags import load
+from peagle.engine.sagemaker import variable_of
 from peagle.errors import ConfigError
 from pipelines.online import sagemaker
 from pipelines.online.config import ServeConfig
@@ -21,7 +23,7 @@ def configured(monkeypatch):
             monkeypatch.setenv(name, value)
         parser = argparse.ArgumentParser()
         serve.add_arguments(parser)
-        return load(config_class(env), parser.parse_args(arguments), beside=variables(env))
+        return load(config_class(env), parser.parse_args(arguments), variables(env), partial(variable_of, env))
 
     return load_
 
@@ -55,7 +57,7 @@ def test_ours_win_over_sagemakers(configured, tmp_path):
         ({"model": "m", "min_replicas": 0}, "greater than or equal to 1"),
         ({"models": [{"model": "m"}]}, "drain_s of at most 20"),
         ({"models": [{"model": "m", "min_replicas": 0}], "drain_s": 5}, "min_replicas of at least 1"),
-        ({"model": "m", "idle_timeout": "30m"}, "starts a container anew"),
+        ({"model": "m", "idle_timeout": "30m"}, "restarts a container"),
     ],
 )
 def test_what_would_break_the_contract_is_refused(keys, reason):
@@ -63,6 +65,30 @@ def test_what_would_break_the_contract_is_refused(keys, reason):
         SageMakerConfig(**keys)
 
 
-def test_a_switch_that_says_neither_is_refused():
-    with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
-        sagemaker.is_meant({"PEAGLE_SAGEMAKER": "maybe"})
+@pytest.mark.parametrize(("text", "meant"), [("", False), ("no", False), ("0", False), ("on", True), ("TRUE", True)])
+def test_the_mode_is_a_switch(text, meant):
+    assert sagemaker.is_meant({"PEAGLE_SAGEMAKER": text}) is meant
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"SM_VLLM_MAX_NUM_SEQS": "-1"}, "SM_VLLM_MAX_NUM_SEQS: Input should be greater"),
+        ({"SM_VLLM_MAX_MODEL_LEN": "4"}, "SM_VLLM_MAX_MODEL_LEN: Input should be greater"),
+        ({"SM_VLLM_KV_CACHE_MEMORY_BYTES": "0"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES: Input should be greater"),
+        ({"SM_VLLM_LIMIT_MM_PER_PROMPT": '{"smell": 1}'}, "SM_VLLM_LIMIT_MM_PER_PROMPT: there is no modality 'smell'"),
+    ],
+)
+def test_a_key_that_refuses_its_value_names_the_variable(configured, variables, reason):
+    with pytest.raises(ConfigError, match=reason):
+        configured(CONTAINER | variables)
+
+
+def test_variables_that_are_not_read_are_told_once():
+    env = {"SM_VLLM_MODEL": "m", "SM_VLLM_SEED": "1", "OTHER": "x"}
+    note = sagemaker.ignored_variables(env)
+    assert note.startswith("SM_VLLM_MODEL and 1 more ignored: ")
+    assert "PEAGLE_SAGEMAKER=true" in note
+    assert sagemaker.ignored_variables(env | {"PEAGLE_SAGEMAKER": "false"}) is None
+    assert sagemaker.ignored_variables(CONTAINER) is None
+    assert sagemaker.ignored_variables({"OTHER": "x"}) is None

@@ -159,7 +159,7 @@ def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_h
         download = Download(file_of(data), lambda: Source(data), {}, room)
         task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
         await settle()
-        with pytest.raises(ApiError, match="as many uploads and downloads"):
+        with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
             room.hold("alice", 1).__enter__()
         client.leaves.set()
         await task

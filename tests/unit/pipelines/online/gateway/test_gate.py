@@ -11,6 +11,7 @@ import pytest
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
 from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.contents import TEMPLATE_TOKENS
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, new_key, read_keys, write_keys
@@ -34,6 +35,7 @@ ROUTES = (
     declared.get("/", declared.Rule.PAGE),
     declared.get("/page/{name}", declared.Rule.PAGE),
 )
+TOOL = {"type": "function", "function": {"name": "f"}}
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 SUMMARY = {"usd": 0.25, "ttft_s": None, "acceptance_length": 1.5}
 SAID = {"usage": USAGE, "peagle": SUMMARY}
@@ -103,7 +105,8 @@ def settings(tmp_path):
     (tmp_path / "ledger").mkdir()
     return {
         "models": (ServedModel(name="a", max_model_len=1000, drafter="head", num_speculative_tokens=3),
-                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8, vocab_size=100)),
+                   ServedModel(name="b", max_model_len=1000, can_seed=False, max_choices=8, vocab_size=100,
+                               parsers=frozenset())),
         "ledger": tmp_path / "ledger",
         "key_file": tmp_path / "keys.json",
         "max_body_bytes": 2000,
@@ -365,9 +368,9 @@ def test_a_request_has_the_tags_of_the_endpoint_of_its_key_and_its_own(ask, keys
     [
         ("alice", "project=x", (403, "tag_not_allowed")),
         ("tagged", "site=x", (403, "tag_not_allowed")),
-        ("tagged", "project", (422, "invalid_value")),
-        ("tagged", "project=\x7f", (422, "invalid_value")),
-        ("tagged", "project=" + "x" * 200, (422, "invalid_value")),
+        ("tagged", "project", (400, "invalid_value")),
+        ("tagged", "project=\x7f", (400, "invalid_value")),
+        ("tagged", "project=" + "x" * 200, (400, "invalid_value")),
     ],
 )
 def test_tags_that_a_request_may_not_set_are_refused(ask, keys, key, header, expected):
@@ -430,16 +433,23 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         ({"stream": "yes"}, (422, "invalid_type")),
         ({"max_tokens": "9"}, (422, "invalid_type")),
         ({"max_tokens": True}, (422, "invalid_type")),
-        ({"max_tokens": -1}, (422, "invalid_value")),
-        ({"max_tokens": 0, "echo": True}, (422, "invalid_value")),
-        ({"path": "/v1/completions", "max_tokens": 0}, (422, "invalid_value")),
-        ({"path": "/v1/completions", "max_tokens": 0, "echo": "yes"}, (422, "invalid_value")),
-        ({"path": "/v1/completions", "max_tokens": -1, "echo": True}, (422, "invalid_value")),
-        ({"path": "/v1/completions", "max_tokens": 0, "n": 0, "echo": True}, (422, "invalid_value")),
+        ({"max_tokens": -1}, (400, "invalid_value")),
+        ({"max_tokens": 0}, (400, "invalid_value")),
+        ({"max_completion_tokens": 0}, (400, "invalid_value")),
+        ({"n": 0}, (400, "invalid_value")),
+        ({"max_tokens": 0, "echo": True}, (400, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0}, (400, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "echo": "yes"}, (400, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": -1, "echo": True}, (400, "invalid_value")),
+        ({"path": "/v1/completions", "max_tokens": 0, "n": 0, "echo": True}, (400, "invalid_value")),
         ({"max_completion_tokens": 1001}, (400, "max_tokens_too_large")),
         ({"model": 3}, (422, "invalid_type")),
         ({"model": "b", "seed": 1}, (400, "unsupported_value")),
         ({"model": "b", "logit_bias": {"100": 1}}, (400, "invalid_value")),
+        ({"model": "b", "tools": [TOOL]}, (400, "unsupported_value")),
+        ({"model": "b", "tools": [TOOL], "tool_choice": "required"}, (400, "unsupported_value")),
+        ({"model": "b", "tools": [TOOL], "tool_choice": {"type": "function"}}, (400, "unsupported_value")),
+        ({"model": "b", "thinking_token_budget": 5}, (400, "unsupported_value")),
         ({"model": "c"}, (404, "model_not_found")),
         ({"model": None}, (400, "missing_model")),
         ({"raw": "x" * 2001}, (413, "body_too_large")),
@@ -453,6 +463,52 @@ def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expe
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
     assert engine.asked is None
+
+
+def test_a_model_without_a_parser_names_peagles_setting(ask, keys):
+    refused, *taken = ask(
+        post(keys["boss"], model="b", tools=[TOOL], tool_choice="auto"),
+        post(keys["boss"], model="b", tools=[TOOL], tool_choice="none"),
+        post(keys["boss"], model="b", thinking_token_budget=-1),
+        post(keys["boss"], model="a", tools=[TOOL], thinking_token_budget=5),
+    )
+    error = refused.json()["error"]
+    assert error["param"] == "tool_choice"
+    assert "tool_call_parser" in error["message"]
+    assert "--" not in error["message"]
+    assert [answer.status_code for answer in taken] == [200, 200, 200]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/batches", "/v1/files"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, deflate", "x" * 5000])
+def test_an_encoded_body_is_refused_by_its_header(ask, keys, path, encoding):
+    engine = Engine()
+    (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}), app=engine)
+    assert error_of(answer) == (415, "unsupported_encoding")
+    assert (answer.json()["error"]["param"], engine.asked) == ("Content-Encoding", None)
+    assert "Content-Encoding" in answer.json()["error"]["message"]
+    assert answer.headers["connection"] == "close"
+    (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": "identity"}))
+    assert answer.status_code == 200
+
+
+def test_a_head_request_is_answered_as_get_without_the_body(ask, keys):
+    own = {"headers": {"authorization": f"Bearer {keys['alice']}"}}
+    whole, head, open_, stranger, unknown, wrong = ask(
+        get("/v1/models", keys["alice"]),
+        (("HEAD", "/v1/models"), own),
+        (("HEAD", "/health"), {}),
+        (("HEAD", "/v1/models"), {}),
+        (("HEAD", "/v1/nothing"), own),
+        (("HEAD", CHAT), own),
+    )
+    assert (whole.status_code, head.status_code, open_.status_code) == (200, 200, 200)
+    assert (stranger.status_code, unknown.status_code) == (401, 404)
+    assert head.headers.keys() == whole.headers.keys()
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert [one.content for one in (head, open_, stranger, unknown, wrong)] == [b""] * 5
+    (wrong,) = ask((("PUT", "/v1/models"), own))
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
 
 
 def salt_of(ask, request_of, **settings):
@@ -675,7 +731,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
-    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
+    prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
 
 
@@ -865,7 +921,7 @@ def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_wai
         post(keys["small"], stream=True, **few), post(keys["small"], **few), app=Engine(breaks_off=True)
     )
     assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
-    assert "held by its requests" in second.json()["error"]["message"]
+    assert "reserved by running requests" in second.json()["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):

@@ -170,7 +170,7 @@ def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limits):
     first, second = admit(limits, alice), admit(limits, alice)
     error = refusal(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
-    assert "2 requests under way at once" in error.message
+    assert "2 concurrent requests" in error.message
     for _ in range(2):
         limits.settle(first, None)  # its client left: it makes room though its tokens are not known yet
     admit(limits, alice)
@@ -203,7 +203,7 @@ def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, pri
     first = admit(limits, alice, 300)
     error = refusal(limits, alice, 200)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
-    assert "held by its requests under way" in error.message
+    assert "reserved by running requests" in error.message
     admit(limits, alice, 100)
     assert budgets.hold_batch("batch_1", "alice", 1) == pytest.approx(0.6)
     budgets.settle_batch("batch_1", ["alice"], 0)
@@ -225,7 +225,7 @@ def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, bud
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
     for model in ("m", "another"):
-        assert "held by its requests under way" in refusal(limits, alice, model=model).message
+        assert "reserved by running requests" in refusal(limits, alice, model=model).message
     assert budgets.hold_batch("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
     refusal(limits, alice)  # the first may cost anything still
@@ -321,7 +321,9 @@ def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, 
     prices["m"] = a_price(0.6)
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
     permit = tagged(limits, alice, "1")
-    with pytest.raises(ApiError, match="the budget of \\$1 a month of team=search is held by its requests") as caught:
+    with pytest.raises(
+        ApiError, match="the rest of the budget of \\$1 a month of team=search is reserved by running requests"
+    ) as caught:
         tagged(limits, bob, "2")
     assert caught.value.code == "rate_limit_exceeded"
     assert budgets.hold_request("3", "bob", 0.5, 0.5) is None, "what was refused holds nothing of its key's budget"

@@ -62,7 +62,7 @@ def test_hanging_up_gives_no_tokens_for_nothing(limits, engine_account, clock, t
 
 def test_hanging_up_gives_no_money_for_nothing(limits, engine_account, clock, tmp_path):
     limits.settle(admit(limits, POOR, 100, "r1"), None)
-    refused(limits, POOR, 1, "held by its requests")
+    refused(limits, POOR, 1, "reserved by running requests")
     append_request(tmp_path / "ledger", used(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
     refused(limits, POOR, 1, "is spent")
 
@@ -155,14 +155,14 @@ def test_what_tokens_cost_before_a_restart_is_what_requests_hold(restarted, tmp_
     after = restarted()
     admit(after, POOR, 999, "r1")
     admit(after, POOR, 999, "r2")
-    refused(after, POOR, 99, "held by its requests")
+    refused(after, POOR, 99, "reserved by running requests")
 
 
 def test_a_model_has_a_price_soon_after_its_first_answer(limits, clock, tmp_path):
     clock.now += 200
     asyncio.run(limits.catch_up())
     first = admit(limits, POOR, 1, "r1")
-    refused(limits, POOR, 1, "held by its requests")
+    refused(limits, POOR, 1, "reserved by running requests")
     append_request(tmp_path / "ledger", a_request("r1"))
     limits.settle(first, Used(output_tokens=41, usd=0.022))
     clock.now += 1

@@ -64,6 +64,29 @@ def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
     assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
 
 
+def test_log_probabilities_are_those_of_openai_whole_and_in_events():
+    asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    (whole,) = answer(**asked)
+    choice = whole.choices[0]
+    content = [token.model_dump(exclude={"top_logprobs"}) for token in choice.logprobs.content]
+    assert "".join(token["token"] for token in content) == choice.message.content
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * whole.usage.completion_tokens
+    parts = [part for text in answer(**asked, **STREAM)[:-1] for part in events(text) if part["choices"]]
+    sent = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
+    assert [token["token"] for token in sent] == [token["token"] for token in content]
+
+    asked = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
+    (whole,) = answer("completions", **asked)
+    found = whole.choices[0].logprobs
+    assert "".join(found.tokens) == whole.choices[0].text
+    for at, token in zip(found.text_offset, found.tokens, strict=True):
+        assert whole.choices[0].text[at:].startswith(token)
+    parts = [part for text in answer("completions", **asked, **STREAM)[:-1] for part in events(text) if part["choices"]]
+    assert [at for part in parts for at in part["choices"][0]["logprobs"]["text_offset"]] == found.text_offset
+    (without,) = answer(**CHAT)
+    assert without.choices[0].logprobs is None
+
+
 def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all():
     """As vLLM has it."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
@@ -84,7 +107,7 @@ def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"min_tokens": 9}, "min_tokens: 9 are more than max_tokens, 8"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the context holds 200"),
     ],
 )

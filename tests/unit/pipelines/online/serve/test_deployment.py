@@ -92,7 +92,7 @@ def test_parsers_are_vllms():
 
 @pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
 def test_a_parser_that_vllm_does_not_have_is_refused(key):
-    with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM has no such parser") as info:
+    with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM does not have this parser") as info:
         check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
     assert "qwen3" in info.value.hint
 

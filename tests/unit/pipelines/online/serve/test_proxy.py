@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -228,6 +229,16 @@ def test_ray_reads_each_of_the_variables():
     assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
+def test_ray_reads_the_variables_that_rotate_its_logs():
+    from ray._private import node
+
+    read = inspect.getsource(node)
+    assert [name for name in proxy.ENVIRONMENT if "ROTATION" in name and name in read] == [
+        "RAY_ROTATION_MAX_BYTES",
+        "RAY_ROTATION_BACKUP_COUNT",
+    ]
+
+
 def test_rays_proxy_says_so_where_it_has_no_route():
     from ray.serve._private.proxy import HTTPProxy
 
@@ -305,18 +316,18 @@ def test_the_key_of_another_certificate_is_refused(pair, made):
 
 @pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
 def test_a_file_that_holds_no_certificate_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it holds no certificate"):
+    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it has no certificate"):
         pair(certificate=data)
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem"])
 def test_a_file_that_holds_no_key_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it holds no private key"):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it has no private key"):
         pair(key=data)
 
 
 def test_the_two_the_wrong_way_round_are_refused(pair, made):
-    with pytest.raises(ConfigError, match="it holds no certificate"):
+    with pytest.raises(ConfigError, match="it has no certificate"):
         pair(certificate=made["one.key"], key=made["one.pem"])
 
 

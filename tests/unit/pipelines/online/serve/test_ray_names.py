@@ -1,8 +1,12 @@
 """Private names of Ray Serve are still there, and mean what they are taken for."""
 
 import inspect
+from types import SimpleNamespace
 
+import jinja2
 import pytest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
 
 from pipelines.online.serve import ray_names
 from pipelines.online.serve.ray_names import count_states, refusal
@@ -40,6 +44,46 @@ def test_rays_engine_keeps_its_client_under_that_name():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
     assert "self._engine_client = self._start_async_llm_engine(" in inspect.getsource(VLLMEngine.start)
+
+
+def test_rays_engine_keeps_vllms_api_server_under_these_names():
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    for name in ("_oai_serving_chat", "_oai_serving_completion"):
+        assert f"self.{name} = " in inspect.getsource(VLLMEngine)
+    assert "self.create_error_response(" in inspect.getsource(GenerateBaseServing.create_streaming_error_response)
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+ALTERNATE, UNTOLD = jinja2.TemplateError("roles must alternate"), "the engine cannot take this request: a field has"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (VLLMValidationError("too long", parameter="prompt"), "too long (parameter=prompt)"),
+        (raised(ValueError("roles must alternate"), ALTERNATE), "roles must alternate"),
+        (ALTERNATE, "roles must alternate"),
+        (TypeError("tuple indices must be integers or slices, not str"), UNTOLD),
+        (ValueError("invalid literal for int() with base 10: 'x'"), UNTOLD),
+        (raised(ValueError("can only concatenate str"), TypeError("can only concatenate str")), UNTOLD),
+        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), UNTOLD),
+    ],
+)
+def test_a_client_reads_vllms_words_and_none_of_pythons(error, text):
+    serving = SimpleNamespace(create_error_response=create_error_response)
+    ray_names.hide_python_errors(SimpleNamespace(_oai_serving_chat=serving, _oai_serving_completion=None))
+    answers = [refusal(error), serving.create_error_response(error)]
+    for answer in answers:
+        assert (answer.error.code, answer.error.message[: len(text)]) == (400, text)
+    assert serving.create_error_response("plain words").error.message == "plain words"
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("too long"), 400), (RuntimeError("boom"), None)])

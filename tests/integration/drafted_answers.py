@@ -1,0 +1,65 @@
+"""A process that starts one engine and writes its whole answers: `drafted_answers.py JOB.json OUT.json`.
+
+The job has `spec` (of the engine), `bulk` (by name: a prompt's token ids and sampling parameters) and `online` (by
+name: a path of the API and a body). `bulk` is answered as in a run, `online` by vLLM's own API server around the same
+engine, as in a replica of Ray Serve. A streamed answer is the list of its events.
+"""
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+MODEL = "target"
+
+
+def main() -> None:
+    from peagle import hardware
+    from peagle.bench.engine import with_engine
+    from peagle.engine.spec import EngineSpec
+    from peagle.engine.vllm import start_engine
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    spec = EngineSpec.from_dict(job["spec"])
+
+    log = Path(sys.argv[2]).with_suffix(".log")
+
+    async def use(engine: Any, _: float) -> dict[str, Any]:
+        bulk = [_bulk(engine, name, *case) for name, case in job["bulk"].items()]
+        answers = dict(zip(job["bulk"], await asyncio.gather(*bulk), strict=True))
+        async with await _client(engine._llm, spec) as client:
+            online = [_online(client, path, body) for path, body in job["online"].values()]
+            return answers | dict(zip(job["online"], await asyncio.gather(*online), strict=True))
+
+    Path(sys.argv[2]).write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, log, use)))
+
+
+async def _bulk(engine: Any, name: str, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return asdict(await engine.generate(name, prompt, sampling))
+
+
+async def _client(llm: Any, spec: Any) -> Any:
+    import httpx
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", spec.model, "--served-model-name", MODEL])
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks)
+    await init_app_state(llm, app.state, args, tasks)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine", timeout=600)
+
+
+async def _online(client: Any, path: str, body: dict[str, Any]) -> Any:
+    answer = await client.post(path, json={"model": MODEL, **body})
+    if not body.get("stream"):
+        return answer.json()
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(event) for event in events if event != "[DONE]"]
+
+
+if __name__ == "__main__":
+    main()

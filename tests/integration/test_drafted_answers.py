@@ -1,0 +1,171 @@
+"""Every reported field of an answer is the same with a drafter and without, for each parameter that can end an answer.
+
+Real engines in float32, where greedy text has no ties. Left out are times, names of requests, drafts, and two fields in
+which vLLM's answers differ: `system_fingerprint` (it identifies the engine's settings) and, in streams with `stop`, the
+`text_offset` of legacy completions (vLLM counts the text sent so far, of which it holds back what may become a stop
+string; how much depends on the tokens per step). `num_cached_tokens` is compared for prompts that are not in the cache:
+with a drafter vLLM computes the last cached block again, and reports it so.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peagle import hardware
+from peagle.catalog.drafters import resolve_drafter
+from peagle.catalog.targets import resolve_model
+from peagle.engine.environment import environment
+from peagle.engine.spec import EngineSpec
+
+pytestmark = pytest.mark.timeout(600)
+
+# Nearly all drafts of the first two are accepted, so that steps accept several tokens; the third ends with EOS.
+PROMPTS = {
+    "repeat": "Repeat: the cat sat on the mat.\nRepeat: the cat sat on the mat.\nRepeat: the cat sat",
+    "count": "one two three four five one two three four five one two three",
+    "end": "<|im_start|>user\nWhat is the capital of France? Answer in one word.<|im_end|>\n<|im_start|>assistant\n",
+}
+CONTEXT, K = 512, 5
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+DIFFER = {"id", "created", "request_id", "ttft_s", "latency_s", "speculation", "metrics", "system_fingerprint"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_target):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(embedded_target)
+
+
+def bulk_cases(tokenizer):
+    the, five = (tokenizer.encode(word)[0] for word in (" the", " five"))
+    words = tokenizer.encode(PROMPTS["repeat"] + PROMPTS["count"])
+    ends = {
+        "stop": {"stop": ["\n", "five"], "logprobs": 2},
+        "stops": {"stop": ["five one", "mat.", "on the"]},
+        "stop in the answer": {"stop": ["mat.", " four five"], "include_stop_str_in_output": True, "logprobs": 0},
+        "stop after min_tokens": {"stop": ["\n", "the", "five"], "min_tokens": 9},
+        "stop_token_ids": {"stop_token_ids": [the, five]},
+        "stop token in the answer": {"stop_token_ids": [the, five], "include_stop_str_in_output": True},
+        "stop_token_ids after min_tokens": {"stop_token_ids": [the, five], "min_tokens": 5, "logprobs": 1},
+        **{f"max_tokens {n}": {"max_tokens": n, "logprobs": 1} for n in (1, 3, 4, 7)},
+        **{f"min_tokens {n}": {"min_tokens": n, "max_tokens": 30} for n in (7, 8, 9, 12)},
+        "ignore_eos": {"ignore_eos": True},
+        "n": {"n": 3, "temperature": 1.0, "top_k": 1, "stop": ["\n", "five one"], "logprobs": 1},
+        "repetition": {"repetition_detection": {"max_pattern_size": 12, "min_pattern_size": 2, "min_count": 2}},
+        "schema": {"json_schema": json.dumps(SCHEMA), "max_tokens": 40, "logprobs": 1},
+        "choice": {"structured_outputs": {"choice": ["Paris is the capital of France", "Rome"]}},
+        "regex": {"structured_outputs": {"regex": "the cat sat on the (mat|dog)\\."}, "stop": ["the mat"]},
+        "bad_words": {"bad_words": ["mat", "five"], "stop": ["."]},
+        "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 1},
+        "allowed_token_ids": {"allowed_token_ids": words, "logprobs": 1},
+        "special tokens": {"skip_special_tokens": False},
+    }
+    cases = {
+        f"{prompt}: {name}": (tokenizer.encode(text), {"temperature": 0.0, "max_tokens": 20, **sampling})
+        for prompt, text in PROMPTS.items()
+        for name, sampling in ends.items()
+    }
+    long = tokenizer.encode("The quick brown fox. " * CONTEXT)[: CONTEXT - 17]
+    return cases | {"the context is full": (long, {"temperature": 0.0, "max_tokens": CONTEXT, "logprobs": 1})}
+
+
+def online_cases():
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    ends = {
+        "stop": {"stop": ["\n", "five"], "logprobs": 2, "return_token_ids": True},
+        "stop in the answer": {"stop": ["mat", "five"], "include_stop_str_in_output": True, "return_token_ids": True},
+        "prompt_logprobs": {"stop": "mat", "prompt_logprobs": 1},
+        "echo": {"stop": "mat", "echo": True, "logprobs": 1},
+    }
+    cases = {}
+    for (prompt, text), (name, more) in ((p, e) for p in PROMPTS.items() for e in ends.items()):
+        body = {"temperature": 0, "max_tokens": 20, **more}
+        chat = body | {"messages": [{"role": "user", "content": text}]}
+        if "logprobs" in body:
+            chat |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+        chat.pop("echo", None)
+        for way, options in {"whole": {}, "streamed": usage}.items():
+            if way == "whole" or name.startswith("stop"):
+                cases[f"{prompt}: {name}, {way}"] = ("/v1/completions", {**body, "prompt": text, **options})
+                cases[f"{prompt}: {name}, {way} chat"] = ("/v1/chat/completions", {**chat, **options})
+    return cases
+
+
+@pytest.fixture(scope="module")
+def answers(tokenizer, tmp_path_factory):
+    """The answers of an engine without a drafter, and of one with the shipped head and a lookup."""
+    here, model = hardware.detect(), resolve_model("smollm2-135m")
+    alone = EngineSpec(model=model.path, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
+    head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
+    drafting = dataclasses.replace(alone, drafter=dataclasses.replace(head, lookup=True))
+    return [_answers(spec, here, tokenizer, tmp_path_factory.mktemp("answers")) for spec in (alone, drafting)]
+
+
+def _answers(spec, here, tokenizer, folder):
+    job, out = folder / "job.json", folder / "answers.json"
+    job.write_text(json.dumps({"spec": spec.to_dict(), "bulk": bulk_cases(tokenizer), "online": online_cases()}))
+    script = Path(__file__).with_name("drafted_answers.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(job), str(out)],
+        env={**os.environ, **environment(spec, here)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_every_field_is_as_without_a_drafter(answers):
+    alone, drafted = answers
+    assert alone.keys() == drafted.keys()
+    found = {name: list(differences(_whole(alone[name]), _whole(drafted[name]))) for name in alone}
+    assert {name: different for name, different in found.items() if different} == {}
+
+
+def test_steps_accepted_several_tokens_and_answers_ended_in_every_way(answers):
+    alone, drafted = answers
+    told = [answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer]
+    accepted = sum(sum(drafts["accepted_per_position"]) for drafts in told if drafts)
+    assert accepted > sum(drafts["num_drafts"] for drafts in told if drafts), "too few drafts were accepted"
+    assert {answer.get("finish_reason") for answer in alone.values() if isinstance(answer, dict)} == {
+        None, "stop", "length", "repetition",
+    }  # fmt: skip
+    assert alone["repeat: stop"]["num_output_tokens"] == drafted["repeat: stop"]["num_output_tokens"] < 8
+
+
+def _whole(answer):
+    """A streamed answer joined to one; how its events are cut differs."""
+    if isinstance(answer, dict):
+        return answer
+    choices, usage = {}, None
+    for event in answer:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            whole = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "token_ids": []})
+            whole["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            whole["token_ids"] += choice.get("token_ids") or []
+            whole |= {key: choice[key] for key in ("finish_reason", "stop_reason") if choice.get(key) is not None}
+            logprobs = choice.get("logprobs") or {}
+            names = [name for name in ("tokens", "token_logprobs", "top_logprobs") if name in logprobs]
+            whole["logprobs"] += logprobs.get("content") or list(zip(*(logprobs[name] for name in names), strict=True))
+    return {"choices": choices, "usage": usage}
+
+
+def differences(a, b, where=""):
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted({*a, *b} - DIFFER):
+            yield from differences(a.get(key), b.get(key), f"{where}.{key}")
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            yield f"{where}: {len(a)} items, {len(b)} with the drafter"
+        for number, pair in enumerate(zip(a, b, strict=False)):
+            yield from differences(*pair, f"{where}[{number}]")
+    elif a != b and not (isinstance(a, float) and a == pytest.approx(b, abs=2e-3)):
+        yield f"{where}: {a!r}, {b!r} with the drafter"
