@@ -29,7 +29,7 @@ from peagle.files import write_atomic
 _PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _UNMEASURED = "`peagle models add`; not measured"
-_INHERITED = "not measured with this head; of the previous head: "
+_INHERITED = "not measured with this head; of the one before: "  # stored on cards
 _UNKNOWN = "not confirmed"
 
 

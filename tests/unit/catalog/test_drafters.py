@@ -73,8 +73,8 @@ def test_auto_takes_the_measured_head_and_k(model: ResolvedModel, shipped: Path)
     ("concurrency", "platform", "reason"),
     [
         (4, "cpu", "costs more than it saves (measured here)"),
-        (65, "cpu", "no measurements for 65 requests at once on cpu"),
-        (1, "cuda", "no measurements for 1 requests at once on cuda"),
+        (65, "cpu", "no measurements for 65 concurrent requests on cpu"),
+        (1, "cuda", "no measurements for 1 concurrent requests on cuda"),
     ],
 )
 def test_auto_drafts_nothing_where_it_does_not_pay_or_nobody_knows(
