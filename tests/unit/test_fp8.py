@@ -49,7 +49,7 @@ def test_the_error_is_told_as_it_is() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
-    with pytest.raises(DrafterError, match=r"fc\.weight has values that are not finite"):
+    with pytest.raises(DrafterError, match=r"fc\.weight holds values that are not finite"):
         quantize("fc.weight", torch.tensor([[1.0, bad]]))
 
 

@@ -299,7 +299,7 @@ def test_a_concurrency_beyond_the_prompts_is_refused_before_an_engine_starts(run
     assert not (tmp_path / "out").exists()
     said: list[str] = []
     report = run(refused, said, repeats=1)
-    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests for each")]
+    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests per slot")]
     assert "concurrency 3:" in note
     assert f"  {note}" in said
 

@@ -168,7 +168,7 @@ def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
 ) -> None:
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 2,880"):
         add_head(shipped_head, target="gpt-oss-20b")
-    with pytest.raises(DrafterError, match="says 2 layers, the weights hold"):
+    with pytest.raises(DrafterError, match="has 2 layers, but the weights have"):
         add_head(published_head(tmp_path / "a", num_hidden_layers=2), target=str(target))
     with pytest.raises(DrafterError, match="names neither P-EAGLE nor EAGLE-3"):
         add_head(target, target=str(target))
