@@ -153,7 +153,7 @@ def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str, shipped_
 def test_a_folder_called_like_a_command_needs_a_name(tmp_path: Path, target: Path) -> None:
     odd = target.rename(tmp_path / "add")
     head = published_head(tmp_path / "head")
-    with pytest.raises(CatalogError, match="the name 'add' is reserved"):
+    with pytest.raises(CatalogError, match="a model cannot be called 'add'"):
         add_head(head, target=str(odd))
     assert add_head(head, target=str(odd), name="other").card.name == "other"
 
