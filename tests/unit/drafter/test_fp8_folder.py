@@ -113,7 +113,7 @@ def test_the_card_says_what_was_done_under_its_title(tmp_path: Path, head: Path)
     lines = (tmp_path / "fp8" / "README.md").read_text().splitlines()
     assert lines[:5] == ["---", "license: mit", "---", "# A head", ""]
     assert "**FP8**: 15 matrices" in lines[5]
-    assert "fc as before" in lines[5]
+    assert "fc not converted" in lines[5]
     assert lines[-1] == "Figures."
     assert "**bf16 again**" in (tmp_path / "back" / "README.md").read_text()
 

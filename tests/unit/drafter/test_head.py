@@ -360,7 +360,7 @@ def test_a_head_itself_is_not_started_from_layers_that_differ(
 ) -> None:
     with pytest.raises(ConfigError, match=r"a head cannot start from its last layers: .*mlp\.down_proj") as refused:
         build_head(foreign_target("qwen3_moe"), _SHAPE, vocabulary)
-    assert refused.value.hint == "give --init random"
+    assert refused.value.hint == "use --init random"
 
 
 def test_layers_are_added_to_a_head_of_a_target_whose_layers_differ(

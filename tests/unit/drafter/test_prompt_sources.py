@@ -47,7 +47,7 @@ def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_j
         said: list[str] = []
         ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", said=said)]
         assert ids[of_json:] == [f"mine-{number}" for number in range(of_mine)]
-        assert said[1:] == [f"  {of_json} of package:json", f"  {of_mine} of {mine}"]
+        assert said[1:] == [f"  {of_json} from package:json", f"  {of_mine} from {mine}"]
 
 
 def test_all_is_taken_where_the_limit_is_more_than_there_is(write_jsonl: Write) -> None:

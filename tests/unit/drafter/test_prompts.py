@@ -29,7 +29,7 @@ def test_every_snippet_before_any_again_and_never_the_same_wording() -> None:
 
 def test_limit() -> None:
     assert len(list(generate_prompts(SNIPPETS[:1], limit=3))) == 3
-    with pytest.raises(ConfigError, match="holds 9 prompts"):
+    with pytest.raises(ConfigError, match="has only 9 prompts"):
         list(generate_prompts(SNIPPETS[:1], limit=10))
 
 

@@ -77,7 +77,7 @@ def test_a_damaged_shard_is_told_and_extracted_again_once_deleted(tmp_path: Path
     ):
         FeatureStore(tmp_path, verify=True)
     file.unlink()
-    with pytest.raises(InputError, match="is not there any more\n  the same command extracts it again"):
+    with pytest.raises(InputError, match="not found\n  repeat the command to extract it again"):
         FeatureStore(tmp_path)
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     assert not writer.has(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.metrics import TrainingProgress
@@ -268,3 +269,20 @@ def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
     moved = step(parameters, first)
     torch.manual_seed(1)
     assert all(torch.equal(delta, moved[name]) for name, delta in step(copies, second).items())
+
+
+def test_a_checkpoint_that_names_how_layers_were_added_still_resumes(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(
+        step=1,
+        weights={},
+        optimizer={},
+        fingerprint={"head": {"num_layers": 3, "further_layers": "unrolled"}, "seed": 0},
+        num_tokens=0,
+        train_s=0.0,
+        metrics_bytes=0,
+    )
+    save_checkpoint(checkpoint, tmp_path)
+    loaded = load_checkpoint(tmp_path, {"head": {"num_layers": 3}, "seed": 0})
+    assert loaded is not None
+    assert loaded.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
