@@ -79,7 +79,8 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
     stored = checkpoint.fingerprint
     # Earlier versions stored how new layers were initialised. A checkpoint has their weights, so it makes no
     # difference.
-    stored.get("head", {}).pop("further_layers", None)
+    if isinstance(stored.get("head"), dict):
+        stored["head"].pop("further_layers", None)
     changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
     if changed:
         raise ConfigError(

@@ -115,7 +115,7 @@ def test_the_card_says_what_was_done_under_its_title(tmp_path: Path, head: Path)
     assert "**FP8**: 15 matrices" in lines[5]
     assert "fc not converted" in lines[5]
     assert lines[-1] == "Figures."
-    assert "**bf16 again**" in (tmp_path / "back" / "README.md").read_text()
+    assert "**Converted back to bf16**" in (tmp_path / "back" / "README.md").read_text()
 
 
 def test_an_eagle3_head_of_the_hub(tmp_path: Path, eagle3: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_full_disk_stops_and_keeps_the_checkpoint(
 ) -> None:
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
-    told = r"cannot be written: .*\n  free some space; the same command goes on"
+    told = r"cannot be written: .*\n  free some space, then repeat the command to resume"
     with full_disk(), pytest.raises(CapacityError, match=told):
         _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
@@ -187,9 +187,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert config.learning_rate_at(110) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}, {"loss": "l2"}]
-)
+@pytest.mark.parametrize("changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}])
 def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         TrainingConfig(**{"num_steps": 1, **changes})
