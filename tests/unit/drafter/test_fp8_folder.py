@@ -185,7 +185,7 @@ def test_what_is_no_head_is_refused_and_leaves_nothing(tmp_path: Path, head: Pat
     (head / "model.safetensors").unlink()
     with pytest.raises(DrafterError, match=r"no \*\.safetensors"):
         quantize_head(head, tmp_path / "out")
-    with pytest.raises(DrafterError, match="no drafter head"):
+    with pytest.raises(DrafterError, match="not a drafter head"):
         quantize_head(target, tmp_path / "out")
     with pytest.raises(DrafterError, match="cannot be read"):
         quantize_head(tmp_path / "nothing", tmp_path / "out")
