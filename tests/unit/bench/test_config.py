@@ -88,12 +88,12 @@ def test_text_that_means_nothing_ends_at_its_full_length() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"methods": "none,eagle"}, "methods are none, peagle, eagle3, ngram, suffix"),
+        ({"methods": "none,eagle"}, "is not one of none, peagle, eagle3, ngram, suffix"),
         ({"num_speculative_tokens": "0"}, "K must be whole numbers"),
         ({"concurrency": "x"}, "concurrencies must be whole numbers"),
         ({"drafter": "heads/mine"}, "METHOD=HEAD"),
         ({"drafter": "ngram=heads/mine"}, "METHOD=HEAD"),
-        ({"drafter": ["peagle=a", "peagle=b"]}, "peagle is occurs twice"),
+        ({"drafter": ["peagle=a", "peagle=b"]}, "peagle is given twice"),
         ({"drafter": "eagle3=a"}, "is not one of the methods"),
         ({"concurrency": "1,8", "max_num_seqs": 4}, "smaller than the largest concurrency"),
         ({"methods": "none", "synthetic_acceptance": "2"}, "requires a method that drafts"),
