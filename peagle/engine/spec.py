@@ -2,9 +2,6 @@
 
 Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
 and store them with their results.
-
-It knows nothing of vLLM's argument names (`arguments.py`), of a user's keys (`keys.py`) or of catalog names
-(`peagle.catalog.drafters`).
 """
 
 from collections.abc import Mapping
