@@ -11,8 +11,8 @@ They follow from the request and the hardware.
 
 `auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the KV
 cache, but attention in FP8 costs time, so `auto` uses it only for contexts that are long enough
-(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights would stay bf16, and only the output of the target would change. An x86-64
-CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint that is
+(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights would stay bf16, and only the output of the target would change. An
+x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint that is
 published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto` it also keeps its
 cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or float32. The precision of
 the KV cache can be set separately; then it is used as requested, or refused.
