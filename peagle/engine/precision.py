@@ -9,13 +9,13 @@ They follow from the request and the hardware.
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the KV
-cache, but attention in FP8 costs time, so `auto` uses it only for contexts that are long enough
+`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the
+KV cache, but attention in FP8 costs time, so `auto` uses it only for contexts that are long enough
 (`_FP8_CACHE_PAYS_FROM`). On a CPU the weights would stay bf16, and only the output of the target would change. An
-x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint that is
-published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto` it also keeps its
-cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or float32. The precision of
-the KV cache can be set separately; then it is used as requested, or refused.
+x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint
+that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto` it also
+keeps its cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or float32. The
+precision of the KV cache can be set separately; then it is used as requested, or refused.
 
 INT8 is W8A8, the counterpart of FP8 where that is not: the weights are converted beforehand (`catalog/int8.py`),
 activations as they come, and all else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
