@@ -52,7 +52,7 @@ class CostView:
         Raises:
             PeagleError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             return self._report(key, window_s)
 
     def spent_usd(self, account: str) -> float | None:
@@ -75,7 +75,7 @@ class CostView:
         Raises:
             OSError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             budgets = self.totals.budgets
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
@@ -88,7 +88,7 @@ class CostView:
         Raises:
             PeagleError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
         charged = charges(ledger, days)
         chosen = (one for one in charged if key in (None, one.key))
@@ -108,7 +108,7 @@ class CostView:
         Raises:
             ApiError: 503, it is large, and no checkpoint knows it.
         """
-        if not await self.totals.is_known_soon():
+        if not await self.totals.wait_until_loaded():
             raise overloaded("the ledger is being read; try again")
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:

@@ -42,8 +42,8 @@ from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.shared import SharedBudgets
-from pipelines.online.gateway.web_page import FOLDER, page_response
-from pipelines.online.live import MAX_WINDOW_S, LiveView, keep_telling_needed
+from pipelines.online.gateway.web_page import FOLDER, get_page
+from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
 from pipelines.online.serve.exceptions import from_exception, is_engine_death, is_engine_unavailable
 from pipelines.online.serve.ray_names import replica_counts
@@ -114,21 +114,21 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._requires_key = settings.requires_key
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
-        present_key = self._ring.present if self._ring else None
-        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
+        current_key = self._ring.current if self._ring else None
+        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Keep the metrics of budgets and break-evens up to date, where there are any."""
         used = exported("peagle_budget_used_ratio")
         watch = BudgetWatch(
-            self._ring, self._shared, self._cost.totals, tell=lambda name, share: used.set(share, {"key": name})
+            self._ring, self._shared, self._cost.totals, on_used=lambda name, share: used.set(share, {"key": name})
         )
-        threading.Thread(target=watch.keep_looking, daemon=True).start()
+        threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:
             length = exported("peagle_break_even_acceptance_length")
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
-                target=keep_telling_needed,
+                target=publish_break_even_forever,
                 args=(self._live, lambda name, at: length.set(at, {"model_name": name, "drafter": drafters[name]})),
                 daemon=True,
             ).start()
@@ -194,17 +194,17 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _loads(self, load: Load) -> dict[str, dict[str, int]]:
         return {
-            model: describe_load(self._cards[model]["peagle"], counts, load.under_way(model))
+            model: describe_load(self._cards[model]["peagle"], counts, load.num_running(model))
             for model, counts in replica_counts(self._deployments).items()
         }
 
     async def page(self) -> Response:
         """The page."""
-        return page_response()
+        return get_page()
 
     async def page_file(self, name: str) -> Response:
         """One of its files."""
-        return page_response(name)
+        return get_page(name)
 
     async def schema(self, request: Request) -> JSONResponse:
         """The inputs and outputs of all routes, as OpenAPI has them."""
@@ -240,7 +240,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     Raises:
         ApiError: for any failure; Ray's application would answer some of its errors in plain text.
     """
-    asked_at, note, context = time.time(), pass_of(request).note, Context.of(request.headers)
+    asked_at, note, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
     assert note is not None, "the gate sets it on routes that engines answer"
     assert context is not None, "the gate sets it on routes that engines answer"
     NOTE.set(note)

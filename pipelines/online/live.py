@@ -72,7 +72,7 @@ class LiveView:
         self._steps: dict[int, defaultdict[LiveGroup, _Cell]] = {}
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        cost.totals.follow(self)
+        cost.totals.add_follower(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
         """Figures ready for JSON, made anew once a second at most.
@@ -88,7 +88,7 @@ class LiveView:
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
-            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `hear`
+            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `on_ledger_record`
             with self._lock:
                 report = self._report(key, window_s)
             report |= {} if account is None else {"account": account}
@@ -134,12 +134,12 @@ class LiveView:
         said = note(length, break_even=self._needed(model, found))
         return [f"{model}: {said}"] if said else []
 
-    def begin(self, totals: Totals) -> None:
+    def on_attach(self, totals: Totals) -> None:
         """Take what was read before and is not too old to be shown."""
         for request in totals.recent(self._now() - MAX_WINDOW_S):
-            self.hear(request)
+            self.on_ledger_record(request)
 
-    def hear(self, request: RequestUsage) -> None:
+    def on_ledger_record(self, request: RequestUsage) -> None:
         """Take a request that has just been read."""
         with self._lock:
             self._add(request)
@@ -248,7 +248,7 @@ def watch_engines(
                 say(f"{name}: {warning}")
 
 
-def keep_telling_needed(view: LiveView, tell: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
+def publish_break_even_forever(view: LiveView, tell: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
     """Tell what `needed` says, as long as this process lives."""
     while True:
         with contextlib.suppress(PeagleError, OSError):  # the ledger cannot be read now; the thread must not end

@@ -43,17 +43,17 @@ _log = logging.getLogger("ray.serve")
 class LedgerFollower(Protocol):
     """Told of a ledger from some moment on."""
 
-    def begin(self, totals: "Totals") -> None:
+    def on_attach(self, totals: "Totals") -> None:
         """All that `totals` has now will not be told again."""
 
-    def hear(self, request: RequestUsage) -> None:
+    def on_ledger_record(self, request: RequestUsage) -> None:
         """A line that has just been read and added."""
 
 
 class Totals:
     """The sums of a ledger.
 
-    Whoever looks at them does so in `up_to_now`, or as a follower.
+    Whoever looks at them does so in `snapshot`, or as a follower.
 
     Attributes:
         budgets: of keys; they have each line with it.
@@ -81,7 +81,7 @@ class Totals:
         """Whether the ledger was read to its end once, and followers were told."""
         return self._was_read and not self._joining
 
-    def follow(self, follower: LedgerFollower) -> None:
+    def add_follower(self, follower: LedgerFollower) -> None:
         """Be told of each line, from the next look on."""
         self._joining.append(follower)
 
@@ -99,18 +99,18 @@ class Totals:
                 self._let_join()
                 self._add(request)
                 for follower in self._followers:
-                    follower.hear(request)
+                    follower.on_ledger_record(request)
                 self._save_if_due()
             self._was_read = True
 
     def read_in_background(self) -> None:
-        """Have a look begin, if none goes on, and wait for nothing."""
+        """Have a look on_attach, if none goes on, and wait for nothing."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._read_in_the_end, daemon=True)
             self._thread.start()
 
     @contextlib.contextmanager
-    def up_to_now(self) -> Iterator[None]:
+    def snapshot(self) -> Iterator[None]:
         """Read what is new, and let nothing change until the end of the `with`.
 
         Raises:
@@ -120,7 +120,7 @@ class Totals:
             self.catch_up()
             yield
 
-    async def is_known_soon(self) -> bool:
+    async def wait_until_loaded(self) -> bool:
         """Whether the ledger has been read, or is within two seconds: a small one is."""
         give_up_at = time.monotonic() + _SOON_S
         while not self.is_known and time.monotonic() < give_up_at:
@@ -169,8 +169,8 @@ class Totals:
                 TotalsCheckpoint(
                     marks=self._reader.marks(),
                     cells=self.cells,
-                    spent_by_day=self.budgets.read_by_day,
-                    batches=self.budgets.read_batches,
+                    spent_by_day=self.budgets.ledger_by_day,
+                    batches=self.budgets.ledger_batches,
                     prices=self.prices,
                 ),
             )
@@ -180,7 +180,7 @@ class Totals:
     def _let_join(self) -> None:
         while self._joining:
             follower = self._joining.pop(0)
-            follower.begin(self)
+            follower.on_attach(self)
             self._followers.append(follower)
 
     def _add(self, request: RequestUsage) -> None:
@@ -188,7 +188,7 @@ class Totals:
         cell = RequestGroup(minute, request.usage.session_id, request.key, request.model, request.drafter, request.tags)
         self.cells.setdefault(cell, Sums(request.usage)).add(request)
         self._newest_minute = max(minute, self._newest_minute)
-        self.budgets.hear(request)
+        self.budgets.on_ledger_record(request)
         self._num_unsaved += 1
         if not request.is_batch:
             self._learn_price(request)

@@ -103,7 +103,7 @@ class StreamEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentRow:
+class BorrowedRequest:
     """A request of a batch, for an engine of the endpoint that has an idle slot.
 
     Attributes:
@@ -123,8 +123,8 @@ class LentRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentAnswer:
-    """An engine's word on a `LentRow`.
+class BorrowedReply:
+    """An engine's word on a `BorrowedRequest`.
 
     The first says whether the engine takes it, the last what came of it; others say that it still runs.
 

@@ -24,7 +24,7 @@ from peagle.requests.sampling import SamplingLimits, conflict
 from peagle.runs.rows import completion_row
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
-from pipelines.online.wire import LentRow, to_text
+from pipelines.online.wire import BorrowedRequest, to_text
 
 # Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
@@ -111,7 +111,7 @@ class FakeServeEngine:
         async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
             yield part
 
-    async def row(self, row: LentRow) -> Generation:
+    async def row(self, row: BorrowedRequest) -> Generation:
         """The answer to a row of a batch, as `Engine.generate` has it."""
         return await self._live().generate(row.request_id, row.prompt_token_ids, row.sampling)
 

@@ -16,7 +16,7 @@ from peagle.economics.usage import Outcome
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.account import EngineAccount
-from pipelines.online.wire import AnswerTally, LentAnswer, LentRow
+from pipelines.online.wire import AnswerTally, BorrowedReply, BorrowedRequest
 
 T = TypeVar("T")
 _SIGN_S = 60.0
@@ -95,11 +95,11 @@ class IdleSlots:
 async def lend(
     slots: IdleSlots,
     account: EngineAccount,
-    row: LentRow,
-    generate: Callable[[LentRow], Coroutine[Any, Any, Generation]],
+    row: BorrowedRequest,
+    generate: Callable[[BorrowedRequest], Coroutine[Any, Any, Generation]],
     *,
     most_slots: int,
-) -> AsyncGenerator[LentAnswer, None]:
+) -> AsyncGenerator[BorrowedReply, None]:
     """Run a row in an idle slot: whether there is one, then what came of it.
 
     While the row runs it is told each minute. Each attempt is a record of the ledger, also one that was given back: its
@@ -113,26 +113,26 @@ async def lend(
     """
     num_slots = min(int(row.sampling.get("n") or 1), most_slots)
     if not slots.has_room(num_slots):
-        yield LentAnswer(state="full")
+        yield BorrowedReply(state="full")
         return
     request = account.begin(
         row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
     )
     request.sequences.listen()
     outcome: Outcome = "cut"
-    answer, is_dead = LentAnswer(state="returned"), False
+    answer, is_dead = BorrowedReply(state="returned"), False
     work = asyncio.create_task(generate(row))
     with slots.lent(work, num_slots):
         try:
-            yield LentAnswer(state="taken")
+            yield BorrowedReply(state="taken")
             while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:
-                yield LentAnswer(state="taken")
+                yield BorrowedReply(state="taken")
             if not work.cancelled():
                 generation = work.result()
                 _count(generation, request.tally)
-                outcome, answer = "ok", LentAnswer(state="done", generation=generation)
+                outcome, answer = "ok", BorrowedReply(state="done", generation=generation)
         except RequestRefused as error:
-            outcome, answer = "failed", LentAnswer(state="refused", reason=error.reason, message=str(error))
+            outcome, answer = "failed", BorrowedReply(state="refused", reason=error.reason, message=str(error))
         except EngineError:
             is_dead = True
             raise

@@ -41,7 +41,7 @@ from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_conf
 from pipelines.online.serve.exceptions import EngineUnavailable, is_engine_death
 from pipelines.online.serve.ray_names import engine_client, hide_python_errors, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
-from pipelines.online.wire import Context, LentAnswer, LentRow
+from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
 _LOOK_S = 0.25
 _AFTER_PEOPLE = 1  # vLLM's priority: a person's request has 0, and goes first
@@ -203,12 +203,12 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         answer = relay(sound, begin, shown_usage=context.shown_usage)
         return in_pieces(self._idle.beside(answer, min(context.num_choices, self._slots)), self._pace)
 
-    async def lend(self, row: LentRow) -> AsyncGenerator[LentAnswer, None]:
+    async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
         """Run a row of a batch, if a slot is idle; an `EndpointLender` calls it."""
         async for answer in lend(self._idle, self._account, row, self._generate, most_slots=self._slots):
             yield answer
 
-    async def _generate(self, row: LentRow) -> Generation:
+    async def _generate(self, row: BorrowedRequest) -> Generation:
         if self._is_fake:
             generation: Generation = await self.engine.row(row)
             return generation

@@ -30,11 +30,11 @@ from pipelines.online.wire import Context, WholeAnswer, encoded
 CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
-def a_request(context=CONTEXT, note=lambda said: None):
+def a_request(context=CONTEXT, record_usage=lambda usage: None):
     """A chat that the gate has let in."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
-    return Request(with_pass(scope, post("/v1/chat/completions"), note=note))
+    return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
 async def asked(request, *ends):
@@ -158,7 +158,7 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
         return await anext(listen(parts, NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
-    one = a_request(note=noted.append)
+    one = a_request(record_usage=noted.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]

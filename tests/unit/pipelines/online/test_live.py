@@ -11,7 +11,7 @@ from pipelines.online.live import (
     NUM_POINTS,
     STEP_S,
     LiveView,
-    keep_telling_needed,
+    publish_break_even_forever,
     spread_over_steps,
     watch_engines,
 )
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_ends_no_telling(monkeypatch):
 
     told = []
     with pytest.raises(SystemExit):
-        keep_telling_needed(View(), lambda model, length: told.append((model, length)), every_s=0)
+        publish_break_even_forever(View(), lambda model, length: told.append((model, length)), every_s=0)
     assert told == [("m", 1.5)]
 
 

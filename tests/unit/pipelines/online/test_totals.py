@@ -37,7 +37,7 @@ def looked(folder):
 
 def said(totals):
     """All of it but the prices, which are of the lines that were read last."""
-    return totals.cells, totals.budgets.read_usd, totals.budgets.read_batches
+    return totals.cells, totals.budgets.ledger_usd, totals.budgets.ledger_batches
 
 
 def whole(folder, monkeypatch):
@@ -66,7 +66,7 @@ def test_the_next_process_reads_what_the_one_before_has_not(tmp_path, monkeypatc
     parsed.clear()
     found = looked(tmp_path)
     assert len(parsed) == 3
-    assert found.budgets.read_batches == {"batch_1"}
+    assert found.budgets.ledger_batches == {"batch_1"}
     assert said(found) == whole(tmp_path, monkeypatch)
 
 
@@ -250,10 +250,10 @@ class Hears:
     def __init__(self):
         self.began, self.heard = None, []
 
-    def begin(self, totals):
-        self.began = dict(totals.budgets.read_usd)
+    def on_attach(self, totals):
+        self.began = dict(totals.budgets.ledger_usd)
 
-    def hear(self, request):
+    def on_ledger_record(self, request):
         self.heard.append(request.request_id)
 
 
@@ -262,10 +262,10 @@ def test_who_follows_is_told_once_of_all_that_it_did_not_begin_with(tmp_path):
     looked(tmp_path)
     append(tmp_path, 2)
     totals, early, late = Totals(tmp_path), Hears(), Hears()
-    totals.follow(early)
+    totals.add_follower(early)
     assert not totals.is_known
     totals.catch_up()
-    totals.follow(late)
+    totals.add_follower(late)
     append(tmp_path, 3)
     totals.catch_up()
     assert (early.began, early.heard) == ({"bob": 1 / 7}, ["r2", "r3"])
@@ -282,7 +282,7 @@ def test_who_follows_waits_for_no_look(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.RequestReader, "each", slow)
     totals.read_in_background()
-    totals.follow(hears)
+    totals.add_follower(hears)
     assert hears.began is None
     may_end.set()
     totals._thread.join()

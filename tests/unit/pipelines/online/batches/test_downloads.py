@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from pipelines.online.batches.downloads import WINDOW_BYTES, Download, Room, attachment, span_of
+from pipelines.online.batches.downloads import WINDOW_BYTES, Download, TransferLimit, attachment, span_of
 from pipelines.online.batches.records import INPUT, StoredFile
 from pipelines.online.errors import ApiError
 from pipelines.online.serve.proxy import ProxyMiddleware
@@ -67,7 +67,7 @@ def file_of(data=DATA, owner="alice"):
 
 @pytest.fixture
 def room():
-    return Room(most_bytes=4 * WINDOW_BYTES, most_bytes_of_key=2 * WINDOW_BYTES)
+    return TransferLimit(max_bytes=4 * WINDOW_BYTES, max_bytes_per_key=2 * WINDOW_BYTES)
 
 
 def serve(download):
@@ -159,7 +159,7 @@ def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_h
         download = Download(file_of(data), lambda: Source(data), {}, room)
         task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
         await settle()
-        with pytest.raises(ApiError, match="as many uploads and downloads"):
+        with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
             room.hold("alice", 1).__enter__()
         client.leaves.set()
         await task

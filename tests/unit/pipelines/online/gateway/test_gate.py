@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 ROUTES = (
     declared.post(CHAT, declared.Rule.GENERATION),
     declared.post("/v1/completions", declared.Rule.GENERATION),
-    declared.post("/v1/batches", declared.Rule.ORDER),
+    declared.post("/v1/batches", declared.Rule.CREATE_BATCH),
     declared.post("/v1/files", declared.Rule.UPLOAD),
     declared.post("/v1/batches/{batch_id}/cancel"),
     declared.get("/v1/cost", declared.Rule.POLL),
@@ -49,21 +49,21 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers, self.context, self.let_in, self.scope = None, {}, None, None, {}
+        self.asked, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
         if self.error:
             raise self.error
         self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.context, self.let_in = Context.of(self.headers), (let_in := scope[PASS])
-        self.asked = let_in.body.values if let_in.body else {}
-        if scope["method"] == "POST" and not let_in.body:
+        self.context, self.gate_pass = Context.of(self.headers), (gate_pass := scope[PASS])
+        self.asked = gate_pass.body.values if gate_pass.body else {}
+        if scope["method"] == "POST" and not gate_pass.body:
             await receive()
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
-        if not is_stream and let_in.note:
-            let_in.note(SAID)
+        if not is_stream and gate_pass.record_usage:
+            gate_pass.record_usage(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -72,7 +72,7 @@ class Engine:
         await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
         if self.breaks_off:
             raise RuntimeError("secret detail")
-        let_in.note(SAID)
+        gate_pass.record_usage(SAID)
         await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -189,7 +189,7 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
-        scope[PASS].note(SAID)
+        scope[PASS].record_usage(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
@@ -291,7 +291,7 @@ def test_sagemakers_route_is_answered_by_that_of_its_body_with_its_limits(ask, p
         **BEHIND_SAGEMAKER,
     )
     assert answer.status_code == 200
-    assert (engine.let_in.route, engine.scope["path"]) == (("POST", path), path)
+    assert (engine.gate_pass.route, engine.scope["path"]) == (("POST", path), path)
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.asked.get("max_tokens") == (16 if path != CHAT else None)
     assert (engine.context.key, answer.headers["x-peagle-model"]) == ("local", "a")
@@ -400,10 +400,10 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         assert "authorization" not in engine.headers
     arguments, parts = get("/v1/cost", keys["alice"])
     (answer,) = ask((arguments, {"headers": {**said, **parts["headers"]}}), app=engine)
-    assert (engine.context, engine.let_in.key.name, engine.let_in.key.is_operator) == (None, "alice", False)
+    assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     ask(get("/v1/cost", keys["boss"]), app=engine)
-    assert (engine.let_in.key.name, engine.let_in.key.is_operator) == ("boss", True)
+    assert (engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == ("boss", True)
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     class Looks(Engine):
         async def __call__(self, *what):
             budgets = totals_of(settings["ledger"]).budgets
-            left.append(budgets.hold_batch("batch_1", small, 0.2))
+            left.append(budgets.reserve_batch("batch_1", small, 0.2))
             budgets.settle_batch("batch_1", [small], 0)
             await super().__call__(*what)
 
@@ -730,7 +730,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
-    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
+    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 1024)
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
 
 
@@ -920,7 +920,7 @@ def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_wai
         post(keys["small"], stream=True, **few), post(keys["small"], **few), app=Engine(breaks_off=True)
     )
     assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
-    assert "held by its requests" in second.json()["error"]["message"]
+    assert "reserved by running requests" in second.json()["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
@@ -980,7 +980,7 @@ def test_requests_under_way_are_counted_while_they_are(ask, keys):
 
     class Watched(Engine):
         async def __call__(self, scope, receive, send):
-            seen.append((load.under_way("a"), load.under_way("b")))
+            seen.append((load.num_running("a"), load.num_running("b")))
             await super().__call__(scope, receive, send)
 
     def watched(**kwargs):
@@ -989,7 +989,7 @@ def test_requests_under_way_are_counted_while_they_are(ask, keys):
     watched(requests=[post(keys["alice"]), post(keys["alice"], model="b")])
     watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
     assert seen == [(1, 0), (0, 1), (1, 0)]
-    assert load.under_way("a") == load.under_way("b") == 0
+    assert load.num_running("a") == load.num_running("b") == 0
 
 
 @pytest.fixture
@@ -1026,7 +1026,7 @@ def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, c
     (tmp_path / "file").touch()
     (answer,) = ask(post(keys["alice"]), prompts=tmp_path / "file" / "prompts")
     assert answer.status_code == 200
-    assert "is not in the log of prompts" in caplog.text
+    assert "to the prompt log" in caplog.text
 
 
 def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, keys, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.limits import KeyLimits, Used
+from pipelines.online.gateway.limits import ActualUsage, KeyLimits
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally
 from tests.unit.pipelines.online.ledgers import a_request
@@ -36,7 +36,7 @@ def refused(limits, key, tokens, match):
 def limits(engine_account, tmp_path, clock):
     engine_account.ready()
     made = KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
-    assert asyncio.run(made._totals.is_known_soon())
+    assert asyncio.run(made._totals.wait_until_loaded())
     return made
 
 
@@ -62,7 +62,7 @@ def test_hanging_up_gives_no_tokens_for_nothing(limits, engine_account, clock, t
 
 def test_hanging_up_gives_no_money_for_nothing(limits, engine_account, clock, tmp_path):
     limits.settle(admit(limits, POOR, 100, "r1"), None)
-    refused(limits, POOR, 1, "held by its requests")
+    refused(limits, POOR, 1, "reserved by running requests")
     append_request(tmp_path / "ledger", used(engine_account, "r1", 0, 51, clock))  # 51 s x 2 x 0.01 USD
     refused(limits, POOR, 1, "is spent")
 
@@ -123,7 +123,7 @@ def test_what_was_under_way_at_a_restart_counts_when_its_engine_has_written_it(
     admit(restarted(), POOR, 1, "r1")
     after = restarted()
     permit = admit(after, POOR, 1, "r2")
-    after.settle(permit, Used(output_tokens=1, usd=0.01))
+    after.settle(permit, ActualUsage(output_tokens=1, usd=0.01))
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))
     refused(after, POOR, 1, "is spent")
 
@@ -145,7 +145,7 @@ def test_a_batch_that_has_ended_is_charged_within_half_a_minute(limits, engine_a
     for _ in range(2):
         write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
     asyncio.run(limits.catch_up())
-    limits.settle(admit(limits, POOR, 1), Used(output_tokens=0, usd=0))
+    limits.settle(admit(limits, POOR, 1), ActualUsage(output_tokens=0, usd=0))
     clock.now += 31
     refused(limits, POOR, 1, "is spent")
 
@@ -155,16 +155,16 @@ def test_what_tokens_cost_before_a_restart_is_what_requests_hold(restarted, tmp_
     after = restarted()
     admit(after, POOR, 999, "r1")
     admit(after, POOR, 999, "r2")
-    refused(after, POOR, 99, "held by its requests")
+    refused(after, POOR, 99, "reserved by running requests")
 
 
 def test_a_model_has_a_price_soon_after_its_first_answer(limits, clock, tmp_path):
     clock.now += 200
     asyncio.run(limits.catch_up())
     first = admit(limits, POOR, 1, "r1")
-    refused(limits, POOR, 1, "held by its requests")
+    refused(limits, POOR, 1, "reserved by running requests")
     append_request(tmp_path / "ledger", a_request("r1"))
-    limits.settle(first, Used(output_tokens=41, usd=0.022))
+    limits.settle(first, ActualUsage(output_tokens=41, usd=0.022))
     clock.now += 1
     admit(limits, POOR, 1, "r2")
     admit(limits, POOR, 1, "r3")

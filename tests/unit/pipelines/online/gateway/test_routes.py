@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from pipelines.online import ingress
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.bodies import HeavyWork, JsonBody
+from pipelines.online.gateway.bodies import JsonBody, ParsePool
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.routes import PASS, GatePass, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
 from pipelines.online.wire import path_refusal
@@ -138,7 +138,7 @@ def test_a_new_route_is_guarded_though_nobody_thought_of_it():
 
 def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_again():
     app, sent = guarded_app(), []
-    route = post("/v1/new", Rule.ORDER)
+    route = post("/v1/new", Rule.CREATE_BATCH)
 
     @route(app)
     async def new(body: dict[str, int]) -> dict[str, int]:
@@ -147,7 +147,7 @@ def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_ag
     async def send(message):
         sent.append(message)
 
-    body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", heavy=HeavyWork())
+    body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", parse_pool=ParsePool())
     scope = scope_of("/v1/new", "POST") | {"headers": [(b"content-type", b"application/json")]}
     asyncio.run(app(with_pass(scope, route, body=body), nothing, send))
     assert (sent[0]["status"], sent[1]["body"]) == (200, b'{"a":1}')
@@ -183,7 +183,7 @@ def test_what_costs_money_or_engines_is_metered_and_nothing_is_open_but_health_a
     assert of_rule[Rule.OPEN] == {("GET", "/health")}
     assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
-    assert of_rule[Rule.ORDER] == {("POST", "/v1/batches")}
+    assert of_rule[Rule.CREATE_BATCH] == {("POST", "/v1/batches")}
     assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
     assert of_rule[Rule.POLL] == {("GET", "/v1/live"), ("GET", "/v1/cost")}
 
@@ -224,7 +224,7 @@ async def nothing(*_):
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route):
     (ours,) = [one for one in app.router.routes if (route.method, route.path) == (next(iter(one.methods)), one.path)]
-    body = JsonBody(values={}, num_bytes=2, key="k", heavy=HeavyWork())
+    body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
     with pytest.raises(ApiError) as caught:
         asyncio.run(ours.handle(with_pass(scope, route, body=body), None, None))
@@ -239,4 +239,4 @@ def test_a_query_parameter_that_is_not_known_is_answered_as_any_other_error(app)
 
     answer = asyncio.run(asked())
     assert answer.status_code == 422
-    assert answer.json()["error"]["message"] == "there is no parameter 'x'; this path takes none"
+    assert answer.json()["error"]["message"] == "unknown parameter 'x'; this path has no parameters"

@@ -11,14 +11,14 @@ from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.lending import IdleSlots, lend
-from pipelines.online.wire import LentRow
+from pipelines.online.wire import BorrowedRequest
 
 SLOTS = 8
 SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 
 def row(name="r", **sampling):
-    return LentRow(
+    return BorrowedRequest(
         request_id=name, key="alice", account="alice 1", tags='{"team": "search"}', cache_salt=None,
         prompt_token_ids=[1, 2, 3], sampling=SAMPLING | sampling,
     )  # fmt: skip
