@@ -1,7 +1,6 @@
-"""The keys of the endpoint, the same in YAML and on the command line.
+"""The options of the endpoint, the same in YAML and on the command line.
 
-The keys of a model describe the only one, or are what the entries of `models` have in common. It checks what can be
-checked without a model or a cluster; it resolves nothing.
+Options of a model apply to the only model, or to all entries of `models`.
 """
 
 import json
@@ -22,11 +21,11 @@ from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import NUMBER_OR_RANGE, FolderKey, StandInKeys
 
-ENDPOINT = "endpoint"  # of batch_engines: the endpoint's own
+ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):
-    """One model of the endpoint: its engine, and how many of them there are."""
+    """One model of the endpoint: its engine, and the number of engines."""
 
     name: str | None = Field(
         None,
@@ -84,12 +83,12 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients; of a folder its last part."""
+        """The model's name for clients."""
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
     def parsers(self) -> dict[str, Any]:
-        """vLLM's keyword arguments for what an answer is taken apart by."""
+        """vLLM's arguments for parsing tool calls and reasoning."""
         tools = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
         return (tools if self.tool_call_parser else {}) | (
             {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
@@ -128,12 +127,10 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
 
 class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
-    """The endpoint.
-
-    A description is the help text of its flag; an unknown key is an error.
+    """The configuration of the endpoint. Field descriptions are the help texts; unknown keys are errors.
 
     Attributes:
-        is_behind_sagemaker: whether it keeps SageMaker's contract for containers (`sagemaker.py`).
+        is_behind_sagemaker: whether it runs in a SageMaker container (`sagemaker.py`).
     """
 
     is_behind_sagemaker: ClassVar[bool] = False
@@ -261,24 +258,24 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
         """
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
-                f"a model is called {wrong[0]}, and no request would reach it: Ray takes what follows ':' as the id of "
+                f"the model name {wrong[0]} contains a colon: Ray would read the part after it as the id of "
                 "a LoRA adapter; give it a name without a colon (--name, or name in models)"
             )
         return self
 
     @property
     def lends_engines(self) -> bool:
-        """Whether batches have the idle slots of the endpoint's engines."""
+        """Whether batches use idle slots of the endpoint's engines."""
         return self.batches is not None and self.batch_engines == ENDPOINT
 
     @property
     def url(self) -> str:
-        """Where clients find the API."""
+        """The base URL of the API."""
         return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}/v1"
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:
-        """The models: the listed ones, or the one that the flat keys describe."""
+        """The configured models; a single one if `models` is empty."""
         if self.models:
             return self.models
         return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)

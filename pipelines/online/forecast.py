@@ -1,7 +1,7 @@
-"""Forecast of an endpoint, for `peagle serve --dry-run`.
+"""The forecast of `peagle serve --dry-run`.
 
-It decides by the same functions as an endpoint, on the machine that the configuration names or else on this one.
-Nothing is started and nothing is written; Ray is not asked.
+Uses the same functions as the endpoint, for the configured machine or this one. Starts and writes nothing, and does not
+use Ray.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from pipelines.online.placement import num_accelerators, size_of
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """An endpoint as it would be.
+    """An endpoint as it would be started.
 
     Attributes:
-        is_here: the engines would run on this machine, which was looked at.
+        is_here: the engines would run on this machine, whose hardware was detected.
         requires_key: clients need an API key.
     """
 
@@ -39,18 +39,18 @@ class EndpointForecast:
     requires_key: bool
 
     def access(self) -> str:
-        """Who can send requests."""
+        """Return who can send requests."""
         if self.requires_key:
             return "required"
         if self.config.is_behind_sagemaker:
             return (
                 f"none; anyone who can connect to {self.config.host}:{self.config.port} can send requests, "
-                "which on SageMaker is whoever IAM allows"
+                "which on SageMaker means everyone whom IAM allows"
             )
         return "none; only this machine can connect"
 
     def usd_per_h(self, *, at_most: bool) -> float:
-        """The price of an hour of all engines, by their smallest or largest number."""
+        """Return the cost per hour of the minimum or maximum number of engines."""
         num_devices = sum(
             one.placement.num_devices * (one.keys.max_replicas if at_most else one.keys.min_replicas)
             for one in self.served
@@ -58,7 +58,7 @@ class EndpointForecast:
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
-        """The facts to show, by label."""
+        """Return the facts with their labels."""
         least, most = (in_words_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
         models = [line for one in self.served for line in self._model(one)]
         return [
@@ -71,7 +71,6 @@ class EndpointForecast:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
         return {
             "url": self.config.url,
             "requires_key": self.requires_key,
@@ -95,13 +94,13 @@ class EndpointForecast:
 
 
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
-    """Decide an endpoint, and start nothing of it.
+    """Resolve an endpoint without starting it.
 
     Args:
-        announce: told what takes long.
+        announce: called with a message before slow steps.
 
     Raises:
-        PeagleError: what would refuse the endpoint, as far as this machine can tell.
+        PeagleError: the endpoint would be refused, as far as this machine can detect.
     """
     here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
     num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
@@ -118,12 +117,12 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
 
 def settled(config: ServeConfig) -> Settled:
-    """Values for the keys that an endpoint's configuration leaves open.
+    """Return the values of options that the configuration leaves open.
 
-    Those of one of several models have its name before them: "plain.drafter".
+    With several models, names are prefixed by the model: "plain.drafter".
 
     Raises:
-        PeagleError: what would refuse the endpoint.
+        PeagleError: the endpoint would be refused.
     """
     found = forecast(config, print)
     rows: Settled = {}

@@ -20,7 +20,7 @@ from peagle.errors import shown
 from pipelines.online.batches.records import StoredFile
 from pipelines.online.batches.store import in_thread
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.serve.flow import Window
+from pipelines.online.serve.flow import DownloadWindow
 
 WINDOW_BYTES = 1 << 21
 _PIECE_BYTES = 1 << 19
@@ -100,16 +100,16 @@ class Download(Response):
         Raises:
             ApiError: the file was deleted, the limit is reached, or the file must be fetched in parts.
         """
-        window = Window(receive)
+        window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
-        num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_notes else self._span.num_bytes
+        num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes
         with self._transfers.hold(self._file.owner, self._reserved_bytes(num_bytes)), await self._open() as source:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_pieces(source, window, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await window.wait_for_end()
 
-    async def _send_pieces(self, source: BinaryIO, window: Window, send: Send) -> None:
+    async def _send_pieces(self, source: BinaryIO, window: DownloadWindow, send: Send) -> None:
         num_sent = 0
         while num_sent < self._span.num_bytes and not window.has_left:
             piece = await in_thread(source.read, min(_PIECE_BYTES, self._span.num_bytes - num_sent))
@@ -117,7 +117,7 @@ class Download(Response):
                 raise OSError(f"{self._file.id}: shorter than its record")
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             num_sent += len(piece)
-            if window.has_notes:
+            if window.has_acks:
                 await window.wait(num_sent, WINDOW_BYTES - _PIECE_BYTES)
 
     async def _open(self) -> BinaryIO:

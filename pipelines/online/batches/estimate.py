@@ -13,7 +13,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import ending_s
 from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.settings import BatchModel
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def estimate(
         price: of the model's tokens.
         sessions: of the endpoint's engines.
     """
-    tokens_usd = price and price.beside_others(
+    tokens_usd = price and price.shared_price(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
     )
     started = [one for one in sessions if one.model == progress.model and (one.busy_s or one.idle_s)]

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from peagle.errors import shown
 from pipelines.online.errors import ApiError
-from pipelines.online.serve.flow import Told
+from pipelines.online.serve.flow import UploadAckReceiver
 from pipelines.online.wire import header
 
 # A string, possibly without its closing quote. Otherwise each quote inside would restart the search.
@@ -203,7 +203,7 @@ class Upload:
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
-        self._receive = Told(receive, send)
+        self._receive = UploadAckReceiver(receive, send)
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
         self._give_up_at = time.monotonic() + timeout_s

@@ -10,10 +10,10 @@ Tokens are reserved at their maximum until the actual number is known, so that a
 prompts the maximum is the body's size in bytes. That may be far too high, so the only running request of a key is
 admitted as long as the minute has any tokens left.
 
-Each budget reserves the request's maximum cost at recent prices (`sums.py`). The only running request may use whatever
-is left; a request of a model without a price can only run alone. So a budget is exceeded by at most one request, plus
-price errors. Tags reserve like keys. The endpoint's budget reserves nothing: its engines cost the same with or without
-a request.
+Each budget reserves the request's maximum cost at recent prices (`ledger_totals.py`). The only running request may use
+whatever is left; a request of a model without a price can only run alone. So a budget is exceeded by at most one
+request, plus price errors. Tags reserve like keys. The endpoint's budget reserves nothing: its engines cost the same
+with or without a request.
 
 If a client disconnects, the ingress never learns the usage. The engine writes it to the ledger, and the reservation
 stays until it is read there.
@@ -32,7 +32,7 @@ from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 from pipelines.online.totals import Totals
 
 WINDOW_S = 60.0
@@ -285,7 +285,7 @@ class KeyLimits:
                 _raise_refusal(payer, refusal)
 
     async def _wait_for_spend(self, payers: Sequence[Payer]) -> None:
-        if self._totals.is_known:
+        if self._totals.is_loaded:
             await self.catch_up()
         elif _has_budget(payers) and not await self._totals.wait_until_loaded():
             raise overloaded("the spend of this key is still being read; try again")

@@ -191,7 +191,7 @@ def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_
 
 
 def test_a_restart_knows_what_was_spent_before_the_period(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     for day in DAYS:
         append_request(tmp_path, ended(day, 1.0))
     before, after = Totals(tmp_path), Totals(tmp_path)

@@ -62,7 +62,7 @@ def test_the_endpoint_ends_when_nobody_asks_and_says_what_it_cost(tmp_path, monk
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
     with ended_when_idle(config, PRICE, stopped, said.append):
         assert stopped.wait(10)
-        assert said == ["nobody has asked for 0.2 s: the endpoint ends"]
+        assert said == ["no requests for 0.2 s: stopping the endpoint"]
     assert said[1:] == ["its engines cost $40.00"]
 
 
@@ -83,7 +83,7 @@ def test_a_ledger_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch):
         (tmp_path / "ledger" / "session-x.parquet").write_bytes(b"no table")
         assert not stopped.wait(0.5)
     assert said
-    assert all("cannot be told now" in line for line in said)
+    assert all("cannot check for requests now" in line for line in said)
 
 
 def test_only_what_engines_lived_since_then_is_paid(tmp_path):

@@ -172,11 +172,11 @@ def test_anything_else_is_an_answer_of_the_api_at_once(error, code):
 
 
 def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
-    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["present_key"])
+    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
     (_, alice), (_, gone) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
-    present_key = ingress.PeagleIngress._make_batches(endpoint, None)
-    assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
+    current_key = ingress.PeagleIngress._make_batches(endpoint, None)
+    assert (current_key(alice), current_key(gone)) == (alice.without_hash(), None)
     endpoint._ring = None
     assert ingress.PeagleIngress._make_batches(endpoint, None) is None
 

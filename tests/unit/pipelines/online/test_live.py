@@ -139,7 +139,7 @@ def test_shares_of_steps_sum_to_one(begin, end):
 
 
 def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path, now, monkeypatch):
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     reports = []
     for number in range(2):
         ledger(str(number), ended_s_ago=10 * number + 10)

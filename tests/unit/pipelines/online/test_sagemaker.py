@@ -52,12 +52,12 @@ def test_ours_win_over_sagemakers(configured, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({}, "there is no model: set SM_VLLM_MODEL"),
+        ({}, "no model: set SM_VLLM_MODEL"),
         ({"model": "m", "drain_s": 25}, "less than or equal to 20"),
         ({"model": "m", "min_replicas": 0}, "greater than or equal to 1"),
         ({"models": [{"model": "m"}]}, "drain_s of at most 20"),
         ({"models": [{"model": "m", "min_replicas": 0}], "drain_s": 5}, "min_replicas of at least 1"),
-        ({"model": "m", "idle_timeout": "30m"}, "starts a container anew"),
+        ({"model": "m", "idle_timeout": "30m"}, "restarts a container that exits"),
     ],
 )
 def test_what_would_break_the_contract_is_refused(keys, reason):

@@ -18,7 +18,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Have it written after each line."""
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 0)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
 
 
@@ -44,7 +44,7 @@ def whole(folder, monkeypatch):
     """The same without a checkpoint."""
     with monkeypatch.context() as without:
         without.setattr(module, "CHECKPOINT_NAME", "none")
-        without.setattr(module, "_LEAST_UNSAVED", 10**9)
+        without.setattr(module, "_MIN_UNSAVED", 10**9)
         return said(looked(folder))
 
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp
     change(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
-    assert "the whole ledger is read" in caplog.text
+    assert "reading the whole ledger" in caplog.text
     caplog.clear()
     looked(tmp_path)  # a sound one has taken its place
     assert not caplog.text
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_harms_nothing(tmp_path,
 
 
 def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 4)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 4)
     append(tmp_path, *range(3))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
     assert not path.exists()
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_
 
 
 def test_a_long_first_read_that_is_killed_has_not_been_for_nothing(tmp_path, monkeypatch, parsed):
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 10)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 10)
     append(tmp_path, *range(45))
     read = module.RequestReader.each
 
@@ -235,7 +235,7 @@ def test_what_is_long_ago_is_kept_by_the_hour_and_then_by_the_day(tmp_path, monk
         ended = 1e9 + number * 3600 + number % 3600
         usage = {"started_at": ended - 1, "finished_at": ended}
         append_request(tmp_path, a_request(f"r{number}", usd=number / 7, **usage))
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 400)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 400)
     newest, cells = ended // 60, looked(tmp_path).cells
     for cell in cells:
         age = newest - cell.minute
@@ -263,7 +263,7 @@ def test_who_follows_is_told_once_of_all_that_it_did_not_begin_with(tmp_path):
     append(tmp_path, 2)
     totals, early, late = Totals(tmp_path), Hears(), Hears()
     totals.add_follower(early)
-    assert not totals.is_known
+    assert not totals.is_loaded
     totals.catch_up()
     totals.add_follower(late)
     append(tmp_path, 3)

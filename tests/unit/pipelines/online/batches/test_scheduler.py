@@ -9,7 +9,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 from pipelines.online.totals import totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -422,7 +422,7 @@ def priced(settings, make_session):
     """
     totals = totals_of(settings.ledger)
     totals.prices["m"] = TokenPrice()
-    totals.prices["m"].learn(a_request())
+    totals.prices["m"].update(a_request())
     settings.ledger.mkdir(parents=True)
     write_session(settings.ledger, make_session())
     batch_model = settings.models["m"]

@@ -730,7 +730,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
-    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 1024)
+    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
 
 
