@@ -5,7 +5,7 @@ folder). It knows one file system, local or NFS; it does not know what the bytes
 
 An answer that gets lost on NFS makes the client send its request again, and the second one finds the first one done: a
 `link` says that the name is taken, a `rename` that there is no such file. So after an error the target is compared with
-the file that was to get its name (`docs/decisions/0015-durable-names.md`).
+the file that was to get its name.
 
 A disk takes milliseconds for an `fdatasync`, so requests that end at the same time share one. `GroupSync` runs in a
 thread of its own, and whoever waits for it is told by a future: an event loop is never held.

@@ -139,7 +139,7 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         names = [word.strip() for part in parts for word in str(part).split(",")]
         for name in names:
             if name not in METHODS:
-                raise ValueError(f"methods are {', '.join(METHODS)}")
+                raise ValueError(f"{name!r} is not one of {', '.join(METHODS)}")
         return list(dict.fromkeys(names))
 
     @field_validator("synthetic_acceptance", mode="before")

@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from peagle.engine.interface import CompletionOutput, Generation, RequestRefused, TokenLogprob
-from peagle.engine.self_check import Judgement, SelfCheck
+from peagle.engine.interface import CompletionOutput, Generation, Judgement, RequestRefused, SelfCheck, TokenLogprob
 from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 

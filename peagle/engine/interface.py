@@ -1,17 +1,14 @@
 """The interface of an engine: requests in, generations out.
 
-Token ids in, text and counts out. It knows nothing of prompts' templates, of rows or of how an engine works; this is
-the seam at which `vllm.py` and `fake.py` stand in for each other.
+Token ids in, text and counts out. `vllm.py` and `fake.py` implement it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 from peagle.speculation import SpeculationStats
-
-if TYPE_CHECKING:
-    from peagle.engine.self_check import Checkable, SelfCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +82,85 @@ class RequestFailed(RequestRefused):
     reason = FAILED
 
 
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A token of a text and the target's most likely one, with their log-probabilities."""
+
+    token: str
+    logprob: float
+    likeliest: str
+    likeliest_logprob: float
+
+    @property
+    def margin(self) -> float:
+        """The difference of the log-probabilities; 0 if the token is the most likely one."""
+        return self.likeliest_logprob - self.logprob
+
+
+class Checkable(Protocol):
+    """What the self-check needs of an engine."""
+
+    max_model_len: int
+
+    def prompt(self, text: str) -> list[int]:
+        """The token ids of a text, without a chat template."""
+
+    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
+        """Generate exactly `num_tokens` tokens, ignoring the end-of-text token.
+
+        Raises:
+            RequestRefused, EngineError: as `Engine.generate`.
+        """
+
+    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
+        """Compare the tokens from `begin` on with the target's most likely ones, without the prefix cache.
+
+        Raises:
+            RequestRefused: the engine gives no log-probabilities of a prompt.
+            EngineError: as `Engine.generate`.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheck:
+    """The result of a self-check.
+
+    Attributes:
+        num_tokens: length of the answer.
+        num_ties: tokens that are not the most likely, but within `max_tie` of it.
+        largest_margin: largest difference in log-probability to the most likely token; None if it is not a number.
+        max_tie: the largest difference that counts as a tie.
+        seen: the first token that differs, or why the check was skipped; empty if it passed.
+        advice: what to do if it failed.
+    """
+
+    outcome: Outcome
+    num_tokens: int = 0
+    num_ties: int = 0
+    largest_margin: float | None = 0.0
+    max_tie: float = 0.0
+    seconds: float = 0.0
+    seen: str = ""
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """Return it as JSON text, as a ledger stores it."""
+        return json.dumps(asdict(self))
+
+    def describe(self) -> str:
+        """One line for a log."""
+        if self.outcome == "passed":
+            return f"self-check passed: {self.num_tokens} tokens, {self.num_ties} ties, {self.seconds:.2f} s"
+        return f"self-check {self.outcome}: {self.seen}"
+
+
 class RowEngine(Protocol):
     """The part of an engine that rows of a corpus need.
 
@@ -125,12 +201,12 @@ class Engine(RowEngine, Protocol):
     max_model_len: int
     compile_s: float
     """Seconds of its start that went into compiling."""
-    self_check: "SelfCheck | None"
-    """What its self-check found; None before it."""
+    self_check: SelfCheck | None
+    """The result of its self-check; None before it ran."""
 
     @property
-    def checkable(self) -> "Checkable":
-        """The same engine as its self-check asks it."""
+    def checkable(self) -> Checkable:
+        """The engine as the self-check uses it."""
 
     @property
     def model_runner(self) -> str | None:

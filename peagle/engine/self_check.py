@@ -1,12 +1,10 @@
-"""An engine's self-check: its greedy answer against its target's judgement.
+"""The self-check of an engine: compare its greedy answer with what its target alone would generate.
 
-It runs before the engine takes work; bulk's and the endpoint's vLLM engines are asked alike.
+It runs before an engine accepts work, in bulk runs and in the endpoint.
 
-The engine answers a text greedily, with its drafter, and beside a request that is sampled where it can run both. Then
-the same engine reads prompt and answer in one prefill and says, for each token of the answer, which token its target
-holds likeliest there. What they must agree on is the target's argmax, but for rounding ties (`peagle.engine.lossless`).
-
-It knows neither vLLM nor what the engine is for.
+The engine answers a text greedily with its drafter, while a sampled request runs in the same batch if possible. Then
+the same engine reads prompt and answer in one prefill and reports the target's most likely token at each position. Both
+must agree, except for ties in rounding (`peagle.engine.lossless`).
 """
 
 import asyncio
@@ -16,10 +14,10 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any
 
-from peagle.engine.interface import RequestRefused
+from peagle.engine.interface import Checkable, Judgement, RequestRefused, SelfCheck
 from peagle.engine.lossless import tie_margin
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec, spec_precision
@@ -39,87 +37,6 @@ TEXT = '''def celsius(fahrenheit):
 
 def fahrenheit(celsius):
 '''
-
-Outcome = Literal["passed", "failed", "skipped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """A token of a text and the target's likeliest one, with log-probabilities."""
-
-    token: str
-    logprob: float
-    likeliest: str
-    likeliest_logprob: float
-
-    @property
-    def margin(self) -> float:
-        """By how much the likeliest is likelier; 0 where it is this token."""
-        return self.likeliest_logprob - self.logprob
-
-
-class Checkable(Protocol):
-    """The abilities an engine needs to be checked."""
-
-    max_model_len: int
-
-    def prompt(self, text: str) -> list[int]:
-        """The token ids of a text, without a chat template."""
-
-    async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
-        """Generate so many tokens, past the end of a text too.
-
-        Raises:
-            RequestRefused, EngineError: as `Engine.generate`.
-        """
-
-    async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """The target's own judgement of the tokens from `begin` on.
-
-        It is computed anew: no cache answers.
-
-        Raises:
-            RequestRefused: the engine gives no log-probabilities of a prompt.
-            EngineError: as `Engine.generate`.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfCheck:
-    """The findings of a self-check.
-
-    Attributes:
-        num_tokens: of the answer.
-        num_ties: tokens that are not the likeliest, but as good as that.
-        largest_margin: log-probabilities between a token and the likeliest there; None where that is no number.
-        max_tie: the largest that counts as a tie.
-        seconds: what it took.
-        seen: the first token that differs, or why the check was skipped; empty where it passed.
-        advice: what to do where it failed.
-    """
-
-    outcome: Outcome
-    num_tokens: int = 0
-    num_ties: int = 0
-    largest_margin: float | None = 0.0
-    max_tie: float = 0.0
-    seconds: float = 0.0
-    seen: str = ""
-    advice: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """The same as text, as a ledger keeps it."""
-        return json.dumps(asdict(self))
-
-    def describe(self) -> str:
-        """One line for a log."""
-        if self.outcome == "passed":
-            return f"self-check passed: {self.num_tokens} tokens, {self.num_ties} ties, {self.seconds:.2f} s"
-        return f"self-check {self.outcome}: {self.seen}"
 
 
 async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *, limit_s: float = LIMIT_S) -> SelfCheck:

@@ -12,8 +12,8 @@ from typing import Any
 
 from peagle.engine.arguments import NodeRank, engine_args
 from peagle.engine.environment import set_environment
-from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, TokenLogprob
-from peagle.engine.self_check import CheckableLlm, SelfCheck
+from peagle.engine.interface import CompletionOutput, Generation, RequestFailed, RequestRefused, SelfCheck, TokenLogprob
+from peagle.engine.self_check import CheckableLlm
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import interruptible, start_limit
 from peagle.engine.trials import guard_engine, trials_of

@@ -4,11 +4,11 @@ The same few operations work on both.
 
     write_once     create a name; of several writers the first wins       exclusive link | PUT with If-None-Match: *
     write_atomic   replace a name; a reader sees old bytes or new ones    rename         | PUT
-    atomic_file    the same for what is too big to be held                rename         | upload in parts
+    atomic_file    the same for data larger than memory                   rename         | upload in parts
     make_folder    a folder that outlasts a power cut                     mkdir          | nothing
     remove         a deletion that outlasts a power cut                   unlink         | DELETE
 
-The rest is what `pathlib.Path` offers. It knows names and bytes; it does not know what they mean.
+Everything else is as in `pathlib.Path`.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from peagle.private import user_path
 from peagle.storage.s3_path import READ_AHEAD_BYTES as READ_AHEAD_BYTES
 from peagle.storage.s3_path import SCHEME, S3Path
 
-WRITE_ERRORS = (OSError, StorageError)  # with which a write fails, here or there
+WRITE_ERRORS = (OSError, StorageError)  # raised by a failed write, local or remote
 
 
 class Stat(Protocol):
-    """The facts of a file that are asked for."""
+    """The part of `os.stat_result` that is used."""
 
     @property
     def st_size(self) -> int:
@@ -34,7 +34,7 @@ class Stat(Protocol):
 
 
 class Place(Protocol):
-    """A file or folder: a `Path`, or an `S3Path`, which has these methods of it."""
+    """A file or folder: a `Path`, or an `S3Path` with the same methods."""
 
     @property
     def name(self) -> str:
@@ -45,38 +45,38 @@ class Place(Protocol):
         """The last part without its suffix."""
 
     def __truediv__(self, name: str, /) -> Self:
-        """A file or folder in it, by name."""
+        """Return a file or folder in this folder."""
 
     def exists(self) -> bool:
-        """Whether it is there."""
+        """Whether it exists."""
 
     def is_dir(self) -> bool:
-        """Whether it is a folder that is there."""
+        """Whether it is an existing folder."""
 
     def stat(self) -> Stat:
-        """Its size."""
+        """Return its size."""
 
     def iterdir(self) -> Iterator[Self]:
-        """The contents of the folder."""
+        """Iterate over the contents of the folder."""
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """The contents of the folder that match a pattern."""
+        """Iterate over the contents of the folder that match a pattern."""
 
     def read_bytes(self) -> bytes:
-        """All of it."""
+        """Return the content of the file."""
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Make the folder, where folders are made."""
+        """Create the folder; on S3, do nothing."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the file."""
 
 
 def place(location: "str | Place") -> Place:
-    """The place of a user's name: a path, or a folder as `s3://bucket/folder`.
+    """Parse a path, or a folder as `s3://bucket/folder`.
 
     Raises:
-        ConfigError: another scheme, or no such name.
+        ConfigError: the scheme is not s3, or the bucket or folder is missing.
 
     >>> str(place("s3://bucket/runs/first/") / "run.json")
     's3://bucket/runs/first/run.json'
@@ -91,10 +91,10 @@ def place(location: "str | Place") -> Place:
 
 
 def on_disk(location: Any) -> Any:
-    """Validate, for pydantic, a name that must be on a file system.
+    """Validate, for pydantic, a path that must be local.
 
     Raises:
-        ValueError: a URL; as a path it would be a folder of that name here.
+        ValueError: it is a URL, which as a path would create a folder of that name.
     """
     if "://" in str(location):
         raise ValueError("has to be a folder on a disk (that every node sees)")
@@ -102,12 +102,12 @@ def on_disk(location: Any) -> Any:
 
 
 def require_usable(folder: Place) -> None:
-    """Require that a store creates a name once only.
+    """Check that an object store supports conditional writes.
 
-    A disk is tried by `require_links`.
+    Local folders are checked by `require_links`.
 
     Raises:
-        ConfigError: the store cannot do that, refuses, or does not answer.
+        ConfigError: the store does not support them, refuses access, or does not respond.
     """
     if isinstance(folder, S3Path):
         try:
@@ -117,12 +117,12 @@ def require_usable(folder: Place) -> None:
 
 
 def require_links(folder: Place) -> None:
-    """Require that a disk creates a name once only.
+    """Check that a file system supports exclusive hard links.
 
-    A store is tried by `require_usable`, before it is written.
+    Object stores are checked by `require_usable`.
 
     Args:
-        folder: it is there.
+        folder: must exist.
 
     Raises:
         ConfigError: the file system has no hard links, or two writers can create the same name.
@@ -133,23 +133,21 @@ def require_links(folder: Place) -> None:
 
 
 def is_remote(path: Place) -> bool:
-    """Whether it lies in an object store."""
+    """Whether it is in an object store."""
     return isinstance(path, S3Path)
 
 
 def open_to_read(path: Place) -> BinaryIO:
-    """The file to read; it can seek.
+    """Open a file to read; it is seekable.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
     """
     return cast(BinaryIO, cast(Path, path).open("rb"))
 
 
 def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
-    """A URL with which anybody can read the file for a while.
-
-    None where no store gives any.
+    """Return a URL that gives anyone temporary read access; for a local file, None.
 
     Args:
         disposition: `Content-Disposition` of the answer.
@@ -163,16 +161,16 @@ def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
 def write_once(path: Place, data: bytes) -> bool:
     """Create `path` with `data` unless it exists.
 
-    The first writer wins, and it alone gets True.
+    Of several writers, only the first gets True.
 
     Raises:
-        OSError, StorageError: it cannot be written. In a store it may come to be there all the same.
+        OSError, StorageError: it cannot be written. An object store may have stored it nevertheless.
     """
     return path.write_once(data) if isinstance(path, S3Path) else files.write_once(cast(Path, path), data)
 
 
 def write_atomic(path: Place, data: bytes) -> None:
-    """Replace `path` with `data`; a reader sees old bytes or new ones, never both.
+    """Replace `path` with `data`; a reader sees the old bytes or the new ones.
 
     Raises:
         OSError, StorageError: it cannot be written.
@@ -189,9 +187,7 @@ def write_json(path: Place, value: Any) -> None:
 
 
 def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-    """A file to write that replaces `path` when it is whole.
-
-    For data too big for `write_atomic`.
+    """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`.
 
     Raises:
         OSError, StorageError: it cannot be written.
@@ -200,19 +196,17 @@ def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
 
 
 def make_folder(folder: Place) -> None:
-    """Make a folder and those above it, where folders are made.
-
-    They are there after a power cut.
+    """Create a folder and its parents durably; on S3, do nothing.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if not isinstance(folder, S3Path):
         files.make_folder(cast(Path, folder))
 
 
 def remove(path: Place) -> None:
-    """Delete a file, if it is there; it does not come back after a power cut.
+    """Delete a file durably, if it exists.
 
     Raises:
         OSError, StorageError: it cannot be deleted.
@@ -224,11 +218,11 @@ def remove(path: Place) -> None:
 
 
 def remove_temporaries(folder: Place, *, older_than_s: float = 0.0) -> int:
-    """Delete killed writers' leftovers in `folder`; return their number.
+    """Delete the temporary files of killed writers in `folder`; return their number.
 
     Args:
-        older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long. In a
-            store an upload counts from its beginning.
+        older_than_s: minimum age, if other processes may be writing: seconds since a file changed, or since an upload
+            to a store began.
     """
     if isinstance(folder, S3Path):
         return folder.abort_uploads(older_than_s)

@@ -1,11 +1,9 @@
-"""A client for S3 stores: objects, first writers, listings; patient with faults.
+"""A client for S3 stores: read, write, conditional writes, listings, and retries.
 
-What passes (500, 503, SlowDown, cut connections, timeouts) is asked again, with growing random pauses, for a bounded
-time. So a write may have been done although its answer was lost, and is then done twice. That is harmless where it
-replaces, and where only the first writer may win, each writer leaves its mark in the object's metadata and knows itself
-again (`docs/decisions/0008-exactly-once-on-s3.md`).
-
-It knows addresses and bytes; it knows no run.
+Transient errors (500, 503, SlowDown, broken connections, timeouts) are retried with exponential backoff and jitter for
+a bounded time. A retry may repeat a write whose response was lost. That is harmless for a replacement. For a
+conditional write, the metadata of the object names its writer, so that the writer recognises its own object
+(`docs/decisions/0008-exactly-once-on-s3.md`).
 """
 
 import functools
@@ -29,16 +27,16 @@ from peagle.storage import s3_errors
 
 _Answer = TypeVar("_Answer")
 _PATIENCE_S = 120.0
-SHORT_PATIENCE_S = 15.0  # with a store that has not answered yet, or does not any more
+SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 _MARK = "peagle-writer"
-_making = threading.Lock()  # of the store; two would not share what they keep
-_KEPT, _KEPT_BYTES = 4096, 1 << 15  # small objects that are read again and again, such as heartbeats
+_making = threading.Lock()  # guards the creation of the store
+_KEPT, _KEPT_BYTES = 4096, 1 << 15  # cache of small objects that are read often, such as heartbeats
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An object, or where the names of a folder's objects begin."""
+    """A bucket with the key of an object, or the prefix of a folder."""
 
     bucket: str
     key: str
@@ -49,7 +47,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name of a folder's listing; a folder within it has no `etag` and no bytes."""
+    """An entry of a listing; a subfolder has no `etag` and no bytes."""
 
     name: str
     etag: str | None
@@ -57,27 +55,27 @@ class Listed:
 
 
 def marked(writer: str) -> dict[str, str]:
-    """The metadata by which a writer knows its object again."""
+    """Return the metadata that identifies the writer of an object."""
     return {_MARK: writer}
 
 
 class ObjectStore:
-    """A store, by the AWS variables of this process. It may be shared by threads.
+    """An object store, configured by the AWS variables. Thread-safe.
 
     Args:
-        patience_s: how long a request is repeated.
+        patience_s: how long transient errors are retried.
 
     Raises:
-        StorageError: the variables, or the files that they name, make no sense.
+        StorageError: the variables, or the files that they name, are invalid.
     """
 
     def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
         config = Config(
-            retries={"total_max_attempts": 1},  # it is repeated here, where a lost answer is understood
+            retries={"total_max_attempts": 1},  # retried here, where a lost response can be recognised
             connect_timeout=10,
             read_timeout=30,
             max_pool_connections=64,
-            signature_version="s3v4",  # presigned URLs would have the old one, which newer regions refuse
+            signature_version="s3v4",  # the default for presigned URLs is v2, which newer regions refuse
         )
         try:
             self.api: Any = Session().create_client("s3", config=config, region_name=os.environ.get("AWS_REGION"))
@@ -86,19 +84,19 @@ class ObjectStore:
         self._patience_s = patience_s
         self._kept: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._is_lost = False  # it did not answer with all patience, and has not since
+        self._is_lost = False  # the last request ran out of patience, and none succeeded since
 
     # --- reading
 
     def read(self, at: Address, etag: str | None = None) -> bytes:
-        """An object's bytes.
+        """Return the content of an object.
 
         Args:
-            etag: of a listing; what was read of this very content before is not read again.
+            etag: from a listing; content with this etag may come from the cache.
 
         Raises:
-            FileNotFoundError: there is none.
-            StorageError: here and below, what does not pass.
+            FileNotFoundError: it does not exist.
+            StorageError: here and below, the error is not transient, or lasted too long.
         """
         with self._lock:
             if etag is not None and (kept := self._kept.get((at, etag))) is not None:
@@ -112,10 +110,10 @@ class ObjectStore:
         return data
 
     def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
-        """Bytes `first` to `last`, both included, of an object with this content.
+        """Return bytes `first` to `last`, inclusive, of an object with this etag.
 
         Raises:
-            StorageError: it was replaced meanwhile; pieces of two contents would make neither.
+            StorageError: the object was replaced.
         """
 
         def piece() -> tuple[bytes, str]:
@@ -130,10 +128,10 @@ class ObjectStore:
         return data
 
     def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int, str]:
-        """The last bytes of an object, its size, and the mark of its content.
+        """Return the last bytes of an object, its size and its etag.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
 
         def tail() -> tuple[bytes, int, str]:
@@ -145,20 +143,20 @@ class ObjectStore:
             return self.ask(f"{at}: cannot be read", at, tail)
         except StorageError as error:
             if error.__cause__ is not None and s3_errors.code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
-                return b"", 0, ""  # an empty object has no last bytes
+                return b"", 0, ""  # a range of an empty object is an error
             raise
 
     def size(self, at: Address) -> int:
-        """An object's size in bytes.
+        """Return the size of an object in bytes.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         answer = self.ask(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
         return int(answer["ContentLength"])
 
     def names(self, folder: Address, prefix: str = "", *, page: int = 1000) -> Iterator[Listed]:
-        """The names directly in a folder that begin with `prefix`, sorted within a page."""
+        """Iterate over the entries of a folder that start with `prefix`, sorted within a page."""
         begin = f"{folder.key}/" if folder.key else ""
         more: dict[str, str] = {}
         while True:
@@ -172,7 +170,7 @@ class ObjectStore:
             )
             answer = self.ask(f"{folder}: cannot be listed", folder, ask)
             for item in answer.get("Contents", ()):
-                if name := item["Key"].removeprefix(begin):  # some tools make an empty object for the folder itself
+                if name := item["Key"].removeprefix(begin):  # some tools create an empty object for the folder itself
                     yield Listed(name, item["ETag"], item["Size"])
             for item in answer.get("CommonPrefixes", ()):
                 yield Listed(item["Prefix"].removeprefix(begin).rstrip("/"), None)
@@ -181,12 +179,10 @@ class ObjectStore:
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def presigned_url(self, at: Address, valid_s: int, **how: str) -> str:
-        """A URL with which anybody can read an object for a while.
-
-        Whether it is there or not.
+        """Return a URL that gives anyone temporary read access; the object need not exist.
 
         Args:
-            how: what the answer is to say of it, as `get_object` names it.
+            how: further parameters of `get_object`, such as `ResponseContentDisposition`.
 
         Raises:
             StorageError: this process has no credentials.
@@ -200,14 +196,14 @@ class ObjectStore:
     # --- writing
 
     def write(self, at: Address, data: bytes) -> None:
-        """Replace an object; a reader sees the old bytes or the new ones."""
+        """Create or replace an object atomically."""
         put = functools.partial(self.api.put_object, Bucket=at.bucket, Key=at.key, Body=data)
         self.ask(f"{at}: cannot be written", at, put)
 
     def write_once(self, at: Address, data: bytes) -> bool:
-        """Create an object unless the name is taken.
+        """Create an object unless it exists.
 
-        One writer alone gets True, even if its answer was lost.
+        Exactly one writer gets True, even if its response was lost.
         """
         writer = uuid.uuid4().hex
 
@@ -223,10 +219,10 @@ class ObjectStore:
         return self.ask(f"{at}: cannot be written", at, put)
 
     def writer_of(self, at: Address, taken: ClientError) -> str | None:
-        """The mark of an object's writer, asked once.
+        """Return the mark of the writer of an object, without retries.
 
         Raises:
-            ClientError: `taken`, for which it is asked, where the object is gone in the meantime.
+            ClientError: `taken`, if the object no longer exists.
         """
         try:
             found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
@@ -237,7 +233,7 @@ class ObjectStore:
         return found
 
     def delete(self, at: Address) -> None:
-        """Delete an object, if there is one."""
+        """Delete an object, if it exists."""
         ask = functools.partial(self.api.delete_object, Bucket=at.bucket, Key=at.key)
         self.ask(f"{at}: cannot be deleted", at, ask)
 
@@ -248,14 +244,14 @@ class ObjectStore:
         return answer["Body"].read(), answer["ETag"]
 
     def ask(self, what: str, at: Address, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to `call`, repeated while its faults may pass and patience lasts.
+        """Return the result of `call`; retry transient errors until the patience ends.
 
         Args:
-            what: could not be done, for the error.
+            what: what failed, for the error message.
 
         Raises:
-            FileNotFoundError: there is no such object.
-            StorageError: what does not pass.
+            FileNotFoundError: it does not exist.
+            StorageError: the error is not transient, or lasted too long.
         """
         began_at = time.monotonic()
         patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s
@@ -279,13 +275,13 @@ class ObjectStore:
 
 
 def store() -> ObjectStore:
-    """The store of this process: one, however many threads are the first to ask."""
+    """Return the store of this process."""
     with _making:
         return _store()
 
 
 def forget_store() -> None:
-    """Make a new store when one is asked for again: the AWS variables have changed."""
+    """Create a new store at the next use, because the AWS variables changed."""
     with _making:
         _store.cache_clear()
 

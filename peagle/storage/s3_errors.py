@@ -1,7 +1,4 @@
-"""Faults of an object store: which pass, which do not, and hints.
-
-It knows the client library's errors and S3's codes; it asks the store nothing.
-"""
+"""Errors of an object store: which are transient, and hints for the others."""
 
 from botocore import exceptions
 from botocore.parsers import ResponseParserError
@@ -11,10 +8,10 @@ from peagle.errors import StorageError
 ERRORS = (exceptions.BotoCoreError, exceptions.ClientError, ResponseParserError)
 _PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 _PASSING_CODES = {
-    "ConditionalRequestConflict",  # two conditional writes of one name at the same moment
+    "ConditionalRequestConflict",  # two conditional writes of one key at the same moment
     "InternalError",
     "OperationAborted",
-    "PreconditionFailed",  # a name was taken, and free again when it was asked who has it
+    "PreconditionFailed",  # a key existed, but was deleted before its writer could be read
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
@@ -50,41 +47,41 @@ _HINTS = {
 
 
 def code_of(error: Exception) -> str:
-    """S3's word for it; empty where the store did not answer."""
+    """Return the error code of S3; empty if the store did not respond."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, exceptions.ClientError) else ""
 
 
 def status_of(error: Exception) -> int:
-    """The status of the store's answer; 0 where it did not answer."""
+    """Return the HTTP status; 0 if the store did not respond."""
     if not isinstance(error, exceptions.ClientError):
         return 0
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether there is no such object.
+    """Whether the object does not exist.
 
-    Where there is no bucket either, the store says so except to a HEAD.
+    A missing bucket is another error, except for a HEAD request.
     """
     return code_of(error) in ("NoSuchKey", "404")
 
 
 def passes(error: Exception) -> bool:
-    """Whether the same request may succeed in a moment."""
+    """Whether the error is transient."""
     if isinstance(error, exceptions.SSLError):
         return False
     return isinstance(error, _PASSING) or status_of(error) in _PASSING_STATUS or code_of(error) in _PASSING_CODES
 
 
 def refused(what: str, error: Exception) -> StorageError:
-    """The error for what does not pass."""
+    """Return the exception for a permanent error."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return StorageError(f"{what}: there are no credentials ({error})", hint=_WHO)
     return StorageError(f"{what}: {error}", hint=_HINTS.get(code_of(error), f"{_WHERE}; {_WHO}"))
 
 
 def unavailable(what: str, error: Exception, seconds: float, num_requests: int) -> StorageError:
-    """The error for what did not pass in time."""
+    """Return the exception for a transient error that lasted too long."""
     return StorageError(
         f"{what}: no success in {seconds:.0f} s and {num_requests} requests; the last one: {error}",
         hint=f"check that the store is reachable, then repeat the command: committed units stay; {_WHERE}",

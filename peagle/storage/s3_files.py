@@ -1,10 +1,7 @@
-"""Objects of an S3 store as files to read or write; a trial of the store.
+"""Objects of an S3 store as file objects, and a check of conditional writes.
 
-It is fetched in large pieces, because a request costs more time than a megabyte. It knows one object.
-
-A large object to write goes up in parts, so that no more than one part of it is held.
-
-A store is tried for the one promise that cannot do without the store: a name that is taken stays taken.
+Reads are large, because a request takes longer than the transfer of a megabyte. Large objects are uploaded in parts, of
+which one is in memory.
 """
 
 import contextlib
@@ -21,17 +18,17 @@ from peagle.errors import StorageError
 from peagle.storage import s3_client, s3_errors
 from peagle.storage.s3_client import Address, ObjectStore, marked
 
-_TAIL_BYTES = 1 << 16  # with a Parquet file's footer in it, and most often all of a unit
+_TAIL_BYTES = 1 << 16  # enough for the footer of a Parquet file, and usually for an entire unit
 
 
 def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
-    """An object as a file that can seek.
+    """Open an object as a seekable file.
 
     Args:
-        read_ahead: bytes to fetch and hold at least.
+        read_ahead: minimum size of a read from the store, in bytes.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
     """
     return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
 
@@ -65,7 +62,7 @@ class _Reader(io.RawIOBase):
         return len(data)
 
     def _some(self, num_bytes: int) -> bytes:
-        """At least one byte from the position on, and at most so many; none at the end."""
+        """Return 1 to `num_bytes` bytes from the position on; none at the end of the object."""
         if num_bytes <= 0:
             return b""
         if (start := self._position - self._tail_at) >= 0:
@@ -79,15 +76,12 @@ class _Reader(io.RawIOBase):
         return self._piece[start : start + num_bytes]
 
 
-_PART_BYTES = 1 << 26  # a store takes 10,000 parts, and some want all of one size
+_PART_BYTES = 1 << 26  # S3 accepts 10,000 parts; some stores require parts of equal size
 
 
 @contextlib.contextmanager
 def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
-    """A file that replaces an object when the block ends.
-
-    It changes nothing when the block fails.
-    """
+    """Open a file that replaces an object when the block ends without an error."""
     writer = _Writer(store, at)
     try:
         yield cast(BinaryIO, writer)
@@ -98,11 +92,9 @@ def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
 
 
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
-    """Abort killed writers' uploads of large objects into a folder.
+    """Abort the multipart uploads of killed writers into a folder; return their number.
 
-    Returns their number.
-
-    Others may be writing there, and whose an upload is does not show. So its age by the store's own clock decides.
+    An upload does not show its writer, so its age by the clock of the store decides.
     """
     ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
     listed = store.ask(f"{folder}: cannot be listed", folder, ask)
@@ -154,7 +146,7 @@ class _Writer(io.RawIOBase):
             _abort(self._store, self._at, self._upload)
 
     def _send(self, num_bytes: int) -> None:
-        """Begin the upload if it is not begun, and send its next part."""
+        """Start the upload if necessary, and send its next part."""
         if self._upload is None:
             begun = self._ask(self._request("create_multipart_upload", Metadata=marked(self._writer)))
             self._upload = str(begun["UploadId"])
@@ -168,7 +160,7 @@ class _Writer(io.RawIOBase):
         try:
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
-            # Perhaps it was done before, and the answer was lost.
+            # A previous attempt may have succeeded, and its response was lost.
             if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
                 raise
 
@@ -183,14 +175,14 @@ _TRIALS = 3
 
 
 def require_conditional_writes(folder: Address) -> None:
-    """Require a store that can be written and refuses to write a name twice.
+    """Check that the store is writable and supports conditional writes.
 
     Raises:
-        StorageError: it cannot, or the variables do not name a store that can be used.
+        StorageError: it is not, does not, or the AWS variables are invalid.
     """
     hasty = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
     try:
-        # Another driver may clear a trial's object under way, and the second PUT then finds its name free.
+        # Another driver may delete the object of this check, and then the second PUT succeeds.
         held = any(_is_held(hasty, folder) for _ in range(_TRIALS))
     except StorageError as error:
         if s3_errors.code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]

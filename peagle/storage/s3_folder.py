@@ -1,10 +1,7 @@
-"""Folders of a store: their listing, ranges of files, and copies on a disk.
+"""Folders of an object store: list them, read ranges, and download files.
 
-A file is fetched in pieces, each of the very content that the listing saw (`If-Match`), into a hidden file beside its
-name. A piece is on the disk before the next one is asked for, so the copy that a killed process left is continued, also
-after a power cut.
-
-It knows names and bytes; it does not know what they mean.
+A download fetches pieces of the version that was listed (`If-Match`) into a hidden file next to its final name. Each
+piece is flushed to the disk before the next one is requested, so a download continues after a kill or a power cut.
 """
 
 import hashlib
@@ -23,7 +20,7 @@ _PIECE_BYTES = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class FolderFile:
-    """A file of a folder, as its listing has it."""
+    """A file of a listing."""
 
     name: str
     num_bytes: int
@@ -31,10 +28,10 @@ class FolderFile:
 
 
 def list_files(folder: S3Path) -> tuple[list[FolderFile], list[str]]:
-    """A folder's files by name, without hidden ones, and the folders within it.
+    """List the files of a folder by name, without hidden ones, and its subfolders.
 
     Raises:
-        StorageError: the store refuses, or does not answer.
+        StorageError: the store refuses, or does not respond.
     """
     listed = sorted(store().names(Address(folder.bucket, folder.key)), key=lambda one: one.name)
     files = [FolderFile(one.name, one.num_bytes, one.etag) for one in listed if one.etag is not None]
@@ -42,29 +39,29 @@ def list_files(folder: S3Path) -> tuple[list[FolderFile], list[str]]:
 
 
 def read_ranges(folder: S3Path, file: FolderFile, ranges: list[range]) -> bytes:
-    """The bytes of a file at these places.
+    """Return the bytes of these ranges of a file.
 
     Raises:
-        StorageError: the file is not what the listing saw any more, or the store refuses.
+        StorageError: the file changed after it was listed, or the store refuses.
     """
     return b"".join(_read(folder, file, one) for one in ranges)
 
 
 def copy_path(file: FolderFile, to: Path) -> Path:
-    """Where the beginning of a file lies in the folder `to` until it is whole."""
+    """Return the path of an incomplete download in the folder `to`."""
     return to / f".{file.name}.{hashlib.sha256(file.etag.encode()).hexdigest()[:8]}.part"
 
 
 def fetch_file(
     folder: S3Path, file: FolderFile, to: Path, *, count: Callable[[int], None], is_given_up: Callable[[], bool]
 ) -> None:
-    """Copy a file into the folder `to`; go on where an earlier process ended.
+    """Download a file into the folder `to`; continue an earlier download.
 
-    Nobody else may be fetching it.
+    No other process may be downloading it.
 
     Args:
-        count: told of bytes that are there, those of earlier processes too.
-        is_given_up: asked before each piece.
+        count: called with the number of new bytes; first with those of an earlier download.
+        is_given_up: called before each piece; if True, the download stops.
 
     Raises:
         StorageError: as `read_ranges`.
@@ -73,7 +70,7 @@ def fetch_file(
     part = copy_path(file, to)
     with part.open("ab") as out:
         there = min(os.fstat(out.fileno()).st_size, file.num_bytes)
-        begin = max(0, there - 1) // _PIECE_BYTES * _PIECE_BYTES  # the last piece may have been cut by a power cut
+        begin = max(0, there - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
         out.truncate(begin)
         count(begin)
         for first in range(begin, file.num_bytes, _PIECE_BYTES):

@@ -1,7 +1,6 @@
 """`s3://bucket/key` with the methods of `pathlib.Path` that a run needs.
 
-A folder is what the names of its objects begin with, so it is there when one of them is. It holds names only; what
-talks to the store is imported when it is asked for something.
+A folder is a key prefix, so it exists if an object with this prefix exists. The S3 client is imported at first use.
 """
 
 import io
@@ -16,12 +15,12 @@ if TYPE_CHECKING:
     from peagle.storage.s3_client import Address, ObjectStore
 
 SCHEME = "s3://"
-READ_AHEAD_BYTES = 1 << 22  # that whoever reads an open object holds of it
+READ_AHEAD_BYTES = 1 << 22  # kept by the reader of an open object
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """The facts of an object that are asked for."""
+    """The part of `os.stat_result` that is used."""
 
     st_size: int
 
@@ -31,7 +30,7 @@ class S3Path:
     """An object or a folder of a bucket.
 
     Attributes:
-        etag: of the content that a listing saw.
+        etag: of the version that was listed.
     """
 
     bucket: str
@@ -40,10 +39,10 @@ class S3Path:
 
     @classmethod
     def parse(cls, url: str) -> "S3Path":
-        """The path that a URL names.
+        """Parse a URL.
 
         Raises:
-            ConfigError: it names no bucket, or no folder in it.
+            ConfigError: the bucket or the folder is missing.
         """
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         parts = key.strip("/").split("/")
@@ -71,7 +70,7 @@ class S3Path:
     # --- asking
 
     def exists(self) -> bool:
-        """Whether there is such an object."""
+        """Whether the object exists."""
         try:
             self._store.size(self._address)
         except FileNotFoundError:
@@ -79,41 +78,41 @@ class S3Path:
         return True
 
     def is_dir(self) -> bool:
-        """Whether there is an object in it."""
+        """Whether an object has this prefix."""
         return next(self._store.names(self._address, page=1), None) is not None
 
     def stat(self) -> ObjectStat:
-        """Its size.
+        """Return its size.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: it does not exist.
         """
         return ObjectStat(self._store.size(self._address))
 
     def iterdir(self) -> Iterator["S3Path"]:
-        """All that is in the folder."""
+        """Iterate over the entries of the folder."""
         return self.glob("*")
 
     def glob(self, pattern: str) -> Iterator["S3Path"]:
-        """The direct contents of the folder that match `*` and `?` in a name."""
+        """Iterate over the entries of the folder that match a pattern of `*` and `?`."""
         literal = pattern.replace("?", "*").partition("*")[0]
         for listed in self._store.names(self._address, literal):
             if fnmatchcase(listed.name, pattern):
                 yield S3Path(self.bucket, f"{self.key}/{listed.name}", listed.etag)
 
     def read_bytes(self) -> bytes:
-        """The object.
+        """Return the content of the object.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: it does not exist.
         """
         return self._store.read(self._address, self.etag)
 
     def open(self, mode: str = "rb") -> Any:
-        """The object as a file to read, in binary.
+        """Open the object to read, in binary mode.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: it does not exist.
         """
         from peagle.storage.s3_files import open_to_read
 
@@ -122,7 +121,7 @@ class S3Path:
         return open_to_read(self._store, self._address, READ_AHEAD_BYTES)
 
     def presigned_url(self, valid_s: int, disposition: str) -> str:
-        """A URL with which anybody can read the object for a while.
+        """Return a URL that gives anyone temporary read access.
 
         Args:
             disposition: `Content-Disposition` of the answer.
@@ -136,10 +135,10 @@ class S3Path:
     # --- changing
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: a folder is there with its first object."""
+        """Do nothing: a folder exists with its first object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object. Whether there was one, the store does not say."""
+        """Delete the object; no error if it does not exist."""
         self._store.delete(self._address)
 
     def write(self, data: bytes) -> None:
@@ -147,32 +146,30 @@ class S3Path:
         self._store.write(self._address, data)
 
     def write_once(self, data: bytes) -> bool:
-        """Create the object unless the name is taken."""
+        """Create the object unless it exists; return whether it was created."""
         return self._store.write_once(self._address, data)
 
     def writer(self) -> Any:
-        """A context with a file that replaces the object when it is whole."""
+        """Open a file that replaces the object when the block ends without an error."""
         from peagle.storage.s3_files import open_to_write
 
         return open_to_write(self._store, self._address)
 
     def abort_uploads(self, older_than_s: float) -> int:
-        """Abort killed writers' uploads of large objects into this folder.
-
-        Returns their number.
+        """Abort the multipart uploads of killed writers into this folder; return their number.
 
         Args:
-            older_than_s: since they began.
+            older_than_s: minimum age of an upload.
         """
         from peagle.storage.s3_files import abort_uploads
 
         return abort_uploads(self._store, self._address, older_than_s)
 
     def require_conditional_writes(self) -> None:
-        """Require that the store can hold a run, by a short-lived object here.
+        """Check conditional writes with a temporary object in this folder.
 
         Raises:
-            StorageError: it cannot.
+            StorageError: the store does not support them.
         """
         from peagle.storage.s3_files import require_conditional_writes
 

@@ -59,12 +59,12 @@ class TuneConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     @field_validator("methods", mode="before")
     @classmethod
     def _split_methods(cls, value: Any) -> list[str]:
-        return list(dict.fromkeys([NONE, *_words(value, METHODS, "methods")]))
+        return list(dict.fromkeys([NONE, *_words(value, METHODS)]))
 
     @field_validator("precision", mode="before")
     @classmethod
     def _split_precisions(cls, value: Any) -> list[str]:
-        return _words(value, PRECISIONS, "precisions")
+        return _words(value, PRECISIONS)
 
     @field_validator("max_num_seqs", mode="before")
     @classmethod
@@ -91,8 +91,8 @@ def _parts(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _words(value: Any, valid: tuple[str, ...], name: str) -> list[str]:
+def _words(value: Any, valid: tuple[str, ...]) -> list[str]:
     found = [word.strip() for part in _parts(value) for word in str(part).split(",")]
     if wrong := [word for word in found if word not in valid]:
-        raise ValueError(f"{name} are {', '.join(valid)}, not {wrong[0]!r}")
+        raise ValueError(f"{wrong[0]!r} is not one of {', '.join(valid)}")
     return list(dict.fromkeys(found))

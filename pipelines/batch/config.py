@@ -1,6 +1,6 @@
 """The keys of a bulk run, the same in YAML and on the command line.
 
-It checks what can be checked without a corpus, a model or a cluster; it resolves nothing.
+It checks what can be checked without a corpus, a model or a cluster.
 """
 
 import datetime
@@ -44,7 +44,7 @@ def _place(value: Any) -> Place:
         raise ValueError("it is a local folder, or s3://BUCKET/FOLDER") from error
     try:
         str(folder).encode()
-    except UnicodeEncodeError as error:  # the folder in which the command runs may be of other bytes
+    except UnicodeEncodeError as error:  # the working directory may have a name that is not UTF-8
         raise ValueError(f"its path {os.fsencode(str(folder))!r} is not UTF-8") from error
     return folder
 
@@ -54,10 +54,7 @@ FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
 
 
 class StandInKeys(BaseModel):
-    """The choice between a real engine and the fake one, with its traits.
-
-    Runs and the endpoint have these keys.
-    """
+    """The choice between vLLM and the fake engine, in runs and endpoints."""
 
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
@@ -223,12 +220,12 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
 
     @property
     def most_engines(self) -> int:
-        """Engines that may run at once."""
+        """The maximum number of engines at once."""
         return self.engine_range.largest
 
     @property
     def engine_range(self) -> EngineRange:
-        """How many engines."""
+        """The minimum and maximum number of engines."""
         return EngineRange.parse(self.engines)
 
     @property
@@ -237,5 +234,5 @@ class GenerateConfig(StandInKeys, PriceKeys, TagKeys, PromptKeys, SamplingKeys, 
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def sampling(self) -> dict[str, object]:
-        """The sampling parameters alone, as the fingerprint and the report carry them."""
+        """The sampling parameters, as in the fingerprint and the report."""
         return {key: getattr(self, key) for key in SAMPLING_KEYS}

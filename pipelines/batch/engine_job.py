@@ -1,6 +1,6 @@
-"""The job of an engine actor, and the start of the engine that it asks for.
+"""The job of an engine actor, and the start of its engine.
 
-The record is picklable, and names of models are resolved on the node that uses them.
+The job is picklable. Names of models are resolved on the node of the engine.
 """
 
 import os
@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
-from peagle.engine.interface import RowEngine
-from peagle.engine.self_check import Checkable
+from peagle.engine.interface import Checkable, RowEngine
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
@@ -27,12 +26,12 @@ class EngineJob:
     """The job of an engine actor.
 
     Attributes:
-        facts: of its engine; model and drafter are labels there, and `spec` names them as the user did.
-        driver: the number of the lease of who runs it; only that one can stop it.
-        slot_group: the name under which engines that share a node number their slots on it.
-        part: what an engine on several nodes takes of each of them, by Ray's names.
-        fake: the traits of the fake engine where it stands in for vLLM.
-        lender: lends the engine; None where the actor starts its own.
+        facts: of its engine, for the ledger; `spec` has the names of models as the user gave them.
+        driver: the lease number of its driver, which alone can stop it.
+        slot_group: the name under which engines that share a node claim slots.
+        part: the resources on each node of an engine on several nodes, by Ray's names.
+        fake: the traits of the fake engine; None for vLLM.
+        lender: None if the actor starts its own engine.
     """
 
     run_dir: str
@@ -52,18 +51,18 @@ class EngineJob:
 
     @property
     def num_slots(self) -> int:
-        """Requests that its engine runs at once."""
+        """The maximum number of concurrent requests of its engine."""
         return self.lender.num_slots if self.lender else self.spec.max_num_seqs
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedEngine:
-    """An engine that is up.
+    """A running engine.
 
     Attributes:
-        checkable: for its self-check; None where its lender has checked it.
-        compile_s: seconds of the start that compiling took.
-        others: its ranks on other nodes; None where it has none.
+        checkable: for the self-check; None if its lender has checked it.
+        compile_s: part of the start, in seconds.
+        others: its ranks on other nodes, or None.
     """
 
     engine: RowEngine
@@ -73,12 +72,12 @@ class StartedEngine:
 
 
 def start_engine(job: EngineJob, session: Session) -> StartedEngine:
-    """Start the engine of a job; its warnings go to the session.
+    """Start the engine of a job, and record its warnings in the session.
 
-    A node that is lost meanwhile ends this process, which Ray restarts.
+    If another node of the engine is lost, this process ends, and Ray restarts it.
 
     Raises:
-        EngineError: it does not start; the message has vLLM's own reason.
+        EngineError: it does not start; the message has the reason of vLLM.
     """
     if job.lender is not None:
         assert isinstance(session.meter, BilledMeter), "a session of a lent engine has one"
@@ -132,6 +131,6 @@ def _restart(session: Session, why: str) -> NoReturn:
 
 
 def say_end(why: str) -> None:
-    """Say in the engine's log why this process ends now."""
+    """Log why this process ends."""
     sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
     sys.stderr.flush()

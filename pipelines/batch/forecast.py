@@ -1,7 +1,7 @@
 """Forecast of a bulk run, for `peagle generate --dry-run`.
 
-It decides by the same functions as a run, on the machine that the configuration names or else on this one. Nothing is
-started and nothing is written; Ray is not asked.
+It uses the same functions as a run, for the configured machine or this one. It starts and writes nothing, and does not
+connect to Ray.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,11 @@ UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this h
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """A run as it would be.
+    """What a run would do.
 
     Attributes:
-        is_here: the engines would run on this machine, which was looked at.
-        num_rows_left: of a run that is there; all of a new one.
+        is_here: the engines would run on this machine, whose hardware was detected.
+        num_rows_left: of an existing run; of a new run, all rows.
         speed: None where unknown field.
     """
 
@@ -50,7 +50,7 @@ class RunForecast:
 
     @property
     def num_engines(self) -> int:
-        """Engines that the run begins with."""
+        """The number of engines at the start."""
         return self.decided.request.config.engine_range.smallest
 
     @property
@@ -61,14 +61,14 @@ class RunForecast:
 
     @property
     def most_s(self) -> float | None:
-        """Time of generation with answers of full length; None without a known speed."""
+        """Seconds of generation with answers of maximum length; None if the speed is unknown."""
         if self.speed is None:
             return None
         left = self.num_rows_left / self.sample.num_rows
         return left * self.sample.most_output_tokens / self.speed.tokens_per_s / self.num_engines
 
     def lines(self) -> Lines:
-        """The facts to show, by label."""
+        """Return the forecast as pairs of label and text."""
         decided, config = self.decided, self.decided.request.config
         resolved, plan = decided.resolved, decided.plan
         is_new = not decided.directory.exists
@@ -98,7 +98,7 @@ class RunForecast:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
+        """Return the forecast as JSON values."""
         resolved = self.decided.resolved
         most_s = self.most_s
         return {
@@ -138,13 +138,13 @@ class RunForecast:
 
 
 def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecast:
-    """Decide a run, and start nothing of it.
+    """Resolve a run without starting it.
 
     Args:
-        announce: told what takes long.
+        announce: called before something slow.
 
     Raises:
-        PeagleError: what would refuse the run, as far as this machine can tell.
+        PeagleError: the run would be refused.
     """
     config = request.config
     directory = RunDirectory(config.output)
@@ -174,10 +174,10 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
 
 
 def settled(config: GenerateConfig) -> Settled:
-    """Values for the keys that a bulk run's configuration leaves open.
+    """Return values for the keys that the configuration does not set.
 
     Raises:
-        PeagleError: what would refuse the run before its corpus is read.
+        PeagleError: the run would be refused before its corpus is read.
     """
     here, is_here, num_nodes = _machines(config)
     machines = resolve_machines(config, here, num_nodes=num_nodes, announce=print)
@@ -185,7 +185,7 @@ def settled(config: GenerateConfig) -> Settled:
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
-    """The machine of the engines, whether it is this one, and their number."""
+    """Return the hardware of the engines, whether it is this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
     here, is_here = machine_for(config, config.accelerator_type, num_accelerators=per_node)
     num_nodes = num_engine_nodes(
@@ -199,7 +199,7 @@ def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
 
 
 def memory_of(engine: ResolvedEngine, here: Hardware, placement: Placement) -> str:
-    """The memory of an engine in words."""
+    """Describe the memory of an engine."""
     if engine.model is FAKE_MODEL:
         return "none: no model is loaded"
     return memory_in_words(
@@ -219,7 +219,7 @@ def _prompts(found: CorpusSample) -> str:
 
 
 def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
-    """The machine of the engines, and how it is known."""
+    """Describe the machine of the engines."""
     if not is_here:
         return f"{here.describe()}; {num_nodes} of these machines, as the tables have them"
     unasked = "; the cluster of RAY_ADDRESS is not asked: name its instance_type" if ray.is_remote() else ""
@@ -227,12 +227,12 @@ def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
 
 
 def devices_of(placement: Placement) -> str:
-    """The devices of an engine in words."""
+    """Describe the devices of an engine."""
     return f"{placement.num_devices} {placement.device}{'s' if placement.num_devices > 1 else ''}"
 
 
 def doubt_of(price: Price) -> str:
-    """Why the price may be wrong, in brackets; empty where nothing speaks against it."""
+    """Return why the price may be wrong, in parentheses, or an empty string."""
     return f" (the price may be wrong: {price.doubt})" if price.doubt else ""
 
 
@@ -246,11 +246,11 @@ def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
 def memory_in_words(
     spec: EngineSpec, hardware: Hardware, known: Footprint | None, *, num_engines_on_node: int = 1
 ) -> str:
-    """The memory of an engine that `check_capacity` has let pass.
+    """Describe the memory of an engine that passed `check_capacity`.
 
     Args:
-        spec: its model by its folder, if it is on this disk.
-        known: the footprint of a model that is not.
+        spec: with the folder of the model, if it is on this disk.
+        known: otherwise, the footprint of the model.
     """
     footprint = read_footprint(spec.model) or known
     if footprint is None:

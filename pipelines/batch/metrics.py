@@ -1,7 +1,6 @@
-"""The metrics of a bulk run, fed by its driver.
+"""The metrics of a bulk run, updated by its driver.
 
-It is told units and looks at what the supervisor saw; names and labels are in `pipelines.cluster.metrics`. Gauges of a
-run end with its driver's process.
+Names and labels are in `pipelines.cluster.metrics`. Gauges of a run end with the process of its driver.
 """
 
 import time
@@ -18,11 +17,11 @@ from pipelines.cluster.metrics import UsageMetrics, exported
 
 
 class RunMetrics:
-    """The metrics of one attempt at a run; Ray must be up.
+    """The metrics of one attempt at a run; Ray must be running.
 
     Args:
-        run_id: as `run.json` has it.
-        served_name: what clients call the model, where it is a batch's.
+        run_id: as in `run.json`.
+        served_name: the model name of clients, for a batch.
     """
 
     def __init__(self, run_id: str, served_name: str | None, resolved: ResolvedRun, request: RunRequest) -> None:
@@ -47,20 +46,20 @@ class RunMetrics:
             exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
 
     def committed(self, usage: UnitUsage) -> None:
-        """A unit was committed."""
+        """Record a committed unit."""
         self._usage.work(usage)
         for outcome, num_rows in (("ok", usage.num_rows), ("failed", usage.num_failed_rows)):
             if num_rows:
                 self._rows_total.inc(num_rows, {"outcome": outcome})
 
     def look(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
-        """Tell the run as it is now.
+        """Update the gauges of the run.
 
         Args:
             sessions: of this attempt.
         """
         for session in sessions:
-            if not is_lent(session.session_id):  # the lender tells all seconds of its engines
+            if not is_lent(session.session_id):  # the lender records all seconds of its engines
                 self._usage.heartbeat(session)
         left = tally.num_rows_planned - tally.num_rows - tally.num_failed_rows
         for state, num_rows in (("done", tally.num_rows), ("failed", tally.num_failed_rows), ("left", max(left, 0))):

@@ -1,7 +1,7 @@
-"""An engine's ranks on other nodes: room, following actors, and a watch.
+"""The ranks of an engine on other nodes: placement, actors, and a watch.
 
-The engine's actor (`worker.py`) leads. Its followers end with it, for Ray ends what a process has started; and it ends
-with the first of them. What vLLM is told is in `peagle/engine/arguments.py`.
+The actor of the engine (`worker.py`) leads. Its followers end with it, because Ray ends the actors that a process
+started, and it ends with the first of them. `peagle/engine/arguments.py` has the arguments of vLLM.
 """
 
 import contextlib
@@ -29,10 +29,7 @@ _LOGS = "the run's logs/ folder has a log of each node"
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerJob:
-    """The job of an actor that follows.
-
-    From the engine's job, with the session that names its log.
-    """
+    """The job of a follower, from the job of the engine and the session that names its log."""
 
     run_dir: str
     slot_group: str
@@ -42,7 +39,7 @@ class FollowerJob:
 
 
 class Follower:
-    """One of the other nodes' part of an engine."""
+    """The part of an engine on one other node."""
 
     def __init__(self, job: FollowerJob, number: int) -> None:
         keep_private()
@@ -53,7 +50,7 @@ class Follower:
         self._slot = claim_slot(job.slot_group)
 
     def follow(self, leader: tuple[str, int]) -> None:
-        """Compute until the ranks end.
+        """Run the ranks until they end.
 
         Raises:
             EngineError: they do not start.
@@ -73,17 +70,17 @@ class Follower:
 
 
 class OtherNodes:
-    """The followers of the engine that this actor leads, from this moment on.
+    """The followers of the engine that this actor leads. They start with this object.
 
-    While the engine starts, the end of one ends what has been started here: vLLM would wait for it.
+    If one ends while the engine starts, the start is aborted here, because vLLM would wait for it.
 
     Args:
-        part: what the engine takes of a node, by Ray's names.
+        part: the resources on each node, by Ray's names.
 
     Attributes:
-        rank: this node's.
-        failure: why the first of them ended; None while all follow.
-        is_lost: it said nothing, for its process or its node is gone.
+        rank: of this node.
+        failure: why the first of them ended; None while all run.
+        is_lost: it ended without an error, because its process or node is gone.
     """
 
     def __init__(self, job: FollowerJob, part: Mapping[str, float]) -> None:
@@ -94,18 +91,18 @@ class OtherNodes:
         actors = _actors(part, job.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
-        # Ray ends an actor that nobody holds.
+        # Ray ends an actor without a reference.
         self._followers = [actor.remote(job, number) for number, actor in enumerate(actors, 1)]
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 
     def started(self, die: Callable[[str], object]) -> None:
-        """The engine is up; from now on `die` is told why when a follower ends."""
+        """After the start of the engine: from now on, call `die` with the reason when a follower ends."""
         self._die = die
         self._has_started.set()
 
     def release(self) -> None:
-        """Release the other nodes: the engine ends of its own accord."""
+        """Release the other nodes, because the engine ends regularly."""
         self._die = lambda _: None
 
     def _watch(self) -> None:
@@ -123,17 +120,14 @@ class OtherNodes:
         what = f"the engine's ranks on node {self._ends.index(ended[0]) + 1} ended"
         try:
             ray.get(ended)
-        except Exception as error:  # theirs, or Ray's own when the process or its node is gone
+        except Exception as error:  # of the follower, or of Ray if the process or its node is gone
             self.is_lost = isinstance(error, ray.exceptions.RayActorError)
             return explain(error, what, hint=_LOGS, otherwise=EngineError)
         return EngineError(what, hint=_LOGS)
 
 
 def _actors(part: Mapping[str, float], count: int) -> list[Any]:
-    """`Follower` on so many other nodes, when each has room for it.
-
-    The engine's capacity was checked: they come.
-    """
+    """Return the `Follower` actors on other nodes, after waiting for room; the capacity was checked before."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -151,7 +145,7 @@ def _actors(part: Mapping[str, float], count: int) -> list[Any]:
 
 
 def _group(part: Mapping[str, float], count: int) -> Any:
-    """A placement group on other nodes than this one. It goes with this actor."""
+    """Return a placement group on other nodes than this one, which ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
@@ -159,7 +153,7 @@ def _group(part: Mapping[str, float], count: int) -> Any:
     name = f"peagle-{here.get_actor_id()}"
     if here.was_current_actor_reconstructed:
         with contextlib.suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(name))  # Ray 2.60 keeps that of a process that it replaces
+            remove_placement_group(get_placement_group(name))  # Ray 2.60 keeps the group of a process that it replaces
     return placement_group(
         [dict(part)] * count,
         strategy="STRICT_SPREAD",

@@ -1,10 +1,6 @@
-"""One engine process, from its admission to its end.
+"""One engine process from its admission to its end: slot, log and heartbeats, as in the ledger.
 
-Its place on the node, its log and its heartbeats, as the ledger has them.
-
-It knows the run directory and a meter; it knows neither engines nor units.
-
-An actor that waits here takes no work and writes no session, so nothing is charged for it; it ends with the run.
+An actor that waits for admission takes no work and writes no session, so it costs nothing.
 """
 
 import contextlib
@@ -27,17 +23,17 @@ from pipelines.cluster.node import claim_slot, redirect_output
 
 
 class Session:
-    """A session of the ledger, until `end`; a thread writes its heartbeats.
+    """A session of the ledger; a thread writes heartbeats until `end`.
 
     Attributes:
-        slot: the place of this engine on this node among those that number theirs under the same name.
-        log: where everything goes that this process and its children print.
-        meter: where its seconds go.
-        self_check: what the engine's self-check found, as JSON; empty before it.
+        slot: of this engine on this node, within its slot group.
+        log: the output of this process and its children.
+        meter: of its seconds by state.
+        self_check: the result of the self-check as JSON; empty before it.
         start_warnings: of the engine's start.
 
     Args:
-        is_lent: the engine is somebody else's, who bills what it does here.
+        is_lent: the engine belongs to an endpoint, which bills what it does here.
     """
 
     def __init__(
@@ -72,20 +68,20 @@ class Session:
                 self._write(ended=False)
 
     def end(self) -> None:
-        """Write the last heartbeat: the process ends now, of its own accord."""
+        """Write the last heartbeat of a regular end."""
         self.keep_log()
         with self._lock:
             self._ended.set()
             self._write(ended=True)
 
     def keep_log(self) -> None:
-        """Copy the log to the run directory, where it is not there already."""
+        """Copy the log to the run directory, if it is elsewhere."""
         self._log_copy.update()
 
     def _keep_beating(self) -> None:
         copied_at = time.monotonic()
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(*WRITE_ERRORS):  # what cannot be written now, the next heartbeat tells too
+            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat includes what cannot be written now
                 self.beat()
             if time.monotonic() - copied_at >= COPY_S:
                 self.keep_log()
@@ -105,17 +101,17 @@ class Session:
         )
 
 
-_HEARTBEATS_A_LOOK = 3.0  # more than an engine may be silent for
+_HEARTBEATS_A_LOOK = 3.0  # longer than an engine may be silent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The facts of a run by which an actor may load its engine.
+    """Decides when an actor may load its engine.
 
     Attributes:
-        num_engines: below so many, an actor loads whatever is left to do.
-        work: of each unit of the plan, by its number (`work_by_unit`).
-        sessions_before: of earlier attempts; none of them is alive.
+        num_engines: the minimum; with fewer engines, an actor loads for any remaining work.
+        work: estimated work of each unit by number (`work_by_unit`).
+        sessions_before: of earlier attempts, all ended.
     """
 
     num_engines: int
@@ -124,7 +120,7 @@ class Admission:
     heartbeat_s: float
 
     def wait(self, run: RunDirectory) -> None:
-        """Return when an engine is to be loaded."""
+        """Wait until an engine should be loaded."""
         heartbeats = Heartbeats(self.sessions_before, heartbeat_s=self.heartbeat_s)
         while True:
             sessions = run.sessions()
@@ -141,9 +137,6 @@ class Admission:
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:
-    """The guessed work of each unit by its number.
-
-    Its rows where an older plan has no guess.
-    """
+    """Return the estimated work of each unit by number; the number of rows for older plans without an estimate."""
     work = {unit.unit: unit.work or unit.num_rows for unit in plan.units}
     return tuple(work.get(number, 0) for number in range(max(work) + 1))

@@ -1,9 +1,6 @@
-"""Stream units through Ray Data, from the plan to committed files.
+"""Stream units through Ray Data, from the plan to committed files, while the supervisor watches.
 
-Somebody watches meanwhile.
-
-The driver's half of a run: it hands out units and adds up receipts; it touches no row, so its memory grows with units
-and not with rows.
+The driver hands out units and sums receipts. It holds no rows, so its memory grows with units and not with rows.
 """
 
 import math
@@ -54,13 +51,13 @@ def stream(
     """Generate and commit `units`; returns when all are committed.
 
     Args:
-        metrics: told what is committed and what the supervisor sees.
-        lost: another driver has taken the run over; then nothing of the directory is touched any more.
+        metrics: updated with committed units and with what the supervisor sees.
+        lost: set when another driver takes over the run; then the directory is not changed any more.
 
     Raises:
-        StoppedEarly, TooManyFailedRows, EngineError: as the supervisor judges.
+        StoppedEarly, TooManyFailedRows, EngineError: decided by the supervisor.
         RunInUse: `lost` was set.
-        InputError: what is planned could not be committed.
+        InputError: a planned unit could not be committed.
     """
     require_storable(plan.schema)
     receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
@@ -83,7 +80,7 @@ def _watch(
     metrics: RunMetrics,
     lost: threading.Event,
 ) -> None:
-    """Until the dataset has ended, or is given up."""
+    """Watch until the dataset ends or is abandoned."""
     looked_at = -math.inf
     for usage in _until_broken(receipts, supervisor):
         if usage is not None:
@@ -119,10 +116,7 @@ def _tell_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 
 
 def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """The receipts, up to where they break off while the run is stopped.
-
-    The signal may have ended Ray as well.
-    """
+    """Yield receipts, until they break off while the run is stopped: the signal may have ended Ray as well."""
     try:
         yield from receipts
     except PeagleError:
@@ -134,10 +128,7 @@ def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[Uni
 
 
 def _observe(supervisor: Supervisor) -> None:
-    """Have the supervisor look while engines work.
-
-    Where it cannot, Ray must not be shut down under their feet.
-    """
+    """Let the supervisor observe the run. If it fails, abandon Ray, because engines are still working."""
     try:
         supervisor.observe()
     except (PeagleError, OSError):
@@ -167,7 +158,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             prepare_units,
             batch_size=None,
             batch_format="pyarrow",
-            # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22), and each starts beside an engine.
+            # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22).
             compute=TaskPoolStrategy(engines.largest),
             num_cpus=PREPARE_CPUS,
             fn_kwargs={"job": prepare_job},
@@ -230,10 +221,7 @@ def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[Prepare
 
 
 def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:
-    """The admission of engines that come and go.
-
-    A fixed number of them loads whatever there is to do.
-    """
+    """Return the admission for a varying number of engines; with a fixed number, each loads at once."""
     engines = config.engine_range
     if engines.fixed is not None:
         return None
@@ -246,7 +234,7 @@ def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admissi
 
 
 class _Receipts:
-    """A thread that runs a dataset, so that the driver can draw and be interrupted."""
+    """Runs a dataset in a thread, so that the driver can show progress and be interrupted."""
 
     def __init__(self, dataset: Callable[[], Any]) -> None:
         self._queue: queue.Queue[UnitUsage | BaseException | None] = queue.Queue()
@@ -254,7 +242,7 @@ class _Receipts:
         threading.Thread(target=self._consume, daemon=True).start()
 
     def __iter__(self) -> Iterator[UnitUsage | None]:
-        """Usages as units commit, and None at least every second; ends with the dataset."""
+        """Yield the usage of each committed unit, and None at least every second."""
         while True:
             try:
                 item = self._queue.get(timeout=_POLL_S)

@@ -1,6 +1,6 @@
-"""The driver's judgement: go on, ask to stop, and the words at the end.
+"""Supervise a run: decide whether it continues, ask workers to stop, and explain the end.
 
-It reads the run directory and asks workers to stop through it. It knows neither Ray nor rows.
+It reads the run directory, and asks workers to stop through it.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class Ending:
     """Why a run ends before all units are committed.
 
     Attributes:
-        error: what it ends with.
-        resume_flags: what the command that continues it needs beside the flags of this one.
-        advice: what to do before.
+        error: type of the error.
+        resume_flags: additional flags of the command that continues the run.
+        advice: what to do before that.
     """
 
     error: type[PeagleError]
@@ -50,13 +50,13 @@ class Ending:
 
 
 class DeathWatch:
-    """Counts engine deaths between which no row was finished.
+    """Counts consecutive engine deaths without a finished row in between.
 
-    An engine that starts again takes the slot (host and number) of the one that died, so there are more sessions than
-    slots. On a cluster it may start on another host: then there are more of them than engines.
+    A restarted engine takes the slot (host and number) of the dead one, so there are more sessions than slots. On a
+    cluster it may start on another host; then there are more slots than engines.
 
     Args:
-        num_engines: the most that there may be at once.
+        num_engines: the maximum at once.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -66,10 +66,7 @@ class DeathWatch:
         self.in_a_row = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
-        """Count deaths since a row was last finished.
-
-        From this attempt's sessions and the committed rows.
-        """
+        """Count deaths since the last finished row, from the sessions of this attempt and the committed rows."""
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
         num_deaths = len(sessions) - min(len(slots), self._num_engines)
@@ -85,13 +82,13 @@ class Supervisor:
     """Watches one attempt at a run.
 
     Args:
-        request: of this attempt, with its limits, its stop, and the command from which that of a resume is made.
-        draw: on budgets of the run's tags.
+        request: of this attempt.
+        draw: on the budgets of tags, or None.
 
     Attributes:
         tally: of the whole run directory.
-        sessions: of this attempt's engines, as of the last look.
-        ending: why the run ends early; None while it goes on.
+        sessions: of the engines of this attempt, at the last observation.
+        ending: why the run ends early; None while it continues.
     """
 
     def __init__(
@@ -106,19 +103,16 @@ class Supervisor:
         self._deaths = DeathWatch(engines.largest)
         self._price = price
         self._limits = request.limits
-        # All that may start at once: those that load cannot be asked to stop before they have loaded.
+        # All that may start at once: an engine that is loading cannot be stopped before it has loaded.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
-        self._warnings: dict[str, bool] = {}  # of engines' starts: whether they were told
+        self._warnings: dict[str, bool] = {}  # start warnings that were already shown
         self.sessions: Sequence[EngineSession] = ()
         self.ending: Ending | None = None
 
     def _earlier(self) -> Iterator[UnitUsage]:
-        """The units of earlier attempts, read once.
-
-        There may be more of them than memory holds.
-        """
+        """Add the units of earlier attempts to the tally, without holding them in memory."""
         for usage in self._run.usages():
             self.tally.add(usage, before=True)
             yield usage
@@ -127,15 +121,15 @@ class Supervisor:
         """Refuse to start engines or wait for nodes after a limit or a stop.
 
         Raises:
-            StoppedEarly: no money or time is left, or a signal came.
-            TooManyFailedRows: too many rows have failed before.
+            StoppedEarly: no money or time is left, or a signal arrived.
+            TooManyFailedRows: too many rows failed in earlier attempts.
         """
         if ending := self._asked_to_end():
             self.ending = ending
             raise self.error()
 
     def observe(self) -> None:
-        """Look at the ledger, and ask the workers to stop when it is time."""
+        """Read the ledger, and ask the workers to stop if a limit is reached."""
         self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
@@ -149,35 +143,32 @@ class Supervisor:
             self._ask_to_stop()
 
     def close(self) -> None:
-        """Tell the budgets of the run's tags what it has cost, as far as they can be told."""
+        """Charge the budgets of tags, if they can be written."""
         if self._draw is not None:
-            with contextlib.suppress(*WRITE_ERRORS):  # the next attempt tells it
+            with contextlib.suppress(*WRITE_ERRORS):  # the next attempt charges it
                 self._draw.end(self._spending.usd)
 
     def new_warnings(self) -> list[str]:
-        """New start warnings of this attempt's engines, each once."""
+        """Return new start warnings of the engines of this attempt, each once."""
         new = [warning for warning, is_told in self._warnings.items() if not is_told]
         self._warnings |= dict.fromkeys(new, True)
         return new
 
     def _ask_to_stop(self) -> None:
-        """Ask workers to stop; each look tries again where that cannot be written.
-
-        The disk may be full. Workers are abandoned in time.
-        """
+        """Ask workers to stop; retried at each observation, for example while the disk is full."""
         with contextlib.suppress(*WRITE_ERRORS):
             self._run.stop.request(self._resolved.config.grace_s)
             self._is_asked = True
 
     @property
     def gives_up(self) -> bool:
-        """Whether workers had their time and must be abandoned."""
+        """Whether the grace period of workers is over."""
         return time.monotonic() > self._give_up_at
 
     def error(self) -> PeagleError:
-        """The error of an unfinished run: reason, progress, and how it goes on."""
+        """Return the error of an unfinished run: reason, progress, and how to continue."""
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
-        committed = self._run.committed()  # not the tally: of what is committed last, the driver may hear nothing
+        committed = self._run.committed()  # not from the tally: the driver may miss the receipts of the last units
         num_units, num_done = len(self._plan.units), len(committed)
         rows_left = sum(unit.num_rows for unit in self._plan.left(committed))
         command = resume_command(self._request.command, ending.resume_flags)
@@ -211,7 +202,7 @@ class Supervisor:
         return None
 
     def _reserve_usd(self, num_alive: int) -> float:
-        """The most that ending costs, for present engines and those about to start."""
+        """Return the maximum cost of ending, for running engines and those about to start."""
         num_engines = max(self._resolved.config.engine_range.smallest, num_alive)
         num_devices = num_engines * self._resolved.placement.num_devices
         return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
@@ -240,10 +231,7 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """The cost of the whole run, if each remaining row costs a fifth more.
-
-        Rounded up.
-        """
+        """Return a budget that probably finishes the run: remaining rows cost a fifth more, rounded up."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
         rest = self._spending.usd / done * (self._plan.num_rows - done) if done else budget
@@ -252,25 +240,22 @@ class Supervisor:
         return math.ceil(wanted / step) * step
 
     def _later(self) -> dict[str, str | None]:
-        """A deadline set anew.
-
-        A duration counts again; a moment, also a time of day, does not come again.
-        """
+        """Return the deadline flag to resume with: none for a fixed time, which has passed; a duration stays."""
         text = self._resolved.config.deadline or "none"
         again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 
 
 def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: RunRequest) -> None:
-    """Require no more dead letters than the user allows, of a fully committed run.
+    """Check the limit of dead letters of a fully committed run.
 
-    The last rows may pass the limit when nobody looks any more; how a run ends must not depend on that.
+    The last rows may exceed the limit after the last observation.
 
     Args:
-        report: as `make_report` makes it.
+        report: of `make_report`.
 
     Raises:
-        TooManyFailedRows: it has.
+        TooManyFailedRows: the run has more dead letters than the user allows.
     """
     allowed = request.limits.max_failed_rows
     if allowed is None:
@@ -286,7 +271,7 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
 
 
 def describe_failures(run: RunDirectory) -> str:
-    """The most frequent reasons of dead letters, and one of the most frequent kind."""
+    """Describe the most frequent reasons of dead letters, with an example of the most frequent one."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for letter in run.dead_letters():

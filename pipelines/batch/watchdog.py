@@ -1,7 +1,7 @@
-"""The watchdog of an engine: its silence, its loop, a stop's grace, time limits.
+"""The watchdog of an engine: silence, a blocked event loop, the grace period of a stop, and time limits of rows.
 
-A step and what comes of any row are signs of life. It knows no engine: it asks for a number that grows with the signs.
-What looks at an engine runs in the event loop of its actor; whether that loop lives, a thread sees.
+Steps and finished rows are signs of life: a counter that grows with them. The engine is watched from the event loop of
+its actor, and the event loop from a thread.
 """
 
 import asyncio
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from peagle.engine.interface import Generation
-from peagle.engine.self_check import SelfCheck
+from peagle.engine.interface import Generation, SelfCheck
 from peagle.errors import EngineError
 from peagle.runs.stopping import GraceClock
 
@@ -22,26 +21,26 @@ step of a large model on a few cores, takes minutes."""
 POLL_S = 1.0
 """How often somebody looks while rows are in the engine."""
 _LONGEST_LOOK_S = 5.0
-_LEAST_STANDSTILL_S = 10.0  # a loop that has much to do on a machine that has too answers late, however short the limit
-_LAST_WORDS_S = 150.0  # a store that does not answer is asked again for two minutes
+_LEAST_STANDSTILL_S = 10.0  # a busy loop on a busy machine answers late
+_LAST_WORDS_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
-_LOOKS_PER_LIMIT = 20  # a row that is out of time is found out before it has had much more
+_LOOKS_PER_LIMIT = 20  # how late a time limit may be noticed
 
 
-class OutOfTime(Exception):  # noqa: N818 - the row's fault, not an error of ours
-    """A row was not finished within its limit, by an engine that worked."""
+class OutOfTime(Exception):  # noqa: N818 - caused by the row
+    """A row exceeded its time limit in a working engine."""
 
 
 class Watchdog:
-    """Watches an engine for the actor that has it.
+    """Watches the engine of an actor.
 
     Args:
         signs_of_life: a number that grows with the engine's work.
-        limit_s: of silence, while rows are in the engine, and of standing still of the event loop.
-        grace: a stop's.
+        limit_s: of silence while rows are in the engine, and of a blocked event loop.
+        grace: of a stop.
         is_busy: whether rows are in the engine.
-        die: ends this process, with a note of its rows and a reason.
-        leave: ends it at once.
+        die: ends this process after recording its rows and a reason.
+        leave: ends it immediately.
     """
 
     def __init__(
@@ -60,19 +59,19 @@ class Watchdog:
         self._loop_watch: LoopWatch | None = None
 
     def watch_loop(self) -> None:
-        """Watch the event loop that this is called in, from the first time on."""
+        """Watch the event loop of the caller, from the first call on."""
         if self._loop_watch is None:
             loop = asyncio.get_running_loop()
             self._loop_watch = LoopWatch(loop, limit_s=self._limit_s, die=self._die, leave=self._leave)
 
     def is_stopping(self) -> bool:
-        """Whether the run is being stopped: nothing new is to be started."""
+        """Whether the run is being stopped, so that nothing new is started."""
         return self._grace.is_asked()
 
     async def finished(self, work: "asyncio.Task[Any]") -> bool:
-        """Wait for a unit's rows; False, rows cancelled, when a stop's grace is over.
+        """Wait for the rows of a unit; cancel them and return False when the grace period of a stop is over.
 
-        Who waits also watches: an engine that is silent for too long ends here. `LoopWatch` sees whether anybody waits.
+        While waiting, check for silence of the engine. `LoopWatch` checks that this loop runs.
         """
         while not (await asyncio.wait([work], timeout=POLL_S))[0]:
             if self._grace.is_over():
@@ -96,19 +95,19 @@ class Watchdog:
         return work.result()
 
     async def within(self, limit_s: float | None, answer: Coroutine[Any, Any, Generation]) -> Generation:
-        """A row's answer, given up after `limit_s` seconds in a working engine.
+        """Wait for the answer of a row, at most `limit_s` seconds in a working engine.
 
         Raises:
-            OutOfTime: the row is given up; its request is cancelled.
+            OutOfTime: the limit passed; the request is cancelled.
         """
         return await within(limit_s, answer, self._signs_of_life)
 
 
 class SilenceClock:
-    """How long an engine with rows in it has shown no sign of life, in seconds.
+    """Measures how long an engine with rows has been silent, in seconds.
 
-    Only time in which somebody looked counts, a few seconds a look: what the engine did while this process was stopped,
-    or had too much else to do, it has had no chance to tell.
+    A gap between two observations counts a few seconds at most: while this process is suspended or overloaded, it
+    cannot see the progress of the engine.
 
     Args:
         signs_of_life: a number that grows with the engine's work.
@@ -123,10 +122,7 @@ class SilenceClock:
         self._silent_s = 0.0
 
     def look(self, *, is_busy: bool) -> float:
-        """Seconds of silence up to now.
-
-        0 where no row is in the engine, which then has nothing to say.
-        """
+        """Return the seconds of silence; 0 if the engine has no rows."""
         signs, now = self._signs_of_life(), self._monotonic()
         passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
         self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
@@ -135,16 +131,15 @@ class SilenceClock:
 
 
 class LoopWatch:
-    """A thread that ends this process when its event loop stands still too long.
+    """A thread that ends this process when its event loop is blocked too long.
 
-    It asks the loop for a sign at each look, and goes when the loop has ended. Begun from within the loop, so that
-    nothing counts that takes long before there is one, such as an engine that loads.
+    It pings the loop regularly, and ends with the loop. It is started from the loop, so that loading an engine before
+    does not count.
 
     Args:
-        limit_s: of standing still; ten seconds at least.
-        die: ends the process, as for an engine that is silent. It has a moment: what the loop holds on to may be what
-            it waits for.
-        leave: ends the process at once.
+        limit_s: of blocking; at least ten seconds.
+        die: ends the process as for a silent engine. It has limited time, because it may wait for a lock of the loop.
+        leave: ends the process immediately.
     """
 
     def __init__(
@@ -169,10 +164,10 @@ class LoopWatch:
                 return
 
     def _ask(self) -> bool:
-        """Have the loop answer; False where there is none any more that could."""
+        """Ping the loop; return False if it is closed."""
         try:
             self._loop.call_soon_threadsafe(self._answer)
-        except RuntimeError:  # it is closed
+        except RuntimeError:  # the loop is closed
             return False
         return self._loop.is_running()
 
@@ -180,7 +175,7 @@ class LoopWatch:
         self._num_answers += 1
 
     def _end(self) -> None:
-        faulthandler.dump_traceback(file=_STDERR)  # where it stands
+        faulthandler.dump_traceback(file=_STDERR)  # the stack of the blocked loop
         late = threading.Timer(_LAST_WORDS_S, self._leave)
         late.daemon = True
         late.start()
@@ -194,16 +189,13 @@ class LoopWatch:
 async def within(
     limit_s: float | None, answer: Coroutine[Any, Any, Generation], signs_of_life: Callable[[], int]
 ) -> Generation:
-    """A row's answer, given up after `limit_s` seconds in a working engine.
+    """Wait for the answer of a row, at most `limit_s` seconds in a working engine.
 
-    The engine must have worked since.
-
-    An engine that is silent at that moment may hang, which is no fault of the row's; or be in a step that is longer
-    than the limit. So a row is only out of time at the next sign of life; an engine that never gives one is judged by
-    its silence.
+    An engine that is silent when the limit passes may hang, which is not caused by the row, or be in a long step. So
+    the row is out of time only at the next sign of life. A hanging engine is detected by its silence.
 
     Raises:
-        OutOfTime: the row is given up; its request is cancelled.
+        OutOfTime: the limit passed; the request is cancelled.
     """
     if limit_s is None:
         return await answer

@@ -1,9 +1,9 @@
 """Ray Data's second stage: generate a prepared unit on an engine, commit it.
 
-A unit is one row. The stage knows nothing of the driver: what it needs travels in one record (`engine_job.py`).
+A unit is one row of the dataset. `EngineJob` has everything that the stage needs.
 
-An engine that dies takes its actor with it, after a note of the rows that were in it (`suspects.py`); Ray starts
-another actor and gives it the same units again. One that hangs is made to die (`watchdog.py`).
+When an engine dies, its actor records the rows in it (`suspects.py`) and ends; Ray starts another actor with the same
+units. A hanging engine is killed (`watchdog.py`).
 """
 
 import asyncio
@@ -36,10 +36,10 @@ _POISONED = RowError(reason="engine_died", message="two engines crashed while th
 
 
 class EngineWorker:
-    """One engine, which commits the units that Ray Data gives it, several at a time.
+    """One engine, which generates and commits several units of Ray Data at a time.
 
-    Rows of all its units run in one continuous batch. A few more requests than the engine runs at once are in it
-    at any moment, so that a finished one is replaced in the next step; not where rows have a time limit.
+    The rows of all its units run in one continuous batch. The engine gets a few more requests than it runs at once, so
+    that a finished one is replaced in the next step; except if rows have a time limit.
     """
 
     def __init__(self, job: EngineJob) -> None:
@@ -63,7 +63,7 @@ class EngineWorker:
         self._session.meter.ready(started.compile_s)
         self._session.beat()
         slots = job.num_slots
-        # A row's limit must not pass while it waits in the engine for others to end.
+        # The time limit of a row must not pass while it waits in the engine.
         self._slots = WeightedSemaphore(rows_in_engine(slots) if job.row_timeout_s is None else slots)
         self._lock = SharedExclusiveLock()
         self._rows = RowsInEngine()
@@ -81,13 +81,13 @@ class EngineWorker:
             self._others.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """Generate and commit one prepared unit; a run being stopped gets it back undone."""
+        """Generate and commit one prepared unit; while the run stops, return without doing so."""
         self._watchdog.watch_loop()
         table = unpacked(batch)
         if is_given_back(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
-        if self._check is None:  # here: vLLM answers in the loop in which it is first asked, and in no other
+        if self._check is None:  # here, because vLLM is bound to the loop of its first request
             self._check = asyncio.create_task(self._check_engine())
         await self._check
         prepared = PreparedUnit(table)
@@ -113,10 +113,10 @@ class EngineWorker:
         yield _receipt(usage if committed else None)
 
     async def _check_engine(self) -> None:
-        """Let the engine work only where its answers are its target's.
+        """Run the self-check of the engine.
 
         Raises:
-            EngineError: they are not, or it died or hangs. Another one of these settings would do the same.
+            EngineError: it failed, or the engine died or hangs. A restart would not help.
         """
         if self._checkable is None:
             return
@@ -127,7 +127,7 @@ class EngineWorker:
         require_passed(found)
 
     async def _generate_all(self, prepared: PreparedUnit, verdict: Verdict, notes: UnitNotes) -> dict[int, Generation]:
-        """Generate unsuspected rows with those of other units, then suspects alone."""
+        """Generate the rows of a unit together with other units, and then each suspected row alone."""
         indices = [index for index in range(len(prepared.prompts)) if index not in prepared.dead_letters]
         together = [index for index in indices if index not in verdict.suspects]
         outcomes = await asyncio.gather(*(self._generate_together(prepared, index) for index in together))
@@ -135,7 +135,7 @@ class EngineWorker:
         if suspects := sorted(verdict.suspects.intersection(indices)):
             async with self._lock.exclusive():
                 for index in suspects:
-                    await asyncio.to_thread(self._session.beat)  # the driver should see what was finished until here
+                    await asyncio.to_thread(self._session.beat)  # so that the driver sees the rows that finished before
                     await asyncio.to_thread(notes.write, Note(rows=(index,), alone=True))
                     found[index] = await self._generate(prepared, index)
             await asyncio.to_thread(notes.write, Note())
@@ -146,11 +146,11 @@ class EngineWorker:
             return await self._generate(prepared, index)
 
     async def _generate(self, prepared: PreparedUnit, index: int) -> Generation | None:
-        """One row; None, with a dead letter, where it cannot be done."""
+        """Generate one row; None, and a dead letter, if it fails."""
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
         prompt = prepared.prompts[index]
         assert prompt is not None, "a row without a prompt has a dead letter"
-        # The same row may be here twice, when Ray runs a unit again: the engine must tell them apart.
+        # When Ray retries a unit, the same row may be in the engine twice.
         request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
         answer = self._engine.generate(request_id, prompt, self._sampling(row_id, prepared.sampling[index]))
         num_tokens = 0
@@ -170,10 +170,10 @@ class EngineWorker:
         return generation
 
     async def _within_limit(self, answer: Coroutine[Any, Any, Generation]) -> Generation:
-        """A row's answer; an engine that dies at it takes this process with it.
+        """Wait for the answer of a row within its time limit; if the engine dies, end this process.
 
         Raises:
-            RequestRefused, OutOfTime: the row cannot be done.
+            RequestRefused, OutOfTime: the row fails.
         """
         try:
             return await self._watchdog.within(self._job.row_timeout_s, answer)
@@ -181,14 +181,14 @@ class EngineWorker:
             self._die(error.message)
 
     def _slots_of(self, own: dict[str, Any]) -> int:
-        """A row's slots in the engine: one for each response where its time counts."""
+        """Return the engine slots of a row: one for each response if the row has a time limit."""
         sampling = self._job.sampling | own
         return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
-        """The run's sampling parameters and the row's own.
+        """Return the sampling parameters of the run, overridden by those of the row.
 
-        The run's seed varies by row, else equal prompts would get equal answers; a row's own is taken as it is.
+        The seed of the run is varied by row, so that equal prompts get different answers; a seed of a row is not.
         """
         sampling = dict(self._job.sampling)
         if sampling.get("seed") is not None:
@@ -207,7 +207,7 @@ class EngineWorker:
             busy_s=self._session.meter.take(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
-            finished_at=max(started_at, time.time()),  # a clock may be set back in between
+            finished_at=max(started_at, time.time()),  # a clock may be set back in the meantime
         )
 
     # --- the end of the process
@@ -219,7 +219,7 @@ class EngineWorker:
         self._engine.shutdown()
 
     def _die(self, why: str) -> NoReturn:
-        """Note the engine's rows and end this process, which Ray replaces."""
+        """Record the rows in the engine and end this process, which Ray replaces."""
         say_end(why)
         self._rows.mark_suspected(alone=self._lock.is_exclusive)
         self._session.end()
@@ -227,13 +227,13 @@ class EngineWorker:
 
     def _leave(self) -> NoReturn:
         try:
-            self._engine.kill()  # what hangs would keep the memory that the next engine needs
+            self._engine.kill()  # a hanging process would keep the memory that the next engine needs
         finally:
             os._exit(1)
 
 
 def _takes_the_place_of_another() -> bool:
-    """Whether Ray started this process for an actor that died: its units wait for it."""
+    """Whether this process replaces a dead actor, whose units wait for it."""
     import ray
 
     return bool(ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed)
@@ -244,5 +244,5 @@ def _out_of_time(limit_s: float | None) -> RowError:
 
 
 def _receipt(usage: UnitUsage | None) -> pa.Table:
-    """The receipt of a unit: its usage if this attempt committed it, else null."""
+    """Return the receipt of a unit: its usage if this attempt committed it, or null."""
     return pa.table({"usage": pa.array([usage and usage.to_json()], pa.binary())})

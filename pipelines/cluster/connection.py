@@ -1,7 +1,8 @@
-"""A command's connection to Ray: joined at once, or started when engines need it.
+"""The connection of a command to Ray.
 
-A cluster that runs has to be looked at before anything is decided; one on this machine costs seconds that a refused or
-finished run does not need. Meanwhile standard error is a file, for Ray and vLLM write to it as they like.
+A remote cluster is joined at once, because decisions depend on its nodes. A local one is started when engines need
+it: a run that is refused or already finished does not wait for it. While connected, standard error is a file, because
+Ray and vLLM write to it.
 """
 
 import contextlib
@@ -16,10 +17,10 @@ _IF_LOST = "Units in progress are lost, committed ones are saved. The same comma
 
 
 class Connection:
-    """The Ray cluster of one command, there or not yet.
+    """The Ray cluster of one command, connected or not.
 
     Attributes:
-        is_remote: RAY_ADDRESS names it; else it is one on this machine.
+        is_remote: RAY_ADDRESS names it; otherwise it is local.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Connection:
         self._quiet = self._held.enter_context(QuietStderr())
 
     def prepare(self) -> None:
-        """Join a remote cluster; require that one can start on this machine otherwise.
+        """Join a remote cluster, or check that a local one can start.
 
         Raises:
             ConfigError, CapacityError: as `ray.ray_cluster`.
@@ -40,7 +41,7 @@ class Connection:
             require_startable()
 
     def start(self) -> None:
-        """Join or start the cluster, unless that is done.
+        """Join or start the cluster, unless it is connected.
 
         Raises:
             ConfigError, CapacityError: as `ray.ray_cluster`.
@@ -51,19 +52,16 @@ class Connection:
             self._is_up = True
 
     def log_to(self, path: Path) -> None:
-        """Collect in this file what is written to standard error, and what was until now."""
+        """Write standard error to this file, including what was written to it before."""
         self._quiet.move_to(path)
 
     def close(self) -> None:
-        """Leave the cluster, or stop it where it was started here.
-
-        Standard error is the terminal's again.
-        """
+        """Leave the cluster, or stop it if it was started here, and restore standard error."""
         self._held.close()
 
 
 @contextlib.contextmanager
 def connection() -> Iterator[Connection]:
-    """A connection that is closed at the end, if not before."""
+    """Yield a connection, and close it at the end."""
     with contextlib.closing(Connection()) as connected:
         yield connected

@@ -1,7 +1,4 @@
-"""Turn Ray's errors back into errors of ours.
-
-It knows how Ray wraps and prints exceptions; it knows nothing of runs or trainings.
-"""
+"""Recover peagle's errors from Ray's, which wrap or print them."""
 
 import re
 
@@ -9,21 +6,21 @@ from peagle import errors
 from peagle.errors import PeagleError
 
 _CHAINED = "\nThe above exception was the direct cause of"
-# A traceback ends with the error as `str` gives it: below the message, two spaces further in, what to do about it.
+# A traceback ends with `str(error)`: the message, and below it the hint, indented by two spaces.
 _PRINTED = re.compile(r"^peagle\.errors\.(\w+): (.*)(?:\n  (.+))?$", re.MULTILINE)
 _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DOTALL)
 
 
 def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
-    """The error of ours at the bottom of Ray's; else Ray's own, in short.
+    """Return the error of ours inside Ray's, or a short form of Ray's.
 
-    Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text, and
-    appends to both how its own retries are configured, which is nothing that a user of this package can do.
+    Ray Data keeps the cause of a failed actor as an exception, but the cause of a failed task only in the text of the
+    traceback. It appends to both how its own retries are configured, which users of this package cannot change.
 
     Args:
-        what: what has happened, before Ray's last line.
-        hint: what to do, where the error itself does not carry one.
-        otherwise: kind of the error where it is none of ours.
+        what: what happened; precedes the last line of Ray.
+        hint: what to do, if the error has no hint.
+        otherwise: the type to return for an error that is not ours.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,7 +1,4 @@
-"""A node of the cluster as engines will find it: its hardware and its names.
-
-It looks where engines can go, and takes nothing of the node. It knows neither engines nor prices.
-"""
+"""Inspect a node of the cluster: its hardware, instance type and region. It reserves nothing."""
 
 import contextlib
 import os
@@ -18,7 +15,7 @@ from pipelines.cluster.placement import node_to_ask, on_accelerators
 from pipelines.cluster.ray import NO_RAY
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The last parts of labels that may name an instance type or a region: `ray.io/node-group` is Ray's own, and
+# The last parts of labels that may have an instance type or a region: `ray.io/node-group` is Ray's, and
 # `node.kubernetes.io/instance-type` Kubernetes'.
 _TELLING_LABELS = ("instance-type", "node-group", "availability-region", "region")
 
@@ -26,12 +23,12 @@ _TELLING_LABELS = ("instance-type", "node-group", "availability-region", "region
 def inspect(
     *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
 ) -> Hardware:
-    """The hardware of a node for engines; one with accelerators, if there is any.
+    """Return the hardware of a node for engines; of one with accelerators, if there is any.
 
-    It takes none of them, so it does not wait for those that are busy.
+    It reserves no accelerator, so it does not wait for busy ones.
 
     Raises:
-        CapacityError: the node cannot be asked.
+        CapacityError: the node does not respond.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -45,15 +42,15 @@ def inspect(
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_look)
     try:
         found: Hardware = ray.get(probe.remote())
-    except Exception as error:  # Ray's own, when the node goes away
+    except Exception as error:  # raised by Ray when the node is removed
         raise explain(error, "cannot look at a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
     if node is None or found.platform != "cuda":
         return found
-    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been given fewer than there are
+    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # fewer if Ray was started so
 
 
 def _look() -> Hardware:
-    """The hardware of this task's node, with what machine and labels call it."""
+    """Return the hardware of this node, with its instance type and region if known."""
     import ray
 
     found = identified(_detect_all())
@@ -63,10 +60,10 @@ def _look() -> Hardware:
 
 
 def _detect_all() -> Hardware:
-    """This node's hardware with all accelerators that its Ray has, not only a task's.
+    """Return the hardware of this node with all accelerators of its Ray, not only those of this task.
 
-    Whoever started Ray there may have shown it some of them alone. Ray empties the variable for a task that reserved
-    none; its parent, the raylet, still has it.
+    Ray may have been started with some of the accelerators. It empties CUDA_VISIBLE_DEVICES for a task that reserved
+    none; the raylet, its parent, still has the value.
     """
     os.environ.pop(_VISIBLE, None)
     with contextlib.suppress(psutil.Error):

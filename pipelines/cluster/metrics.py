@@ -1,11 +1,11 @@
 """The table of metrics, and the listeners that feed Ray's exporter.
 
-`METRICS` is the one table of their names and labels. Labels are vLLM's and OpenCost's (`model_name`, `position`).
+`METRICS` has the names and labels of all of them. Labels are vLLM's and OpenCost's (`model_name`, `position`).
 Durations and sizes of requests have OpenTelemetry's names and buckets for generative AI, with `_` for `.` and the unit
 at the end (semantic conventions, status Development, read 2026-11-26). Ray puts `ray_` before each name, adds labels of
 its own, and makes a histogram's sum from the middles of its buckets.
 
-It knows usage records and Ray's metrics. Ray's exporter asks for no key, so a key is named only where it has a budget.
+Ray's exporter has no authentication, so only keys with a budget appear by name.
 """
 
 import threading
@@ -155,7 +155,7 @@ METRICS = {
 
 
 def exported(name: str, **labels: str) -> Any:
-    """A metric at Ray's exporter, these labels set for whatever is recorded with it."""
+    """Create a metric in Ray's exporter with default values of these labels."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
     metric = METRICS[name]
@@ -167,16 +167,16 @@ def exported(name: str, **labels: str) -> Any:
 
 
 class UsageMetrics:
-    """The metrics of one model: requests, tokens, acceptance, engines' dollars.
+    """The metrics of one model: requests, tokens, acceptance, cost of engines.
 
-    A listener of an `EngineAccount`; a bulk run's driver tells it units and heartbeats.
+    It listens to an `EngineAccount`; in a bulk run, the driver calls it for units and heartbeats.
     """
 
     def __init__(self, model_name: str, drafter: str | None) -> None:
         def of_model(name: str) -> Any:
             return exported(name, model_name=model_name, drafter=drafter or "")
 
-        self._lock = threading.Lock()  # heartbeats come from a thread, and once more from whoever ends the account
+        self._lock = threading.Lock()  # heartbeats come from a thread, and a last one when the account ends
         self._paid_usd: dict[tuple[str, str], float] = {}  # by session and state
         self._engine_usd = of_model("peagle_engine_usd_total")
         self._requests, self._usd = of_model("peagle_requests_total"), of_model("peagle_request_usd_total")
@@ -191,7 +191,7 @@ class UsageMetrics:
         self._lookup = of_model("peagle_accepted_lookup_tokens_total")
 
     def request(self, record: RequestUsage) -> None:
-        """A request has ended."""
+        """Record a finished request."""
         usage, is_ok = record.usage, record.outcome == "ok"
         self._requests.inc(1, {"outcome": record.outcome})
         _add(self._usd, record.usd)
@@ -208,7 +208,7 @@ class UsageMetrics:
         self.work(usage)
 
     def work(self, usage: UnitUsage) -> None:
-        """Tokens and acceptance of a request, or of a unit that was committed."""
+        """Record the tokens and acceptance of a request or a committed unit."""
         drafted = usage.speculation
         _add(self._prompt, usage.num_prompt_tokens)
         _add(self._cached, usage.num_cached_tokens)
@@ -221,9 +221,9 @@ class UsageMetrics:
             _add(self._per_position, num_accepted, position=str(position))
 
     def heartbeat(self, session: EngineSession) -> None:
-        """Where an engine's seconds went until now.
+        """Record the seconds of an engine by state.
 
-        A heartbeat that is told twice, or after a later one, counts nothing.
+        A heartbeat that is not newer than the last one has no effect.
         """
         seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
         with self._lock:
@@ -235,5 +235,5 @@ class UsageMetrics:
 
 
 def _add(counter: Any, value: float, **labels: str) -> None:
-    if value > 0:  # Ray refuses to add nothing
+    if value > 0:  # Ray refuses to add 0
         counter.inc(value, labels)

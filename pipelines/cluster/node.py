@@ -1,8 +1,6 @@
-"""The node's side of an engine actor: its slot, its model, starting vLLM.
+"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or follow another node's.
 
-Or following another node's.
-
-A run's driver may sit on another machine, so nothing that depends on the node is decided there.
+The driver may be on another machine, so everything that depends on the node is decided here.
 """
 
 import contextlib
@@ -23,18 +21,16 @@ from peagle.errors import CapacityError
 from peagle.private import SECRET_MODE, temporary_folder
 
 _MAX_SLOTS = 1024
-# With 4 requests at once and fewer an engine on 2 cores was mostly faster with yields, with 16 without.
+# An engine on 2 cores was mostly faster with yields at up to 4 concurrent requests, without them at 16.
 _MANY_SEQS = 8
 _YIELD = "KMP_USE_YIELD"
 
 
 def claim_slot(slot_group: str) -> int:
-    """Claim the smallest slot number free on this node under this name.
+    """Claim the smallest free slot number of a run or an endpoint on this node.
 
-    The name is a run's, or an endpoint's.
-
-    Engines that share a node divide its cores by it. The claim is a file lock, which the kernel gives back when the
-    process ends, however it ends; so a restarted engine takes the place of the one that died.
+    Engines that share a node divide its cores by slot. The claim is a file lock, which the kernel releases when the
+    process ends, so a restarted engine takes the slot of the one that died.
     """
     folder = temporary_folder(f"slots-{slot_group}")
     for slot in range(_MAX_SLOTS):
@@ -44,15 +40,12 @@ def claim_slot(slot_group: str) -> int:
         except BlockingIOError:
             os.close(descriptor)
         else:
-            return slot  # the descriptor stays open as long as the process lives
+            return slot  # the descriptor stays open until the process ends
     raise CapacityError(f"more than {_MAX_SLOTS} engines of one run on one node")
 
 
 def redirect_output(log: Path) -> None:
-    """Send this process's and its children's output to a file.
-
-    Not to whoever started it.
-    """
+    """Redirect the output of this process and its children to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -63,9 +56,9 @@ def redirect_output(log: Path) -> None:
 
 
 def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
-    """Move what a growing log has to `LOG.1` whenever it is too long, until this process ends.
+    """Rotate a log to `LOG.1` whenever it is too large, until this process ends.
 
-    Its writers keep their descriptor, which must append.
+    The log is copied and truncated, so writers keep their descriptor; it must be in append mode.
     """
 
     def watch() -> None:
@@ -80,33 +73,33 @@ def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) 
 
 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:
-    """Variables for a CPU engine beside Ray and a driver on its cores.
+    """Return variables for a CPU engine that shares its cores with Ray and a driver.
 
-    Variables that are set already stay.
+    Variables that are already set are unchanged.
 
-    Intel's OpenMP yields the core while it waits for its other threads, and hardly gets it back from a process that
-    computes: docs/bulk.md, "What it costs".
+    Intel's OpenMP yields the core while it waits for its other threads, and then gets it back late from a busy
+    process: docs/bulk.md, "What it costs".
     """
     return {} if spec.max_num_seqs < _MANY_SEQS or _YIELD in os.environ else {_YIELD: "0"}
 
 
 def set_threads(spec: EngineSpec) -> None:
-    """Have the next engine of this Ray process compute on the cores it is given."""
-    os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's logical CPUs; an engine's cores are bound
+    """Let the next engine of this Ray process use all cores of its slot."""
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the logical CPUs of the actor
     os.environ |= beside_ray(spec)
 
 
 def start_vllm(
     spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None = None
 ) -> VllmEngine:
-    """Start the engine that `spec` describes on this node.
+    """Start an engine on this node.
 
     Args:
-        node_rank: the leader's, of an engine on several nodes.
+        node_rank: of the leader, for an engine on several nodes.
 
     Raises:
         EngineError: vLLM does not start.
-        PeagleError: the node cannot run it, or the model is not to be had here.
+        PeagleError: the node cannot run it, or the model is not available here.
     """
     return start_engine(
         _prepared(spec),
@@ -118,12 +111,12 @@ def start_vllm(
 
 
 def start_alone(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
-    """Start the only engine on this node; errors as `start_vllm`."""
+    """Start the only engine on this node; raises as `start_vllm`."""
     return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 
 
 def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
-    """Compute this node's ranks of an engine that another node leads, until they end.
+    """Run the ranks of this node for an engine that another node leads, until they end.
 
     Raises:
         EngineError, PeagleError: as `start_vllm`.

@@ -1,9 +1,7 @@
 """How many engines fit on the cluster, and what each reserves.
 
-Pure: node resources in, placement out.
-
-Pure functions of hardware and of nodes' logical resources, as Ray names them ("CPU", "GPU", "accelerator_type:H100").
-It knows neither Ray's API nor units or models.
+Pure functions of hardware and of the logical resources of nodes, with Ray's names ("CPU", "GPU",
+"accelerator_type:H100").
 """
 
 import math
@@ -15,10 +13,10 @@ from peagle.economics.prices import Device
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
-PREPARE_CPUS = 0.25  # logical CPUs of a task that reads and tokenises; it must fit beside engines on two cores
+PREPARE_CPUS = 0.25  # logical CPUs of the task that reads and tokenises; it must fit on two cores together with engines
 ANY_ACCELERATOR = "any"
 _TYPE = "accelerator_type:"
-_OF_TYPE = 0.001  # of such a resource, as Ray itself asks for it: a node has 1, however many accelerators
+_OF_TYPE = 0.001  # a node has 1 of such a resource, for any number of accelerators
 
 Resources = Mapping[str, float]
 """Logical resources of a node, or of something that is to be placed, by Ray's names."""
@@ -26,15 +24,15 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """An engine's reservation on each of its nodes, and the part it really uses.
+    """What an engine reserves on each of its nodes, and what it uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
-        num_devices: accelerators, or vCPUs, on all its nodes, whose seconds the engine is charged for.
-        device: which of the two.
+        num_devices: accelerators or vCPUs on all its nodes that the engine is charged for.
+        device: "accelerator" or "vcpu".
         num_engines_on_node: engines that share the node's cores.
-        accelerator_type: the kind of accelerator, by Ray's name; None where any will do.
-        nodes_per_engine: distinct nodes, each of which holds an equal part of the engine's ranks.
+        accelerator_type: by Ray's name; None for any.
+        nodes_per_engine: number of nodes, each with an equal part of the ranks of the engine.
     """
 
     num_cpus: float
@@ -47,31 +45,31 @@ class Placement:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Ray's options of the engine's actor."""
+        """Return the options of the actor."""
         kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
     def part(self) -> dict[str, float]:
-        """An engine's share of a node, as a bundle of a placement group."""
+        """Return the bundle of one node in a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """An engine's bundles for an autoscaler, which knows whole CPUs alone."""
+        """Return the bundles of an engine for an autoscaler, which needs whole CPUs."""
         return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """Engines of others on the same nodes, with which those of a run share the cores.
+    """Other engines on the same nodes, which share the cores with those of a run.
 
     Attributes:
-        slot_group: the name under which all of them number their slots on a node (`node.claim_slot`).
-        hardware: of a node, as it was when nothing ran there.
-        placement: what an engine of the run takes when all are counted.
+        slot_group: the name under which all of them claim slots on a node (`node.claim_slot`).
+        hardware: of a node without running engines.
+        placement: of an engine of the run, if all engines are counted.
     """
 
     slot_group: str
@@ -86,12 +84,10 @@ def on_accelerators(
     accelerator_type: str | None = None,
     num_engines_on_node: int = 1,
 ) -> Placement:
-    """The placement of an engine on accelerators.
-
-    It can be told before a node is there.
+    """Return the placement of an engine on accelerators, which does not depend on the node.
 
     Args:
-        accelerator_type: as a user says it: Ray's name, `any` or None.
+        accelerator_type: as configured: Ray's name, `any` or None.
     """
     return Placement(
         num_cpus=1,
@@ -115,23 +111,22 @@ def place(
     accelerator_type: str | None = None,
     ask_for_fewer: str = "use at most --engines {}",
 ) -> Placement:
-    """The placement of `num_engines` engines on nodes like this.
+    """Return the placement of `num_engines` engines on nodes with this hardware.
 
-    On CPU an engine computes on its share of the node's cores but reserves one logical CPU less, so that Ray can
-    still place the tasks that feed it.
+    A CPU engine uses its share of the cores of the node but reserves one logical CPU less, so that Ray can place the
+    tasks that feed it.
 
     Args:
-        num_nodes: that engines will be on (`num_engine_nodes`).
-        nodes_per_engine: of these, which each hold an equal part of an engine.
-        most_engines: so many there may be later; a node is shared by as many of them as it can hold.
-        accelerator_type: that engines need; None is whatever the node has.
-        ask_for_fewer: the hint where engines are too many, as whoever asked for them says their number; {} is how many
-            fit.
+        num_nodes: nodes with engines (`num_engine_nodes`).
+        nodes_per_engine: number of nodes of one engine.
+        most_engines: the largest number of engines later; a node is shared by as many as it can hold.
+        accelerator_type: that engines need; None for the type of the node.
+        ask_for_fewer: the hint if there are too many engines, in the terms of the caller; {} is the number that fits.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
 
     Raises:
-        CapacityError: fewer cores than engines, or than an engine's ranks; no accelerator where engines need one.
+        CapacityError: fewer cores than engines or ranks, or no accelerator for engines that need one.
     """
     if accelerator_type is not None and hardware.platform != "cuda":
         raise CapacityError(
@@ -170,10 +165,7 @@ def place(
 
 
 def _num_cores(hardware: Hardware) -> int:
-    """Cores that CPU ranks can have to themselves.
-
-    Threads of one physical core share it, unless a quota counts.
-    """
+    """Return the number of cores for CPU ranks: the CPU quota if there is one, or else the physical cores."""
     return hardware.num_cpus if hardware.is_cpu_quota else len(hardware.core_ids) or hardware.num_cpus
 
 
@@ -186,15 +178,15 @@ def num_engine_nodes(
     nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """Nodes among which engines are divided; at least those of one engine.
+    """Return the number of nodes among which engines are divided; at least those of one engine.
 
-    On CPUs those that are there. On accelerators those that can hold an engine, a head without accelerators left out,
-    and more where these are too few: the engines that do not fit wait for nodes (`lacking` says so).
+    Without accelerators, all nodes. With accelerators, the nodes that can hold an engine, which excludes a head without
+    accelerators, and more if these are too few: engines that do not fit wait for nodes (`lacking`).
 
     Args:
-        hardware: of one of the nodes that hold engines.
+        hardware: of a node with engines.
 
-    Example: 8 engines of 1 accelerator, with one node of 1 accelerator there: 8 nodes.
+    Example: 8 engines of 1 accelerator, and one node with 1 accelerator: 8 nodes.
     """
     if hardware.platform != "cuda":
         return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
@@ -207,11 +199,9 @@ def num_engine_nodes(
 
 
 def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
-    """The id of the node whose hardware stands for all with accelerators.
+    """Return the id of the node whose hardware represents all nodes with accelerators; None if there is none.
 
-    None if none has any.
-
-    Of those that can hold an engine, the one with the fewest accelerators: what fits there fits on the others.
+    It is the one with the fewest accelerators that can hold an engine: what fits there fits on the others.
     """
     able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
     others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
@@ -220,20 +210,20 @@ def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None
 
 
 def room(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Engines that the nodes have room for, beside one task that feeds them."""
+    """Return the number of engines that fit on the nodes, in addition to one task that feeds them."""
     num_engines = _num_fitting(nodes, placement)
     return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
 
 
 def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Engines that find their nodes in any order of placing, each on distinct nodes.
+    """Return the number of engines that fit in any order of placement, each on distinct nodes.
 
-    Of N nodes an engine misses one only when all but N - 1 are full of others' parts, and another engine has no more
-    than one part on a node. So k engines fit where the nodes with the least room, all but N - 1, cannot be filled by
-    k - 1 engines: one of them has room for k parts, or together they have room for more than (k - 1) * N.
+    An engine of N nodes does not fit only if all nodes but N - 1 are full of parts of other engines, and another engine
+    has at most one part on a node. So k engines fit if the nodes with the least room, all but N - 1, cannot be filled
+    by k - 1 engines: one of them has room for k parts, or together they have room for more than (k - 1) * N.
 
-    Example: of two nodes each, 3 nodes with room for 2 parts hold 2 engines for sure. A third engine may find both
-    places that are left on one node.
+    Example: 3 nodes with room for 2 parts each hold 2 engines of two nodes in any order. For a third engine, both
+    remaining places may be on one node.
     """
     per_engine = placement.nodes_per_engine
     least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
@@ -241,7 +231,7 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
 
 
 def room_on(node: Resources, placement: Placement) -> int:
-    """Parts of engines that fit on one node; whole engines where they lie on one."""
+    """Return the number of parts of engines that fit on one node."""
     if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
         return 0
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
@@ -249,7 +239,7 @@ def room_on(node: Resources, placement: Placement) -> int:
 
 
 def lacking(nodes: Sequence[Resources], placement: Placement, num_engines: int) -> str:
-    """The missing resources in words; empty if every engine finds its nodes."""
+    """Describe the missing resources; empty if all engines fit."""
     found = _num_fitting(nodes, placement)
     if found < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""

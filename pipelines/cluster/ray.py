@@ -1,7 +1,6 @@
-"""Start or join a run's Ray cluster, wait for its nodes, refuse the impossible.
+"""Start or join a Ray cluster, wait for its nodes, and refuse what it can never run.
 
-It knows Ray's public API; what is decided from its answers is in `placement.py`, and what a node is in `inspection.py`.
-It does not know units or models.
+`placement.py` has the decisions, `inspection.py` the hardware of nodes.
 """
 
 import atexit
@@ -32,7 +31,7 @@ _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
     "docs/security.md says how it gets there"
 )
-# For nodes that others start, as in deploy/ray.env: engines do not give way to all else (Ray's own default is 15).
+# For nodes that are started elsewhere, as in deploy/ray.env: engines have normal priority (Ray's niceness is 15).
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 IF_LOST = "What was in progress is lost, what is finished is saved. It is safe to run the same command again"
 _abandoned = False
@@ -42,7 +41,7 @@ _asked = False
 
 
 def is_remote() -> bool:
-    """Whether RAY_ADDRESS names a cluster to run on."""
+    """Whether RAY_ADDRESS names a cluster."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
@@ -50,19 +49,19 @@ def is_remote() -> bool:
 def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
-    A process that has joined one already keeps it. What SIGTERM does stays as it was; only where that is the system's
-    own end of a process, Ray's takes its place, so that Ray is stopped.
+    A process that has already joined one keeps it. The handler of SIGTERM is kept; only the system's default is
+    replaced by Ray's, so that Ray is stopped.
 
     Args:
-        metrics_port: of Ray's Prometheus exporter, where Ray is started here. Where it is None a free one is taken,
-            and nothing of Ray can be reached from another machine.
-        if_lost: says what is lost if a part of Ray dies, and how to go on.
+        metrics_port: of Ray's Prometheus exporter, if Ray is started here. If None, a free port is used, and Ray
+            listens only on this machine.
+        if_lost: message for the death of a part of Ray: what is lost, and how to continue.
 
     Raises:
-        CapacityError: it did not come up, or cannot be joined.
+        CapacityError: it did not start, or cannot be joined.
         RayDied: its control service or this machine's raylet died.
-        ConfigError: a metrics port is named for a cluster that runs, or something else has it; or the cluster that
-            runs asks for no token.
+        ConfigError: a metrics port is given for a running cluster, or is in use; or the running cluster requires no
+            token.
     """
     global _vitals, _exit_code
     if metrics_port is not None:
@@ -89,7 +88,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
                 configure_logging=False,
                 _metrics_export_port=metrics_port,
             )
-    except Exception as error:  # Ray raises bare ones, for a raylet that was too slow for example
+    except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise explain(error, what, hint=_NO_JOIN if remote else NO_RAY, otherwise=CapacityError) from error
     except SystemExit:  # Ray's answer to a SIGTERM while it starts
@@ -104,7 +103,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     finally:
         if _vitals is not None and (lost := _vitals.look()):
             _exit_code = lost.exit_code
-            abandon()  # `ray.shutdown` would wait for the part that is dead
+            abandon()  # `ray.shutdown` would wait for the dead part
             atexit.register(_vitals.end_leftovers)
         elif not _abandoned:
             ray.shutdown()
@@ -112,32 +111,32 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
 
 
 def require_alive() -> None:
-    """Raise `RayDied` if a part of Ray is dead: Ray's own error blames something else."""
+    """Raise `RayDied` if a part of Ray is dead; Ray's own error would blame something else."""
     if _vitals is not None and (lost := _vitals.look()):
         raise lost
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
-    """Set the variables that Ray reads, some of them when it is imported."""
-    # Ray's own default is 15: an engine would give way to everything else on its machine, Ray and this driver included.
+    """Set variables for Ray, which reads some of them when it is imported."""
+    # Ray's default is 15: every other process on the machine would have priority over an engine.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
     if is_remote():
         token.prepare_to_join()
         return
     require_startable()
     if not has_metrics_port:
-        # Ray's word for "no other nodes", whatever the system: all of its ports are on the loopback address then.
+        # Despite its name, it applies on all systems: without other nodes all ports are on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def _give_back(handler: Any) -> None:
-    """Give SIGTERM back, which Ray takes when it starts in the main thread."""
+    """Restore the handler of SIGTERM, which Ray replaces when it starts in the main thread."""
     if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _check_metrics_port(port: int) -> None:
-    """Refuse a taken metrics port, on which Ray would fail late and in silence."""
+    """Refuse a metrics port in use, for which Ray would fail late and silently."""
     if is_remote():
         raise ConfigError(
             "metrics_port: cannot be set for the cluster of RAY_ADDRESS, which has its own exporters",
@@ -147,7 +146,7 @@ def _check_metrics_port(port: int) -> None:
 
 
 def metrics_port() -> int:
-    """Where the Prometheus exporter of the node that this process is on listens."""
+    """Return the port of the Prometheus exporter on this node."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -156,10 +155,10 @@ def metrics_port() -> int:
 
 
 def abandon() -> None:
-    """Leave Ray alone and end hard with this process, with the kept code or 3.
+    """End this process without `ray.shutdown`, with the kept exit code or 3.
 
-    For an execution that does not come back, such as one whose engine is still loading: `ray.shutdown` under its feet
-    aborts the process. Ray's own processes on this machine go with ours.
+    For an execution that does not return, for example because an engine is still loading: `ray.shutdown` would abort
+    the process. Ray's processes on this machine end with this one.
     """
     global _abandoned
     _abandoned = True
@@ -168,7 +167,7 @@ def abandon() -> None:
 
 @contextlib.contextmanager
 def exit_code_kept() -> Iterator[None]:
-    """Whatever this ends with is what a process ends with that has abandoned Ray."""
+    """Keep the exit code of this block for `abandon`."""
     global _exit_code
     try:
         yield
@@ -187,8 +186,8 @@ def _exit_hard() -> None:
 def scale_with_the_queue() -> None:
     """Set when Ray Data adds and removes actors.
 
-    It wants another when each has all the calls that it can take and as many again wait; it lets one go that has none.
-    Ray Data 2.60's default, 1.75 times its calls, is never reached where an actor queues only one call.
+    It adds one when all actors are full and as many calls are waiting, and removes one without calls. The default of
+    Ray Data 2.60, 1.75 times the calls of an actor, is never reached if an actor queues only one call.
     """
     from ray.data import DataContext
 
@@ -198,39 +197,39 @@ def scale_with_the_queue() -> None:
 
 
 def keep_rows_apart() -> None:
-    """Have Ray Data make a block of each row at once, in any order, silently."""
+    """Configure Ray Data: one block for each row, any order, no progress bar."""
     from ray.data import DataContext
 
     keep_blocks()
-    DataContext.get_current().target_max_block_size = 1  # byte: it ends a block, and never splits a row
+    DataContext.get_current().target_max_block_size = 1  # byte: a block ends after every row
 
 
 def keep_blocks() -> None:
-    """Have Ray Data pass blocks on as they come, in any order, silently."""
+    """Configure Ray Data: blocks are not split or merged, any order, no progress bar."""
     from ray.data import DataContext, ExecutionOptions
 
     context = DataContext.get_current()
-    # Ray 2.60 ends a run in which nothing was finished for half an hour. A long unit, a large model that loads or a
-    # cluster that waits for machines takes longer; `--engine-timeout-s` and `--deadline` are there for what hangs.
+    # Ray 2.60 ends a run without a finished task for half an hour. A long unit, a large model that loads, or a
+    # cluster that waits for machines takes longer; `--engine-timeout-s` and `--deadline` end what hangs.
     context.execution_no_progress_timeout_s = -1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.target_max_block_size = None  # a block must stay one, however long its rows are
+    context.target_max_block_size = None  # never split a block, even with long rows
     context.execution_options = ExecutionOptions(preserve_order=False)
 
 
 def has_gpus() -> bool:
-    """Whether a node of the cluster has a GPU, busy or not."""
+    """Whether a node of the cluster has a GPU, busy or free."""
     import ray
 
     return bool(ray.cluster_resources().get("GPU"))
 
 
 def require_workers(count: int, *, on_gpu: bool) -> None:
-    """Require room for `count` workers at once, each with a CPU and, if any, a GPU.
+    """Check that `count` workers fit at once, each with a CPU and, if the cluster has any, a GPU.
 
     Raises:
-        CapacityError: they cannot; Ray would wait for ever in silence.
+        CapacityError: they do not; Ray would wait silently forever.
     """
     import ray
 
@@ -251,13 +250,13 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Require room for the engines and a task; Ray would wait for ever in silence.
+    """Wait until the engines and a task fit; Ray would wait silently forever.
 
     Args:
-        check: raises when there is no sense in waiting any longer; it is asked at each look, also at the last one.
+        check: called at each poll; raises to stop waiting.
 
     Raises:
-        CapacityError: they cannot, not even after `wait_s` seconds.
+        CapacityError: they do not fit after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     while missing := lacking(_nodes(), placement, num_engines):
@@ -275,7 +274,7 @@ def require_capacity(
 
 
 def release_nodes() -> None:
-    """Take back an autoscaler's request, which would keep those nodes for ever."""
+    """Withdraw the request to the autoscaler, which would keep the nodes forever."""
     global _asked
     if _asked:
         from ray.autoscaler.sdk import request_resources
@@ -292,7 +291,7 @@ def num_nodes(
     nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """The number of nodes that engines are divided among (`num_engine_nodes`)."""
+    """Return the number of nodes for engines (`num_engine_nodes`)."""
     return num_engine_nodes(
         _nodes(),
         hardware,
@@ -304,7 +303,7 @@ def num_nodes(
 
 
 def room_for(placement: Placement) -> int:
-    """Engines that the cluster has room for as it is, beside one task that feeds them."""
+    """Return the number of engines that fit on the cluster now, in addition to one task that feeds them."""
     return room(_nodes(), placement)
 
 

@@ -1,7 +1,7 @@
 """Checks that Ray can start on this machine, made before it does.
 
-They look at folders, limits of processes and Python's own variables. What these prevent fails late otherwise, and Ray
-then blames something else ("the local raylet died", "timed out during startup"). Nothing is started here.
+They check folders, limits of processes and variables of Python. Otherwise Ray fails late and blames something else
+("the local raylet died", "timed out during startup"). Nothing is started here.
 """
 
 import os

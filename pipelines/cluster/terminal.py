@@ -1,9 +1,7 @@
-"""The terminal that Ray shares with a command: signals and lines.
+"""Keep the signals of the terminal from Ray, and Ray's output from the terminal.
 
-Ray must not get the signals; the lines are ours.
-
-A terminal's Ctrl-C, `timeout` and many supervisors send a signal to a whole process group. Ray's raylet and the engines
-would be gone before they could commit what they have.
+Ctrl-C, `timeout` and many supervisors signal a process group. The raylet and the engines would end before they could
+commit their units.
 """
 
 import contextlib
@@ -18,10 +16,10 @@ _is_registered = False
 
 @contextlib.contextmanager
 def own_groups() -> Iterator[None]:
-    """Each process that this thread starts in here leads a group of its own.
+    """Start each process of this thread in its own process group.
 
-    Python calls what is registered for a fork in every child that has a `preexec_fn`, and Ray 2.60 starts its processes
-    with one (`_private/services.py: start_ray_process`).
+    Python calls fork handlers in every child that has a `preexec_fn`, and Ray 2.60 starts its processes with one
+    (`_private/services.py: start_ray_process`).
     """
     global _is_registered
     if not _is_registered:
@@ -36,12 +34,10 @@ def own_groups() -> Iterator[None]:
 
 
 def keep_off_standard_output() -> None:
-    """Have Ray print its processes' failures on standard error.
+    """Send Ray's messages about failed processes to standard error, which is a log while a command uses Ray.
 
-    That is a log while a command has Ray.
-
-    Ray 2.60 prints it on the driver's standard output, in colours, whatever `log_to_driver` says: after each clean end
-    of Serve, for example, that its controller is dead.
+    Ray 2.60 prints them to the standard output of the driver, for any `log_to_driver`: for example, after each regular
+    end of Serve, that its controller is dead.
     """
     from ray._private import worker
 

@@ -1,10 +1,7 @@
-"""Ray's token.
+"""Ray's authentication token: its holder can run any code on the nodes of the cluster.
 
-Whoever has it may run anything on the cluster's nodes; whoever has not gets nothing from them.
-
-Ray 2.60 asks for a token where RAY_AUTH_MODE=token stands in the environment of each process, and by default only on
-a cluster that `ray.init` starts. Here every cluster that is started or joined has one, unless the user says
-RAY_AUTH_MODE=disabled, which is Ray's own word for it. It knows Ray's variables and its file; no runs.
+Ray 2.60 requires a token if each process has RAY_AUTH_MODE=token in its environment, and by default only on a cluster
+that `ray.init` starts. peagle requires one on every cluster that it starts or joins, unless RAY_AUTH_MODE=disabled.
 """
 
 import contextlib
@@ -18,7 +15,7 @@ from peagle.files import write_once
 from peagle.private import SECRET_MODE, user_path
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-# A call that every Ray answers, asks nothing of, and refuses without the token where there is one.
+# A harmless call that every Ray answers, but refuses without the token if it requires one.
 _CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _TIMEOUT_S = 20.0
 _OPEN_HINT = (
@@ -29,23 +26,23 @@ _log = logging.getLogger(__name__)
 
 
 def is_disabled() -> bool:
-    """Whether the user wants no token."""
+    """Whether the user disabled the token."""
     return os.environ.get(_MODE, "").lower() == "disabled"
 
 
 def token_file() -> Path:
-    """Where Ray looks for the token when no variable names it.
+    """Return the file in which Ray looks for the token, if no variable names one.
 
     Raises:
-        ConfigError: this user has no home folder.
+        ConfigError: the user has no home folder.
     """
     return user_path("~/.ray/auth_token")
 
 
 def prepare_to_start() -> None:
-    """Have the Ray that starts here ask for a token: an existing or a new one.
+    """Require a token, existing or new, of the Ray that starts here.
 
-    Ray would create the file with whatever the umask allows, which mostly is for everybody to read.
+    Ray would create the file with the permissions of the umask, usually readable by all users.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -53,7 +50,7 @@ def prepare_to_start() -> None:
     if is_disabled():
         return
     if os.environ.get(_MODE, "").lower() != "token":
-        os.environ.pop(_MODE, None)  # to Ray any word but "token" means none, a misspelt one too; without one it asks
+        os.environ.pop(_MODE, None)  # Ray disables tokens for any value but "token", including misspelled ones
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
         return
     path = token_file()
@@ -70,25 +67,22 @@ def prepare_to_start() -> None:
 
 
 def prepare_to_join() -> None:
-    """Present this machine's token to the cluster about to be joined.
-
-    Ray itself does so only where RAY_AUTH_MODE says so.
-    """
+    """Use the token of this machine for the cluster to join, which Ray does only if RAY_AUTH_MODE=token."""
     if is_disabled():
         return
     path = token_file()
     if path.is_file():
         _close_to_others(path)
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
-        os.environ[_MODE] = "token"  # it is read when Ray is imported
+        os.environ[_MODE] = "token"  # Ray reads it when it is imported
 
 
 def require_token() -> None:
-    """Refuse a joined cluster that takes orders without a token.
+    """Refuse a joined cluster that requires no token.
 
     Raises:
-        ConfigError: it does, and the user has not said that it may.
-        CapacityError: it cannot be asked.
+        ConfigError: it requires none, and the user did not disable tokens.
+        CapacityError: it does not respond.
     """
     if is_disabled():
         return
@@ -104,7 +98,7 @@ def require_token() -> None:
 
 
 def _is_open(address: str) -> bool:
-    """Whether the cluster at this address answers somebody without a token."""
+    """Whether the cluster at this address answers without a token."""
     import grpc
 
     has_tls = os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
@@ -113,7 +107,7 @@ def _is_open(address: str) -> bool:
         try:
             call(b"", timeout=_TIMEOUT_S, wait_for_ready=not has_tls)
         except grpc.RpcError as error:
-            # Ray's TLS lets nobody in without a certificate: there the connection itself fails.
+            # With Ray's TLS, a connection without a certificate fails.
             if has_tls or error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 return False
             raise CapacityError(
@@ -124,7 +118,7 @@ def _is_open(address: str) -> bool:
 
 
 def _close_to_others(path: Path) -> None:
-    """Make a token's file private, where Ray or a copy has left it open."""
+    """Make the file of a token private, if other users can read it."""
     status = path.stat()
     if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed

@@ -1,8 +1,7 @@
 """Watch the parts of Ray that a command depends on.
 
 The command ends with a message when one dies. Ray says nothing by itself: a driver whose control service (GCS) died
-exits after a minute without a line, and one whose raylet died waits for ever. It knows processes, sockets and signals;
-it knows no runs and no endpoint.
+exits after a minute without a message, and one whose raylet died waits forever.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ import psutil
 from peagle.errors import EngineError
 
 _POLL_S = 0.5
-_UNWIND_S = 15.0  # what the main thread has to end by itself; calls into a dead Ray may never return
+_UNWIND_S = 15.0  # time for the main thread to end; calls into a dead Ray may never return
 _CONNECT_S = 2.0
 _SAY_AFTER_S = 10.0
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -38,10 +37,10 @@ class Part:
 
     Attributes:
         name: "raylet (process 7)".
-        is_alive: looks whether it is.
-        patience_s: how long it may be away. A control service with a store of its own comes back.
-        log: where it logs; empty if unknown.
-        pid: of its process, if this process has started it.
+        is_alive: checks it.
+        patience_s: how long it may be unreachable. A control service with external storage restarts.
+        log: path of its log; empty if unknown.
+        pid: of its process, if this process started it.
     """
 
     name: str
@@ -52,13 +51,13 @@ class Part:
 
 
 class Vitals:
-    """The parts of one Ray, looked at by a thread.
+    """The parts of one Ray, watched by a thread.
 
     When a part dies, the main thread gets `RayDied` as from a signal. If it does not end within 15 s, this process is
     ended.
 
     Args:
-        if_lost: says what was lost and how to go on.
+        if_lost: message: what was lost, and how to continue.
     """
 
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
@@ -73,12 +72,12 @@ class Vitals:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs.
+        """Watch during the block.
 
-        An error from within becomes `RayDied` if a part is dead.
+        An error inside becomes `RayDied` if a part is dead.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        self._is_raised = not is_main  # only the main thread can be told; others are ended with the process
+        self._is_raised = not is_main  # an exception can be raised only in the main thread; others end with the process
         before = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
         self._thread.start()
         try:
@@ -111,9 +110,9 @@ class Vitals:
             return self._error
 
     def end_leftovers(self) -> None:
-        """Kill the raylet and what it has started, where it is still alive.
+        """Kill the raylet and its descendants, if they are still alive.
 
-        Without a control service some of that waits for a minute and keeps devices. Without a raylet it ends by itself.
+        Without a control service some of them wait for a minute and keep devices.
         """
         for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
@@ -159,7 +158,7 @@ class Vitals:
 
 
 def local_parts() -> list[Part]:
-    """Return the parts of the Ray that this process has started."""
+    """Return the parts of the Ray that this process started."""
     found = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -177,7 +176,7 @@ def joined_parts() -> list[Part]:
     context = ray.get_runtime_context()
     here = context.get_node_id()
     node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
-    # Ray waits that long for its control service, and then exits without a word.
+    # Ray waits that long for its control service, and then exits without a message.
     patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _SAY_AFTER_S)
     parts = [_reachable("control service", context.gcs_address, patience_s)]
     if node is not None:
@@ -209,6 +208,6 @@ def _reachable(name: str, address: str, patience_s: float) -> Part:
 
 
 def _tell(text: str) -> None:
-    """Print a line from any thread. Standard error is a log while a command has Ray."""
+    """Print a line from any thread; standard error is a log while a command uses Ray."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace"))

@@ -113,7 +113,7 @@ def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
     assert not compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
-    with pytest.raises(ValueError, match="draft_lookup is beside a head"):
+    with pytest.raises(ValueError, match="draft_lookup needs a head"):
         EngineKeys(draft_lookup="on", drafter="none")
 
 

@@ -37,11 +37,11 @@ class BatchMoney:
         """Return what is left of each budget, ignoring reservations. None if the spend is still unknown."""
         left = []
         for payer in payers:
-            allowed_usd = self._budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every)
+            limit_usd = self._budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every)
             if (spent_usd := self._spent_usd(payer.account)) is None:
                 return None
-            assert allowed_usd is not None, "it has a budget"
-            left.append(allowed_usd - spent_usd)
+            assert limit_usd is not None, "payers have a budget"
+            left.append(limit_usd - spent_usd)
         return left
 
     def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:

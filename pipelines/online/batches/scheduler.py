@@ -80,7 +80,7 @@ class Scheduler:
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
         self._now, self._monotonic = now, monotonic
-        self._present_key = current_key or (lambda key: key)
+        self._current_key = current_key or (lambda key: key)
         self._totals = totals_of(settings.ledger)
         self._money = BatchMoney(settings, spent_usd)
         self._sessions = SessionReader(settings.ledger)
@@ -121,7 +121,7 @@ class Scheduler:
             _log.error("batch %s: %s; it will be retried", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
-        if key := self._present_key(batch.request.key):
+        if key := self._current_key(batch.request.key):
             batch = replace(batch, request=replace(batch.request, key=key))
         work = self._works.get(batch.id)
         if work is not None:
@@ -233,7 +233,7 @@ class Scheduler:
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
             return "batch_cancelled"
-        if (key := self._present_key(batch.request.key)) is None:
+        if (key := self._current_key(batch.request.key)) is None:
             return KEY_REVOKED
         if key.models is not None and batch.progress.model not in (None, *key.models):
             return MODEL_WITHDRAWN

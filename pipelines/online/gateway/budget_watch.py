@@ -36,12 +36,12 @@ def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
     spent_usd = budgets.spent_usd(payer.account)
     if payer.budget_usd is None:
         return {"spent_usd": round(spent_usd, 6)}
-    allowed_usd = budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every) or 0.0
-    in_period_usd = spent_usd - (allowed_usd - payer.budget_usd)
+    limit_usd = budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every) or 0.0
+    in_period_usd = spent_usd - (limit_usd - payer.budget_usd)
     used = in_period_usd / payer.budget_usd
     state: dict[str, Any] = {
         "spent_usd": round(in_period_usd, 6),
-        "left_usd": round(max(0.0, allowed_usd - spent_usd), 6),
+        "left_usd": round(max(0.0, limit_usd - spent_usd), 6),
         "used": round(used, 4),
         "alert": max((level for level in LEVELS if used >= level), default=None),
     }

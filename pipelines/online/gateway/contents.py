@@ -119,7 +119,7 @@ def _shown(kind: Any) -> str:
     return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
 
 
-TEMPLATE_TOKENS = 512  # what a chat template adds to messages and tools at most; the longest known add a few hundred
+TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 
 
 def answer_shape(

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
-from peagle.engine.interface import CompletionOutput, Generation, RequestRefused
-from peagle.engine.self_check import Checkable
+from peagle.engine.interface import Checkable, CompletionOutput, Generation, RequestRefused
 from peagle.engine.vllm_internals import engine_death
 from peagle.errors import EngineError
 from peagle.requests import openai

@@ -98,7 +98,7 @@ def test_a_method_is_an_engine_for_each_k_and_none_is_one(target: Path, head: An
 
 
 def test_a_method_without_a_head_says_how_to_name_one(target: Path) -> None:
-    with pytest.raises(DrafterError, match=r"no eagle3 head is known(.|\n)*--drafter eagle3=HEAD"):
+    with pytest.raises(DrafterError, match=r"the catalog has no eagle3 head for target(.|\n)*--drafter eagle3=HEAD"):
         plan(target, methods="none,eagle3")
 
 
@@ -155,7 +155,7 @@ def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(tar
     assert "tokens per dollar are left out" in unpriced.notes[-1]
     with pytest.raises(PriceError, match="no price is known for the instance type"):
         plan(target, instance_type="c7a.larg")
-    with pytest.raises(PriceError, match="is per vcpu, and engines here are paid for by the accelerator"):
+    with pytest.raises(PriceError, match="is per vcpu, but engines here are billed by the accelerator"):
         plan(target, GPU, instance_type="c7a.large")
 
 

@@ -180,8 +180,8 @@ def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("instance_type: g7e.2xlarge\n", "names no file of keys"),
-        ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress's there"),
+        ("instance_type: g7e.2xlarge\n", "the configuration has no keys"),
+        ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress has the certificate"),
         (
             "instance_type: g7e.2xlarge\nkeys: k.json\nbatches: runs/batches\n",
             "batches .*: it is a path of this machine",
@@ -199,7 +199,7 @@ def test_what_pods_cannot_have_is_refused(tmp_path, text, said):
     ("options", "said"),
     [
         ({"retries": -1}, "retried 0 times or more"),
-        ({"time_zone": "Etc/UTC"}, "--time-zone is of a --schedule"),
+        ({"time_zone": "Etc/UTC"}, "--time-zone requires --schedule"),
         ({"schedule": "nightly"}, "cron has five fields"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_price_that_nobody_knows_is_asked_for() -> None:
 
 def test_what_is_only_here_is_refused_with_the_command_that_uploads_it(tmp_path: Path) -> None:
     found = Preset(drafter="x", head_folder=tmp_path)
-    with pytest.raises(ConfigError, match="on this machine alone") as error:
+    with pytest.raises(ConfigError, match="only on this machine") as error:
         requested(found)
     assert "--head-data" in error.value.hint
     assert requested(found, head_data="s3://b/head").name

@@ -66,7 +66,7 @@ def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
     [
         ({}, None, "without an instance type for machines that are not there yet"),
         ({}, "H100", "no price for 'H100' without an instance type; 13"),
-        ({"instance_type": "c7a.large"}, "H100", "c7a.large is per vcpu, and engines on H100 are paid for by the acc"),
+        ({"instance_type": "c7a.large"}, "H100", "c7a.large is per vcpu, but engines on H100 are billed by the acc"),
         ({"instance_type": "p5.48xlrage"}, "H100", "no price is known for the instance type"),
     ],
 )

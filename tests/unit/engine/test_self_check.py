@@ -11,12 +11,10 @@ import pytest
 
 from peagle import hardware
 from peagle.engine.fake import FakeEngine, FakeTraits
-from peagle.engine.interface import RequestRefused
+from peagle.engine.interface import Judgement, RequestRefused, SelfCheck
 from peagle.engine.self_check import (
     LIMIT_S,
     NUM_TOKENS,
-    Judgement,
-    SelfCheck,
     counted,
     require_none_failed,
     require_passed,

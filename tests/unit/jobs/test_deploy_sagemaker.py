@@ -51,7 +51,7 @@ def test_it_is_made_in_its_region_and_says_how_it_ends(asked, capsys):
         "/tmp",
         True,
     )
-    assert f"`peagle deploy sagemaker --down {MODEL}` ends what it costs" in capsys.readouterr().out
+    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
 
 
 def test_down_says_what_it_cost_and_what_still_does(asked, capsys):

@@ -59,7 +59,7 @@ def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "medusa"], "'medusa' is none of them"),
+        (["--methods", "medusa"], "'medusa' is not one of none, peagle, eagle3"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
         (["--budget-min", "-3"], "budget_min: Input should be greater than 0"),
     ],

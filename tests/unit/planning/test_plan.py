@@ -251,7 +251,7 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, messag
         ({"cells": [{"method": "peagle", "k": 0, "concurrency": 1, "output_tokens_per_s": 5}]}, "k is 0 exactly"),
         (
             {"cells": [{"method": "medusa", "k": 3, "concurrency": 1, "output_tokens_per_s": 5}]},
-            r"sweep.json, cell 1: method: 'medusa' is none of none, peagle, eagle3, ngram, suffix",
+            r"sweep.json, cell 1: method: 'medusa' is not one of none, peagle, eagle3, ngram, suffix",
         ),
         (
             {

@@ -49,7 +49,7 @@ def test_requests_other_runs_and_the_run_itself_draw_on_the_tags_budget(ledger, 
     assert draw.reached(1.5, 0.5) is None, "a dollar is left, without the half that the other's end may cost"
     assert draw.reached(1.5, 1.0) == (
         "the budget of $10 a month of team=search is reached: $1.00 are left, and ending may cost $1.00; "
-        "it begins anew on 2026-12-01"
+        "it resets on 2026-12-01"
     )
 
 

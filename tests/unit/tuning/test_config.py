@@ -18,8 +18,8 @@ def test_lists_are_read_from_text_and_none_is_always_tried() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"methods": "ngram"}, "methods are none, peagle, eagle3, and 'ngram' is none of them"),
-        ({"precision": "int4"}, "precisions are auto, bf16"),
+        ({"methods": "ngram"}, "'ngram' is not one of none, peagle, eagle3"),
+        ({"precision": "int4"}, "'int4' is not one of auto, bf16"),
         ({"max_num_seqs": "0"}, "max_num_seqs must be whole numbers from 1"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens is auto or whole numbers"),
         ({"num_speculative_tokens": "a"}, "K must be whole numbers"),

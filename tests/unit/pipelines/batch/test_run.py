@@ -126,7 +126,7 @@ def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(
 
 
 def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(decided):
-    with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, and engines here are paid for by the vcpu"):
+    with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, but engines here are billed by the vcpu"):
         decided(usd_per_hour=None, instance_type="g5.xlarge")
 
 

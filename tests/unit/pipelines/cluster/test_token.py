@@ -50,7 +50,7 @@ def test_a_token_that_ray_left_open_is_closed(home, prepare, caplog):
     file.chmod(0o644)
     prepare()
     assert (mode(file), file.read_text()) == (0o600, "t" * 64)
-    assert "could be read by others" in caplog.text
+    assert "was readable by other users" in caplog.text
 
 
 @pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
@@ -127,7 +127,7 @@ def cluster(monkeypatch):
 
 def test_a_cluster_that_asks_for_no_token_is_refused(cluster):
     address = cluster("open")
-    with pytest.raises(ConfigError, match=rf"{address} asks for no token(.|\n)*MODE=token(.|\n)*MODE=disabled"):
+    with pytest.raises(ConfigError, match=rf"{address} requires no token(.|\n)*MODE=token(.|\n)*MODE=disabled"):
         token.require_token()
 
 

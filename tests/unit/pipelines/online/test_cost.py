@@ -10,7 +10,7 @@ from peagle.economics.prices import Price
 from peagle.economics.sessions import EngineFacts
 from peagle.economics.spending import Days, charges, day_of
 from peagle.economics.statement import statement
-from peagle.engine.self_check import SelfCheck
+from peagle.engine.interface import SelfCheck
 from peagle.runs.ledgers import find_ledgers
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError

@@ -11,6 +11,7 @@ import pytest
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
 from pipelines.online.gateway.admission import ServedModel
+from pipelines.online.gateway.contents import TEMPLATE_TOKENS
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, new_key, read_keys, write_keys
@@ -730,7 +731,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
-    prompt_usd = 0.2 * 0.01 / 100 * (num_bytes + 512)
+    prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -226,6 +227,16 @@ def test_ray_reads_each_of_the_variables():
         for env in (others | proxy.ENVIRONMENT, others)
     ]
     assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+
+
+def test_ray_reads_the_variables_that_rotate_its_logs():
+    from ray._private import node
+
+    read = inspect.getsource(node)
+    assert [name for name in proxy.ENVIRONMENT if "ROTATION" in name and name in read] == [
+        "RAY_ROTATION_MAX_BYTES",
+        "RAY_ROTATION_BACKUP_COUNT",
+    ]
 
 
 def test_rays_proxy_says_so_where_it_has_no_route():

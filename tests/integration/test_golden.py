@@ -1,0 +1,59 @@
+"""A stopped run and the ledger of an endpoint, written on 2026-11-27 at c8525b2: they resume and cost the same.
+
+Written by `peagle generate --engine fake --fake '{"token_s": 0.3}' --rows-per-unit 3 --max-num-seqs 3 --engines 1 ...`,
+stopped after two of four units, and by `peagle serve --engine fake`, which answered three requests.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+
+from jobs import cli
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FLAGS = {
+    "model": "smollm2-135m",
+    "drafter": "none",
+    "input": "prompts.jsonl",
+    "output": "run",
+    "max-tokens": "16",
+    "rows-per-unit": "3",
+    "max-num-seqs": "3",
+    "engines": "1",
+    "usd-per-hour": "1",
+    "tag": "team=search",
+}
+RESUME = ["generate", "--engine", "fake", *(word for name, value in FLAGS.items() for word in (f"--{name}", value))]
+
+
+@pytest.fixture
+def golden(tmp_path, monkeypatch):
+    shutil.copytree(GOLDEN, tmp_path / "golden")
+    monkeypatch.chdir(tmp_path / "golden")
+    return tmp_path / "golden"
+
+
+def cost():
+    assert cli.run(["cost", "run", "serve", "--by", "model", "--json", "cost-now.json"]) == 0
+    return json.loads(Path("cost-now.json").read_text())["total"]
+
+
+def test_old_ledgers_cost_the_same(golden):
+    now, written = cost(), json.loads((golden / "cost.json").read_text())
+    assert {name: now[name] for name in written} == written
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_old_run_continues(golden):
+    before = {path.name: path.read_bytes() for path in golden.glob("run/data/*")}
+    spent_usd = cost()["usd"]["total"]
+    assert len(before) == 2
+    assert cli.run(RESUME) == 0
+    assert {name: (golden / "run/data" / name).read_bytes() for name in before} == before
+    rows = ds.dataset(golden / "run/data", format="parquet").to_table().sort_by("id").to_pylist()
+    assert [row["id"] for row in rows] == [f"{number:09d}" for number in range(12)]
+    assert cost()["usd"]["total"] > spent_usd
+    assert cli.run(["audit", "run"]) == 0
