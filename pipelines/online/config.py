@@ -78,7 +78,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     )
     allowed_media_domains: list[str] = Field(
         default_factory=list,
-        description="host from which engines may fetch media, without redirects; default: only data: URLs",
+        description="host that media may be fetched from, without redirects; default: only data: URLs",
     )
 
     @property
@@ -116,7 +116,9 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     @model_validator(mode="after")
     def _domains_are_for_media(self) -> Self:
         if self.allowed_media_domains and not self.limit_mm_per_prompt:
-            raise ValueError("allowed_media_domains requires limit_mm_per_prompt: the model takes text alone")
+            raise ValueError(
+                "allowed_media_domains requires limit_mm_per_prompt: without it, the model only takes text"
+            )
         return self
 
     @model_validator(mode="after")
@@ -157,8 +159,8 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     share_prefix_cache: bool = Field(
         False,
-        description="keys share the engines' prefix cache: beginnings that several have in common are computed once, "
-        "and the time and cached_tokens of an answer tell one key what another asked",
+        description="keys share the engines' prefix cache: common prompt prefixes are computed once, but the time and "
+        "cached_tokens of an answer can reveal another key's prompts",
     )
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
@@ -181,8 +183,8 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     batch_engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run; endpoint: "
-        "none, its requests have the idle slots of the endpoint's engines",
+        description="additional engines per batch: N or MIN:MAX, as --engines of a bulk run; endpoint: none, batches "
+        "use idle slots of the endpoint's engines",
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     max_stored_mib: int = Field(
@@ -201,8 +203,7 @@ class ServeConfig(ServedModelKeys, PriceKeys, TagKeys):
     idle_timeout: float | None = Field(
         None,
         gt=0,
-        description="stop the endpoint, and say what it cost, when no engine had a request for this long: 30m, 2h; "
-        "default: never",
+        description="stop the endpoint and print its cost after this time without requests: 30m, 2h; default: never",
     )
 
     @model_validator(mode="before")

@@ -19,7 +19,7 @@ from pipelines.online.gateway.keys import KeyRecord
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
 _MAX_ERRORS = 100
-_MAX_MESSAGE_CHARS = 400  # of an error, which may repeat what was sent
+_MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
-# the cores that an engine shares with that on CPUs, most of one core beside an accelerator.
+# an engine's cores on CPUs, most of one core next to an accelerator.
 _PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 
@@ -158,10 +158,10 @@ def make_llm_config(
             **parsers,
             **({"scheduling_policy": "priority"} if sizes.lends else {}),
             "enable_prompt_tokens_details": True,
-            # vLLM would let an engine's first constrained request choose for all that follow.
+            # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
-            # A request that does not say how it is sampled gets what it gets in a batch, and not what the model's
-            # generation_config.json has; the ends of its answers that stand there hold in both.
+            # Sampling defaults are the same as for batches, not those of the model's generation_config.json;
+            # its EOS tokens apply in both cases.
             "generation_config": "vllm",
         },
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},

@@ -35,7 +35,7 @@ def test_a_container_listens_where_sagemaker_asks_and_is_gone_before_it_is_kille
     assert (config.served[0].served_name, config.served[0].drain_s) == ("smollm2-135m", 15)
 
 
-def test_elsewhere_sagemakers_variables_say_nothing(configured):
+def test_sagemaker_variables_are_ignored_elsewhere(configured):
     config = configured({"SM_VLLM_MODEL": "another", "PEAGLE_SAGEMAKER": "false"})
     assert type(config) is ServeConfig
     assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
@@ -84,7 +84,7 @@ def test_a_key_that_refuses_its_value_names_the_variable(configured, variables, 
         configured(CONTAINER | variables)
 
 
-def test_variables_that_are_not_read_are_told_once():
+def test_ignored_variables_are_reported_once():
     env = {"SM_VLLM_MODEL": "m", "SM_VLLM_SEED": "1", "OTHER": "x"}
     note = sagemaker.ignored_variables(env)
     assert note.startswith("SM_VLLM_MODEL and 1 more ignored: ")

@@ -121,7 +121,7 @@ def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_or_counted_twice_whoever_writes_when(tmp_path, monkeypatch, seed):
+def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
     """Two ingresses at once, as in a redeploy, that look and start again while engines append, and torn ends."""
     random, number = Random(seed), 0
     ingresses = [looked(tmp_path), looked(tmp_path)]
@@ -165,7 +165,7 @@ def test_lines_that_are_appended_while_it_is_written_are_read_after_it(tmp_path,
     assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_harms_nothing(tmp_path, monkeypatch, caplog):
+def test_failure_to_write_a_checkpoint_is_logged_and_harmless(tmp_path, monkeypatch, caplog):
     append(tmp_path, 1)
 
     def fail(*_):
@@ -196,7 +196,7 @@ def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
     assert looked(tmp_path).prices == totals.prices
 
 
-def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_new(tmp_path, monkeypatch):
+def test_large_checkpoint_is_written_after_a_quarter_as_many_new_records(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 4)
     append(tmp_path, *range(41))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
@@ -257,7 +257,7 @@ class Hears:
         self.heard.append(request.request_id)
 
 
-def test_who_follows_is_told_once_of_all_that_it_did_not_begin_with(tmp_path):
+def test_follower_receives_each_later_record_once(tmp_path):
     append(tmp_path, 1)
     looked(tmp_path)
     append(tmp_path, 2)

@@ -106,7 +106,7 @@ class Busy:
         return key
 
 
-def test_a_few_go_on_at_once_one_of_each_key():
+def test_pool_runs_one_body_per_key():
     async def run():
         parse_pool, busy = ParsePool(), Busy()
         asked = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
@@ -138,7 +138,7 @@ def test_who_leaves_gives_no_second_turn_to_its_key_before_its_work_has_ended():
     asyncio.run(run())
 
 
-def test_what_is_short_is_done_at_once_and_what_fails_fails():
+def test_short_bodies_run_immediately_and_errors_propagate():
     async def run():
         parse_pool = ParsePool()
         assert await parse_pool.run("a", 100, threading.get_ident) == threading.get_ident()
@@ -151,7 +151,7 @@ def test_what_is_short_is_done_at_once_and_what_fails_fails():
     asyncio.run(run())
 
 
-def test_what_was_parsed_is_read_beside_the_loop_and_then_let_go():
+def test_parsed_values_are_validated_in_a_thread_and_released():
     async def run():
         for num_bytes, is_beside in ((100, False), (LARGE, True)):
             body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", parse_pool=ParsePool())
@@ -169,7 +169,7 @@ def test_what_is_no_json_is_the_clients_fault(body):
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_the_loop_goes_on_beside_short_steps():
+def test_event_loop_is_not_blocked_by_short_steps():
     def steps():
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -217,7 +217,7 @@ def test_a_body_within_its_limits_is_passed_on():
     assert read([piece(b"x" * 6), piece(b"y" * 4, more=False)])[0] == b"xxxxxxyyyy"
 
 
-def test_a_body_is_cut_at_the_limit_whatever_it_says_of_itself():
+def test_body_limit_does_not_depend_on_content_length():
     with pytest.raises(ApiError) as caught:
         read([piece(b"x" * 6), piece(b"y" * 5), piece(b"", more=False)])
     assert caught.value.status == 413
@@ -247,7 +247,7 @@ def test_what_the_client_does_later_has_no_limit():
     assert asyncio.run(upload())["type"] == "http.disconnect"
 
 
-def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
+def test_upload_window_limits_unread_bytes():
     """Serve takes all that comes from the client, at once: the rest has to stay with the client."""
     num_sent, most_under_way = 0, 0
 
@@ -295,7 +295,7 @@ def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
     [("GET", "/v1/cost"), ("DELETE", "/v1/files/file-1"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/health"),
      ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
 )  # fmt: skip
-def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path):
+def test_unread_body_is_limited_to_a_window(method, path):
     """Serve takes it all, for as long as the answer takes: it was gigabytes, of a client without a key too."""
     num_sent = 0
 
@@ -323,7 +323,7 @@ def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path)
     assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
 
 
-def test_an_application_that_tells_nothing_gets_its_bodies(monkeypatch):
+def test_application_without_acks_receives_its_body(monkeypatch):
     monkeypatch.setattr(flow, "_PATIENCE_S", 0.02)
     pieces = [piece(b"x" * PIECE_BYTES, more=number + 1 < NUM_PIECES) for number in range(NUM_PIECES)]
 

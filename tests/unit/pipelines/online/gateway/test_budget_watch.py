@@ -53,7 +53,7 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
 
 
-def test_each_level_is_said_once_and_the_metric_is_told_with_each_look(make_watch, spend, caplog):
+def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, spend, caplog):
     watch, told = make_watch(key(budget_usd=10), key("bob"))
     spend(4.9)
     with caplog.at_level(logging.WARNING):

@@ -7,7 +7,7 @@ def a_scope(attributes=None, path="/invocations", **more):
     return {"type": "http", "method": "POST", "path": path, "headers": headers, **more}
 
 
-def test_a_request_that_says_nothing_more_stays_as_it_is():
+def test_request_without_attributes_is_unchanged():
     for scope in (a_scope(), a_scope("c000b4f9-df62-4c85-a0bf-7c525f9104a4"), a_scope("x=1")):
         assert to_api_request(scope) == scope
 

@@ -17,7 +17,7 @@ from pipelines.online.gateway.keys import (
 )
 
 
-def test_the_file_holds_no_key_and_only_its_owner_reads_it(tmp_path):
+def test_key_file_has_no_secrets_and_is_private(tmp_path):
     path = tmp_path / "keys.json"
     key, record = new_key("alice", requests_per_min=10)
     write_keys(path, [record])
@@ -55,7 +55,7 @@ def test_a_bad_entry_of_the_environment_is_refused_without_repeating_it(value):
 
 
 @pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])
-def test_a_file_that_is_none_of_keys_is_refused(tmp_path, text):
+def test_invalid_key_file_is_refused(tmp_path, text):
     path = tmp_path / "keys.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"keys .*keys\.json"):
@@ -87,7 +87,7 @@ def test_a_revoked_key_stops_holding_without_a_restart(watched):
     assert ring.find(alice) is None
 
 
-def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path, monkeypatch):
+def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     _, alice = new_key("alice", budget_usd=1)
@@ -101,7 +101,7 @@ def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path,
     assert ring.current(LOCAL) == LOCAL
 
 
-def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(watched, caplog):
+def test_damaged_file_keeps_previous_keys_and_is_logged_once(watched, caplog):
     path, ring, (alice, a), (bob, b) = watched
     assert ring.find(alice) == a
     for text in ("[,]", "[,,]"):
@@ -133,7 +133,7 @@ def refuse(path):
     raise ConfigError(f"keys {path}: cannot be read: no answer")
 
 
-def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_path):
+def test_unreadable_key_file_raises(tmp_path):
     path = tmp_path / "keys.json"
     path.write_text("[,]")
     ring = KeyRing(path)
@@ -165,7 +165,7 @@ def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, mo
         {"models": ["m", ""]},
     ],
 )
-def test_a_limit_that_is_none_is_refused(limits):
+def test_invalid_limit_is_refused(limits):
     with pytest.raises(ConfigError, match=next(iter(limits))):
         new_key("alice", **limits)
 

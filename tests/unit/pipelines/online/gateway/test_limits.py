@@ -138,7 +138,7 @@ def test_prompts_count_as_their_bytes_until_an_engine_has_counted_them(clock, li
     assert admit(limits, key(), prompt=10_000)
 
 
-def test_a_long_prompt_gets_in_alone_while_the_minute_has_tokens_left(clock, limits):
+def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
     alice = key(input_tokens_per_min=100)
     settle(limits, admit(limits, alice, prompt=99), prompt=99)
     clock.now += 20
@@ -160,12 +160,12 @@ def test_settling_twice_is_settling_once(limits, budgets):
     assert budgets.spent_usd("alice") == 0.4
 
 
-def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(limits):
+def test_request_above_the_minute_limit_is_400(limits):
     error = refusal(limits, key(output_tokens_per_min=100), 101)
     assert (error.status, error.headers()) == (400, {})
 
 
-def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limits):
+def test_concurrent_requests_of_a_key_are_limited(limits):
     alice = key(max_parallel_requests=2)
     first, second = admit(limits, alice), admit(limits, alice)
     error = refusal(limits, alice)
@@ -196,7 +196,7 @@ def test_keys_do_not_share_limits(limits):
     limits.count_request(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
 
 
-def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, prices):
+def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.51)
     prices["m"] = a_price(0.001)
@@ -220,7 +220,7 @@ def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
     admit(limits, alice, 100, prompt=900)
 
 
-def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, budgets, prices):
+def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
     """The attack: sixty at once on a budget of a ten-millionth of a dollar."""
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
@@ -235,7 +235,7 @@ def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, bud
     admit(limits, alice)
 
 
-def test_who_left_holds_on_to_the_budget_until_the_ledger_has_told_or_never_will(limits, clock):
+def test_disconnected_request_keeps_reservation_until_recorded(limits, clock):
     alice = key(budget_usd=1)
     limits.settle(admit(limits, alice), None)
     refusal(limits, alice)
@@ -255,7 +255,7 @@ def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
     admit(limits, alice, 100)
 
 
-def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limits, budgets):
+def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
     alice = key(budget_usd=1)
     assert budgets.reserve_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
@@ -317,7 +317,7 @@ def tagged(limits, record, request_id):
 
 
 @pytest.mark.usefixtures("shared")
-def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, prices):
+def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     prices["m"] = a_price(0.6)
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
     permit = tagged(limits, alice, "1")
@@ -336,7 +336,7 @@ def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, 
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "x=y")] == [1.0, 1.0, 0.0]
 
 
-def test_once_the_endpoints_budget_is_spent_by_its_engines_nobody_gets_in(limits, budgets, totals):
+def test_spent_endpoint_budget_refuses_all(limits, budgets, totals):
     with changing_budgets(totals.folder / "budgets.json") as shared:
         shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
     budgets.reserve_batch("batch_1", "*", 5)

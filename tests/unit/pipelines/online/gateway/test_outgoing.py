@@ -53,7 +53,7 @@ def refuse(pace, account, times):
     asyncio.run(one_after_the_other())
 
 
-def test_refusals_in_a_row_come_at_their_pace_and_those_of_others_at_once():
+def test_consecutive_refusals_are_delayed_per_key():
     clock = Clock()
     pace = clock.pace()
     refuse(pace, "alice", 21)
@@ -67,7 +67,7 @@ def test_refusals_in_a_row_come_at_their_pace_and_those_of_others_at_once():
     assert clock.slept == []
 
 
-def test_no_refusal_is_held_long_and_few_of_one_key_are_held_at_once():
+def test_delay_and_number_of_delayed_refusals_are_limited():
     clock = Clock(passes=False)
     pace = clock.pace()
 

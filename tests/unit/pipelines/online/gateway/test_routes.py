@@ -125,7 +125,7 @@ def test_a_route_that_is_reached_past_the_gate_fails(app, route, caplog):
     assert "without the gate's pass" in caplog.text
 
 
-def test_a_new_route_is_guarded_though_nobody_thought_of_it():
+def test_new_routes_are_guarded_by_default():
     app = guarded_app()
 
     @app.post("/v1/new")
@@ -136,7 +136,7 @@ def test_a_new_route_is_guarded_though_nobody_thought_of_it():
         asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
 
 
-def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_again():
+def test_handler_gets_the_body_parsed_by_the_gate():
     app, sent = guarded_app(), []
     route = post("/v1/new", Rule.CREATE_BATCH)
 
@@ -154,7 +154,7 @@ def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_ag
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
-def test_a_body_that_the_gate_has_not_read_is_read_by_nobody(app, path):
+def test_body_without_gate_is_not_read(app, path):
     """Else a route whose rule reads none would take a body without its limits."""
     (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
@@ -202,7 +202,7 @@ def test_other_paths_and_methods_are_not_there(method, path, expected):
     assert caught.value.status == expected
 
 
-def test_a_route_says_how_it_is_matched_to_the_last_character():
+def test_route_matches_the_whole_path():
     route = post("/a/{name}/b")
     assert route.matches("/a/x/b")
     assert not any(route.matches(path) for path in ("/a/x/b\n", "/a//b", "/a/x/b/c", "x/a/x/b", "/a/x/b/", "/a/x/B"))
@@ -232,7 +232,7 @@ def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route)
     assert ("start" in caught.value.message) == (route.path == "/v1/cost")
 
 
-def test_a_query_parameter_that_is_not_known_is_answered_as_any_other_error(app):
+def test_unknown_query_parameter_is_an_api_error(app):
     async def asked():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             return await http.get("/health", params={"x": ""})
