@@ -6,6 +6,8 @@ COMMANDS = {
 KEYS = {
     "seeds": "plans are computed in closed form; leave it out",
     "machines_per_min": "plans assume that all machines arrive together; raise provision_s instead",
+    "loss": "heads are trained with KL divergence; leave it out",
+    "further_layers": "added layers start as the identity; use `python -m benchmarks.drafter.unroll` to unroll a head",
     "notice_s": "plans count interruptions without notice; leave it out",
 }
 """By key; the flag has the same name."""

@@ -35,11 +35,11 @@ _GROUPS = {
     "price": ["instance_type", "market", "provider", "region", "usd_per_hour", "prices", "tags"],
     "head": [
         "algorithm", "num_layers", "num_key_value_heads", "num_depths", "aux_layers", "draft_vocab_size",
-        "mask_token_id", "init", "further_layers", "num_frozen_layers", "train_lm_head", "train_embeddings",
+        "mask_token_id", "init", "num_frozen_layers", "train_lm_head", "train_embeddings",
     ],
     "recipe": [
         "epochs", "batch_tokens", "micro_batch_tokens", "cod_ratio", "depth_decay", "depth_weight",
-        "loss", "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps",
+        "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps",
         "weight_decay", "clip_norm", "precision", "seed",
     ],
     "run": ["device", "workers", "worker_failures", "time_budget_s", "num_speculative_tokens"],

@@ -26,6 +26,7 @@ _FILES = ("greedy", "sampled", "greedy-2", "code", "content")
 _TINY_FILE = Path("runs/responses-tiny.parquet")
 _SAVE_S = 15  # to save a checkpoint
 _START_S = 60  # to read the documents and load the target
+UNROLLED = Path("runs/unrolled-head")
 SHARED = [
     "--target", "smollm2-135m", "--verifier", "HuggingFaceTB/SmolLM2-135M-Instruct", "--responses", "given",
     "--on-the-fly", "--no-train-lm-head", "--draft-vocab-size", "16384", "--cod-ratio", "0.8",
@@ -35,7 +36,7 @@ PEAGLE = [
 ]  # fmt: skip
 HEADS = {
     "peagle-5": [*PEAGLE, "--num-layers", "5", "--init", "smollm2-135m-peagle"],
-    "peagle-3": [*PEAGLE, "--num-layers", "3", "--init", "smollm2-135m-eagle3", "--further-layers", "unrolled"],
+    "peagle-3": [*PEAGLE, "--num-layers", "3", "--init", str(UNROLLED)],
     "eagle3-1": ["--algorithm", "eagle3", "--num-layers", "1", "--init", "smollm2-135m-eagle3", "--num-depths", "7",
                  "--muon-learning-rate", "0.002"],
 }  # fmt: skip
@@ -59,6 +60,15 @@ def commands(folder: Path, seconds: float, *, tiny: bool) -> dict[str, list[str]
     }
 
 
+def unroll_command(*, tiny: bool) -> list[str]:
+    """Return the arguments of Python that unroll the shipped EAGLE-3 head."""
+    file = _TINY_FILE if tiny else f"{_RESPONSES}/greedy.parquet"
+    return [
+        "-m", "benchmarks.drafter.unroll", "smollm2-135m-eagle3", "--prompts", str(file), "--num-layers", "3",
+        "--num-key-value-heads", "9", "--output", str(UNROLLED),
+    ]  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
     """Train all heads; copy what they write until they have ended."""
     folder = Path("runs/heads-tiny" if args.tiny else "runs/heads")
@@ -68,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = 20.0 if args.tiny else args.time_budget_s - _START_S
     # On a CPU three processes that each compute on all cores wait for each other most of the time.
     variables = os.environ | ({"OMP_NUM_THREADS": "1"} if args.tiny else {})
+    if not UNROLLED.is_dir():
+        subprocess.run([sys.executable, *unroll_command(tiny=args.tiny)], check=True, env=variables)
     running = {}
     with interrupted_by_signal():
         try:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
-from peagle.bench.record import percentile
 from peagle.charts import Axes, line_chart, standalone
 from tests.faults.clients import Asked, Tally, ask
 from tests.faults.endpoint import Endpoint, serving
@@ -155,8 +155,8 @@ def summarise(
         "most_last_s": at_most[-1],
         "num_requests": len(asked),
         "outcomes": {name: sum(one["outcome"] == name for one in asked) for name in outcomes},
-        "latency_p50_s": percentile(latencies, 50),
-        "latency_p95_s": percentile(latencies, 95),
+        "latency_p50_s": float(np.percentile(latencies, 50)),
+        "latency_p95_s": float(np.percentile(latencies, 95)),
         "cold_start_s": cold["latency_s"] if cold and cold["outcome"] == "answered" else None,
         "cold_outcome": cold and cold["outcome"],
     }

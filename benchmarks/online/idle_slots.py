@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
-from peagle.bench.record import percentile
 from tests.faults.clients import Asked, ask
 from tests.faults.endpoint import Endpoint, serving
 from tests.origin import origin
@@ -70,8 +70,8 @@ async def _play(options: argparse.Namespace, endpoint: Endpoint, *, has_batch: b
     summary = {
         "num_requests": len(answers),
         "num_answered": len(latencies),
-        "latency_p50_s": percentile(latencies, 50),
-        "latency_p95_s": percentile(latencies, 95),
+        "latency_p50_s": float(np.percentile(latencies, 50)),
+        "latency_p95_s": float(np.percentile(latencies, 95)),
         "batch_requests_per_s": num_rows / seconds,
     }
     return {"summary": summary, "latencies_s": latencies, "outcomes": [one.outcome for one in answers]}

@@ -1,8 +1,5 @@
-"""Benchmarks: methods of speculation x K x concurrency in the real engine.
+"""Benchmarks: methods of speculation x K x concurrency on a real engine.
 
-They measure one target on this hardware, and write the published table.
-
-Read in this order: `config` (what can be asked), `setups` and `plan` (which engines, in which order), `loop` (engines
-one after another), `record` (one pass), `run` (a benchmark), `report` and `tables`. `acceptance` is `peagle evaluate`,
-a preset of it. It needs vLLM and no Ray.
+Start with `config` (options), `setups` and `plan` (engines and their order), `loop` (runs the engines), `record` (one
+pass), `run` (a benchmark), `report` and `tables`. `acceptance` is `peagle evaluate`, a preset of a benchmark.
 """

@@ -1,12 +1,12 @@
 """An evaluation of drafters: a preset of the benchmark.
 
-Each drafter and K is an engine, all prompts go through it once, at one concurrency. The plan names drafters instead of
-methods, a pass without a draft is an error, and the report breaks acceptance down by category.
+Each drafter and K has its own engine, which answers all prompts once at one concurrency. The report shows acceptance by
+category.
 
-    evaluation.json        what is evaluated, on what (written once), the fingerprint that every cell shares
-    cells/*.json           a finished drafter and K each, named by its head's fingerprint
-    report.json  report.md  acceptance-length.svg  acceptance-by-position.svg      of the last command
-    logs/                  what the engines print
+    evaluation.json        the fingerprint that all cells share (written once)
+    cells/*.json           a finished drafter and K each
+    report.json  report.md  acceptance-length.svg  acceptance-by-position.svg
+    logs/                  engine output
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from peagle.errors import ConfigError, DrafterError, EngineError
 from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
 
-_NOT_BY_CATEGORY = "This vLLM counts drafts by engine, not by request: the categories cannot be told apart."
+_NOT_BY_CATEGORY = "This vLLM counts drafts per engine, not per request, so acceptance by category is unknown."
 
 
 def evaluate(
@@ -46,12 +46,11 @@ def evaluate(
     """Measure every missing cell; return the report and its folder.
 
     Args:
-        start: starts an engine.
-        tokenizer_of: the tokenizer of a folder, or of a hub id and its revision.
+        tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
 
     Raises:
-        ConfigError: bad usage; no engine was started.
-        EngineError: no cell at all could be measured. One that fails beside others is named in the report.
+        ConfigError: the configuration is invalid; no engine was started.
+        EngineError: no cell could be measured. If only some engines fail, the report names them.
     """
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
@@ -65,11 +64,11 @@ class Evaluation(Bench):
 
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Decide everything of an evaluation but the prompts.
+        """Plan everything except the prompts.
 
         Raises:
-            ConfigError: of the kind that fits (drafter, precision, context).
-            CapacityError: the hardware cannot hold an engine.
+            ConfigError: a drafter, the precision or the context is not possible.
+            CapacityError: the memory of this hardware is too small for an engine.
         """
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
         labelled = list(zip(_labels(drafters), drafters, strict=True))
@@ -91,36 +90,30 @@ class Evaluation(Bench):
         )
 
     def num_warm_up(self, one: Pass) -> int:
-        """One prompt."""
         return 1
 
     @classmethod
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
-        """Take any number of prompts.
-
-        Acceptance does not depend on how many are asked at once.
-        """
+        """Accept any number of prompts, since acceptance does not depend on concurrency."""
 
     def caveats(self) -> list[str]:
-        """None: those of a benchmark are about speeds that are compared."""
-        return []
+        return []  # those of a benchmark are about comparing speeds
 
     def accept(self, one: Pass, record: PassRecord) -> None:
-        """Take a finished cell, unless nothing was drafted in it."""
+        """Accept a finished cell if it has drafts."""
         if not record.speculation.num_drafts:
             raise EngineError(
-                "the engine drafted nothing, so there is nothing to measure",
-                hint="responses of a single token have no draft: raise --max-tokens",
+                "the engine produced no drafts",
+                hint="responses of a single token have no drafts; increase --max-tokens",
             )
         super().accept(one, record)
 
     def figures(self, one: Pass, record: PassRecord) -> str:
-        """The measured figures in a few words."""
         length = f"acceptance length {record.speculation.acceptance_length:.2f}"
         return f"{one.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """All that was measured and what it was measured on, as JSON-ready data."""
+        """Return the report as JSON-ready data."""
         fingerprint = self.plan.fingerprint(self.dataset)
         categories = {prompt.category for prompt in self.dataset.prompts} - {None}
         is_split = all(record.by_category for record in done.values())
@@ -145,13 +138,12 @@ class Evaluation(Bench):
             "notes": [
                 *([_NOT_BY_CATEGORY] if categories and not is_split else []),
                 *sources((one.setup.label, record) for one, record in done.items()),
-                *(f"Not measured: {name}, whose engine failed: {message}" for name, message in failed.items()),
-                *([f"Not finished: {num_left} cells are left."] if num_left else []),
+                *(f"Not measured: {name}, because its engine failed: {message}" for name, message in failed.items()),
+                *([f"Not finished: {num_left} cells remain."] if num_left else []),
             ],
         }
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
-        """The files that are made of a report, by name."""
         return {
             "report.md": markdown_report(report),
             "acceptance-length.svg": length_plot(report),
@@ -160,7 +152,7 @@ class Evaluation(Bench):
 
 
 def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
-    """The figures of a drafter at one K, as JSON-ready data."""
+    """Return the figures of a drafter at one K as JSON-ready data."""
     stats = record.speculation
     return {
         "drafter": setup.head,
@@ -180,11 +172,11 @@ def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
         **acceptance([stats]),
         "by_category": {
             name: {
-                "num_responses": found.num_responses,
-                "num_output_tokens": found.num_output_tokens,
-                **acceptance([found.speculation]),
+                "num_responses": category.num_responses,
+                "num_output_tokens": category.num_output_tokens,
+                **acceptance([category.speculation]),
             }
-            for name, found in record.by_category.items()
+            for name, category in record.by_category.items()
         },
     }
 
@@ -196,8 +188,8 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
     )
     if drafter.spec is None:
         raise DrafterError(
-            f"drafter {name} is none here, and without drafts nothing can be accepted: {drafter.note}",
-            hint="name one: peagle, eagle3, a folder or a hub id",
+            f"drafter {name} resolves to no drafter: {drafter.note}",
+            hint="use peagle, eagle3, a folder or a hub id",
         )
     return drafter
 
@@ -205,8 +197,8 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
 def _setups(
     label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig, hardware: Hardware
 ) -> list[Setup]:
-    assert drafter.spec is not None, "_drafter() refuses none"
-    assert drafter.fingerprint is not None, "a head has one"
+    assert drafter.spec is not None, "_drafter() rejects none"
+    assert drafter.fingerprint is not None, "every head has a fingerprint"
     return [
         make_setup(
             spec,
@@ -220,19 +212,17 @@ def _setups(
 
 
 def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
-    """The drafters' names.
-
-    Equal names (`a/head`, `b/head`) get as much of their paths as tells them apart.
+    """Return the drafters' names, with as much of their paths as makes equal names distinct.
 
     Raises:
-        ConfigError: two of them are the same head.
+        ConfigError: a head occurs twice.
     """
     fingerprints = [drafter.fingerprint for drafter in drafters]
     paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
     for i, drafter in enumerate(drafters):
         if drafter.fingerprint in fingerprints[:i]:
             raise ConfigError(
-                f"drafter {drafter.name} is given twice, perhaps under two names", hint="give each head once"
+                f"drafter {drafter.name} occurs twice, possibly by different names", hint="use each head once"
             )
     names = [drafter.name or "" for drafter in drafters]
     depth = 1

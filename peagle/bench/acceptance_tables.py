@@ -1,4 +1,4 @@
-"""The tables and plots of an evaluation, made from its report alone."""
+"""The tables and plots of an evaluation's report."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ _SPEEDS = {
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    """The terminal's tables: all cells, then each by category where the data has one."""
+    """Return the tables for the terminal: all cells, then by category if the data has categories."""
     tables = [_conditions(report), "", *aligned(_cell_rows(report))]
     if category_rows := _category_rows(report):
         tables += ["", *aligned(category_rows)]
@@ -25,9 +25,9 @@ def text_report(report: Mapping[str, Any]) -> str:
 
 
 def markdown_report(report: Mapping[str, Any]) -> str:
-    """The same tables, ready for a model card."""
+    """Return the tables as Markdown for a model card."""
     parts = [f"Measured: {_conditions(report)}.", "", *markdown(_cell_rows(report))]
-    parts += ["", f"{POSITION_NOTE} Speeds are tokens a second."]
+    parts += ["", f"{POSITION_NOTE} Speeds are tokens per second."]
     if category_rows := _category_rows(report):
         parts += ["", *markdown(category_rows)]
     return "\n".join([*parts, *(f"\n{note}" for note in report["notes"])]) + "\n"
@@ -54,7 +54,6 @@ def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Rows by category of every cell; none where no cell has categories."""
     cells = [cell for cell in report["cells"] if cell["by_category"]]
     if not cells:
         return []
@@ -62,28 +61,25 @@ def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [["category", *_HEAD, "responses", *positions]]
     for name in sorted({name for cell in cells for name in cell["by_category"]}):
         for cell in cells:
-            if found := cell["by_category"].get(name):
-                length, drafts, *rates = acceptance_figures(found, positions)
-                responses = f"{found['num_responses']:,}"
+            if category := cell["by_category"].get(name):
+                length, drafts, *rates = acceptance_figures(category, positions)
+                responses = f"{category['num_responses']:,}"
                 rows.append([name, cell["drafter"], str(cell["k"]), length, drafts, responses, *rates])
     return rows
 
 
-# The vertical axis begins at 1, where no draft is accepted.
+# The vertical axis starts at 1, the length without accepted drafts.
 _LENGTH_AXES = Axes(
     name="Acceptance length by K",
-    x_name="draft tokens a step (K)",
-    y_name="tokens a verify step",
+    x_name="draft tokens per step (K)",
+    y_name="tokens per verification step",
     x_prefix="K=",
     first=1.0,
 )
 
 
 def length_plot(report: Mapping[str, Any]) -> str:
-    """A line a drafter: acceptance length over K.
-
-    A drafter measured at one K is a point.
-    """
+    """Plot acceptance length over K, one line per drafter."""
     curves = {
         label: [(cell["k"], cell["acceptance_length"]) for cell in cells]
         for label, cells in _by_drafter(report).items()
@@ -93,7 +89,7 @@ def length_plot(report: Mapping[str, Any]) -> str:
 
 
 def position_plot(report: Mapping[str, Any]) -> str:
-    """Bars by position in the draft, each drafter at its largest K."""
+    """Plot acceptance by position in the draft, each drafter at its largest K."""
     largest = {label: cells[-1] for label, cells in _by_drafter(report).items()}
     labels = [f"{label}, K={cell['k']}" for label, cell in largest.items()]
     rates = [
@@ -104,10 +100,7 @@ def position_plot(report: Mapping[str, Any]) -> str:
 
 
 def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The cells by drafter, K ascending.
-
-    Only the first `MAX_SERIES` drafters: more colours cannot be told apart.
-    """
+    """Group cells by drafter, K ascending; only as many drafters as there are distinguishable colours."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         groups.setdefault(cell["drafter"], []).append(cell)

@@ -1,7 +1,7 @@
-"""The keys of measuring commands, the same in YAML and on the command line.
+"""Options of the measuring commands, the same in YAML and on the command line.
 
-All of them have `MeasurementKeys`: target, data, sampling, engine. A command's own class adds what it varies (drafters,
-K, concurrency). A description is the help text of its flag; an unknown key is an error.
+All commands share `MeasurementKeys` (target, data, sampling, engine) and add the options that they vary. Descriptions
+are the help texts of the flags.
 """
 
 from pathlib import Path
@@ -25,33 +25,32 @@ MAX_CONCURRENCY = 4096
 
 
 class MeasurementKeys(PromptKeys, TargetKeys):
-    """The keys of any measurement."""
+    """Options of every measurement."""
 
-    dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts as generate reads it")
-    limit: int | None = Field(None, ge=1, description="take only the first rows")
-    output: Path | None = Field(None, description="folder of results; a measurement there is continued")
+    dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts in any format that generate reads")
+    limit: int | None = Field(None, ge=1, description="maximum number of rows; default: all")
+    output: Path | None = Field(None, description="folder for results; an existing measurement is resumed")
 
-    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
-    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+    temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature; 0 is greedy and reproducible")
+    max_tokens: int = Field(256, ge=1, description="maximum tokens of a response")
 
     _on_disk = field_validator("output", mode="before")(on_disk)
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters, by the names that engines know."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
 
 class DraftingKeys(BaseModel):
-    """Methods of speculation, their heads and K: the keys of commands that compare."""
+    """Methods of speculation, their heads and K."""
 
     methods: list[str]
     drafter: list[str] = Field(
         default_factory=list,
-        description="METHOD=HEAD, a folder or a Hugging Face id, or only HEAD for one of the catalog; "
+        description="METHOD=HEAD with a folder or a Hugging Face id, or only HEAD for a head of the catalog; "
         "default: the catalog's head of each method",
     )
     num_speculative_tokens: list[int] = Field(
-        default_factory=lambda: [3, 5, 7], description="draft tokens a step (K), as 3,5,7; default: 3,5,7"
+        default_factory=lambda: [3, 5, 7], description="draft tokens per step (K), such as 3,5,7; default: 3,5,7"
     )
 
     @field_validator("drafter", mode="before")
@@ -62,8 +61,8 @@ class DraftingKeys(BaseModel):
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, entries: list[str]) -> list[str]:
-        known = [find_on_cards(entry) for entry in entries]  # a head of the catalog says its method by itself
-        entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, known, strict=True)]
+        on_cards = [find_on_cards(entry) for entry in entries]  # the catalog knows the methods of its heads
+        entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, on_cards, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"
         for method, head in parse_pairs(entries, form=form).items():
             if method not in DRAFT_METHODS or not head:
@@ -78,17 +77,17 @@ class DraftingKeys(BaseModel):
     @model_validator(mode="after")
     def _heads_are_of_methods(self) -> Self:
         if unused := [method for method in self.heads if method not in self.methods]:
-            raise ValueError(f"drafter {unused[0]}={self.heads[unused[0]]} is of none of the methods")
+            raise ValueError(f"drafter {unused[0]}={self.heads[unused[0]]}: {unused[0]} is not one of the methods")
         return self
 
     @property
     def heads(self) -> dict[str, str]:
-        """The heads that were named, by method."""
+        """The configured heads by method."""
         return parse_pairs(self.drafter)
 
 
 class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
-    """One benchmark."""
+    """The options of `peagle bench`."""
 
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
@@ -96,40 +95,41 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
         description=f"any of {', '.join(METHODS)}; default: none,peagle",
     )
     concurrency: list[int] = Field(
-        default_factory=lambda: [1, 4, 8], description="requests in the engine at once, as 1,4,8; default: 1,4,8"
+        default_factory=lambda: [1, 4, 8], description="concurrent requests, such as 1,4,8; default: 1,4,8"
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="requests that each engine is sized for; default: the largest concurrency"
+        None, ge=1, description="maximum concurrent requests of each engine; default: the largest concurrency"
     )
-    repeats: int = Field(3, ge=1, description="passes over all prompts for each cell")
-    rounds: int = Field(2, ge=1, description="starts of each engine, which share its repeats; at most --repeats")
+    repeats: int = Field(3, ge=1, description="passes per method, K and concurrency")
+    rounds: int = Field(
+        2, ge=1, description="starts of each engine, among which the repeats are divided; at most --repeats"
+    )
     requests_per_slot: int | None = Field(
         None,
         ge=1,
-        description="length of a pass: N x concurrency prompts, some repeated if need be; default: each once",
+        description="length of a pass: N x concurrency prompts, repeated if necessary; default: every prompt once",
     )
     time_budget_s: float | None = Field(
-        None, gt=0, description="begin no pass that would not end within this time; the same command continues"
+        None, gt=0, description="do not start passes that would exceed this time; repeat the command to resume"
     )
     output: Path | None = Field(
-        None, description="folder of results; a benchmark there is continued; default: runs/bench/FINGERPRINT"
+        None, description="folder for results; an existing benchmark is resumed; default: runs/bench/FINGERPRINT"
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="token slots of a step of every engine; default: from K and max_num_seqs"
+        None, ge=1, description="maximum tokens per step of every engine; default: derived from K and max_num_seqs"
     )
     max_cudagraph_capture_size: int | None = Field(
         None,
         ge=1,
-        description="tokens of a step that CUDA graphs are captured for; default: those of "
-        "--max-num-seqs requests, at most 4096",
+        description="maximum tokens per step with CUDA graphs; default: those of --max-num-seqs requests, at most 4096",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: random weights of the target, for timing alone"
+        "auto", description="dummy: random weights of the target, only for timing"
     )
     synthetic_acceptance: list[str] = Field(
         default_factory=list,
-        description="accept drafts by lot: a length (3.2) or rates by position (0.8,0.6,0.4), for all or as "
-        "peagle=3.2 or peagle:7=3.2 for one method, or one K of it",
+        description="accept drafts at random: a length (3.2) or rates by position (0.8,0.6,0.4); "
+        "peagle=3.2 for one method, peagle:7=3.2 for one method and K",
     )
 
     @field_validator("methods", mode="before")
@@ -144,7 +144,7 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
 
     @field_validator("synthetic_acceptance", mode="before")
     @classmethod
-    def _one_or_several_lots(cls, value: Any) -> Any:
+    def _one_or_several_entries(cls, value: Any) -> Any:
         return value if isinstance(value, list) else [str(value)]
 
     @field_validator("concurrency", mode="before")
@@ -156,41 +156,39 @@ class BenchConfig(PriceKeys, MeasurementKeys, DraftingKeys):
     def _agrees_with_itself(self) -> Self:
         parse_synthetic(self.synthetic_acceptance)
         if self.synthetic_acceptance and self.methods == [NONE]:
-            raise ValueError("synthetic_acceptance needs a method that drafts")
+            raise ValueError("synthetic_acceptance requires a method that drafts")
         if self.max_num_seqs is not None and self.max_num_seqs < max(self.concurrency):
-            raise ValueError("max_num_seqs is below the largest concurrency")
+            raise ValueError("max_num_seqs is smaller than the largest concurrency")
         return self
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the text means nothing: drafts accepted by lot, or random weights."""
+        """Whether the text is meaningless: drafts accepted at random, or random weights."""
         return bool(self.synthetic_acceptance) or self.load_format == "dummy"
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters.
-
-        Where the text means nothing, so does its end: every response has full length.
-        """
+        # Meaningless text ends at random, so all responses get the full length.
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
 
 
 class EvaluateConfig(MeasurementKeys):
-    """One evaluation."""
+    """The options of `peagle evaluate`."""
 
     drafter: list[str] = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
-        description="auto (the catalog's advice), peagle, eagle3, a head of the catalog, a folder or a Hugging Face id",
+        description="auto (recommended by the catalog), peagle, eagle3, a head of the catalog, a folder or a Hugging"
+        " Face id",
     )
     num_speculative_tokens: list[int] | None = Field(
-        None, description="draft tokens a step (K), as 3 or 3,5,7; default: each drafter's own"
+        None, description="draft tokens per step (K), such as 3 or 3,5,7; default: each drafter's own"
     )
-    category_column: str = Field("category", description="column to break acceptance down by, where the data has it")
+    category_column: str = Field("category", description="column by which to group acceptance, if the data has it")
     output: Path | None = Field(
         None,
-        description="folder of results; an evaluation there is continued; default: runs/evaluate/FINGERPRINT",
+        description="folder for results; an existing evaluation is resumed; default: runs/evaluate/FINGERPRINT",
     )
-    concurrency: int = Field(1, ge=1, le=MAX_CONCURRENCY, description="requests in the engine at once")
+    concurrency: int = Field(1, ge=1, le=MAX_CONCURRENCY, description="concurrent requests")
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -202,7 +200,8 @@ class EvaluateConfig(MeasurementKeys):
     def _drafts(cls, names: list[str]) -> list[str]:
         if "none" in names:
             raise ValueError(
-                "none drafts nothing, so there is nothing to accept (`peagle generate --drafter none` times the target)"
+                "none does not draft, so there is no acceptance to measure (`peagle bench --methods none` times the"
+                " target)"
             )
         return names
 
@@ -213,22 +212,22 @@ class EvaluateConfig(MeasurementKeys):
 
 
 def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
-    """The benchmark that measures what another command asks for.
+    """Return the benchmark that performs the measurement of another command.
 
-    Only what the user said is said again: a price that was asked for must be known, a default one need not.
+    Copies only options that the user set, because a price that the user requests must be known.
 
     Args:
-        own: the benchmark's keys that the command decides itself.
+        own: benchmark options that the command sets itself.
     """
     shared = {*PriceKeys.model_fields, *MeasurementKeys.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})
 
 
 def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
-    """Whole numbers from "3,5" and from repeated flags, ascending, each once.
+    """Parse whole numbers from "3,5" and from repeated flags; ascending and without duplicates.
 
     Raises:
-        ValueError: one of them is no whole number from 1 to `largest`.
+        ValueError: a value is not a whole number from 1 to `largest`.
 
     >>> whole_numbers(["7,3", "3"], "K", 32)
     [3, 7]

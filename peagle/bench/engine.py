@@ -1,12 +1,10 @@
-"""An engine that is up for a measurement: its log, its failures, its memory.
+"""Run an engine for a measurement, with its log, its failures and its memory.
 
-Its prints go to a file of their own; a failure to start is told by its cause.
+The engine runs in this process, so that a GPU host only needs vLLM.
 
-It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
-
-An engine's memory on a CPU is the resident memory of this process and everything below it (pages that two of them share
-count twice); on a GPU it is what the driver says is in use, less what was before the first engine started. vLLM fills a
-GPU up to `gpu_memory_utilization` with its KV cache, so there the figure says what it took, not what it needed.
+Memory on a CPU is the resident memory of this process and its descendants; shared pages count twice. On a GPU it is the
+memory in use according to the driver, minus that before the first engine started. vLLM fills a GPU up to
+`gpu_memory_utilization` with KV cache, so there the figure is what vLLM reserved, not what it needs.
 """
 
 import asyncio
@@ -37,7 +35,7 @@ Start = Callable[[EngineSpec, Hardware], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementListener:
-    """Who is told what happens: sentences, and responses done of how many."""
+    """Callbacks for messages, and for the number of finished and of all requests."""
 
     say: Callable[[str], None] = lambda message: None
     progress: Callable[[int, int], None] = lambda done, total: None
@@ -50,18 +48,17 @@ def with_engine(
     log: Path,
     use: Callable[[Engine, float], Coroutine[Any, Any, Result]],
 ) -> Result:
-    """Start an engine, check its answers, use it, and shut it down.
+    """Start an engine, run its self-check, use it, and shut it down.
 
     Args:
-        start: starts an engine.
-        log: where the engine prints to; what earlier ones printed there stays.
-        use: is given the engine, and what it took to start in seconds.
+        log: engine output is appended to this file.
+        use: called with the engine and the seconds that it took to start.
 
     Raises:
-        EngineError: it did not start, did not pass its self-check, or died.
-        PeagleError: its head could not be fetched, or its target not be converted to INT8.
+        EngineError: the engine failed to start, failed its self-check, or crashed.
+        PeagleError: the head could not be fetched, or the target not be converted to INT8.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the table
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the tables
     with QuietStderr() as quiet:
         quiet.move_to(log)
         began_at, started = log.stat().st_size, time.monotonic()
@@ -73,13 +70,13 @@ def with_engine(
         for warning in costly_warnings(read_from(log, began_at)):
             _warn(quiet, warning)
 
-        return asyncio.run(_used(engine, spec, hardware, quiet, lambda: use(engine, start_s)))
+        return asyncio.run(_use(engine, spec, hardware, quiet, lambda: use(engine, start_s)))
 
 
-async def _used(
+async def _use(
     engine: Engine, spec: EngineSpec, hardware: Hardware, quiet: QuietStderr, use: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """vLLM has tasks in the loop that it was used in, so it is shut down there too."""
+    # Shut the engine down in the event loop that used it, because vLLM has tasks there.
     try:
         engine.self_check = await self_check(engine.checkable, spec, hardware)
         if engine.self_check.outcome == "skipped":
@@ -95,35 +92,32 @@ def _warn(quiet: QuietStderr, warning: str) -> None:
 
 
 def read_from(log: Path, position: int) -> str:
-    """The text printed to a log after a position."""
+    """Return the text of a log after a position."""
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")
 
 
 class Measuring(Protocol):
-    """A measurement by one command, part by part."""
+    """A measurement that consists of several parts."""
 
     @property
     def done(self) -> Mapping[Any, Any]:
-        """The parts that are finished, by this command and earlier ones."""
+        """Parts that this command or earlier ones have finished."""
 
     def measure(self) -> None:
-        """Do the others."""
+        """Measure the remaining parts."""
 
     def write_report(self) -> dict[str, Any]:
-        """Write the report of everything measured so far to the folder."""
+        """Write the report of all finished parts to the folder."""
 
 
 def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
-    """Measure, and write the report.
+    """Measure and write the report, also after an error or interrupt.
 
     Args:
-        root: the folder that holds it.
-        parts: what they are called: "cells".
-
-    Raises:
-        BaseException: whatever ended it, an interrupt, too; the report of the parts that were finished is there.
+        root: folder of the report.
+        parts: the name of a part, in the plural: "cells".
     """
     try:
         run.measure()
@@ -143,7 +137,7 @@ class PeakMemory:
     """The largest reading between enter and exit.
 
     Args:
-        read: memory in GiB; None where it cannot be told.
+        read: returns memory in GiB, or None if unknown.
     """
 
     def __init__(self, read: Callable[[], float | None], every_s: float = _EVERY_S) -> None:
@@ -153,7 +147,7 @@ class PeakMemory:
     def __enter__(self) -> Self:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
-        self._look()
+        self._update()
         self._thread.start()
         return self
 
@@ -162,20 +156,20 @@ class PeakMemory:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        self._look()
+        self._update()
 
     def _watch(self) -> None:
         while not self._ended.wait(self._every_s):
-            self._look()
+            self._update()
 
-    def _look(self) -> None:
-        found = self._read()
-        if found is not None:
-            self.gib = max(found, self.gib or 0.0)
+    def _update(self) -> None:
+        gib = self._read()
+        if gib is not None:
+            self.gib = max(gib, self.gib or 0.0)
 
 
 def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
-    """A reader of this hardware's memory, made before the first engine starts."""
+    """Return a function that reads memory in use. Call this before the first engine starts."""
     if hardware.platform == "cpu":
         return tree_rss_gib
     before = device_gib()
@@ -188,17 +182,14 @@ def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
 
 
 def tree_rss_gib(pid: int | None = None, proc: Path = Path("/proc")) -> float | None:
-    """Resident memory of a process and all below it; of this one where none is named.
-
-    None without a `/proc`.
-    """
+    """Return the resident memory of a process (default: this one) and its descendants; None without `/proc`."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     parents: dict[int, int] = {}
     pages: dict[int, int] = {}
     for stat in proc.glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has exited
             continue
         process = int(stat.parent.name)
         parents[process], pages[process] = int(fields[1]), int(fields[21])
@@ -209,7 +200,7 @@ def tree_rss_gib(pid: int | None = None, proc: Path = Path("/proc")) -> float | 
 
 
 def device_gib() -> float | None:
-    """Memory in use on all GPUs, None where the driver does not say."""
+    """Return the memory in use on all GPUs; None if the driver does not report it."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -219,8 +210,8 @@ def device_gib() -> float | None:
 
 
 def _tree(root: int, parents: dict[int, int]) -> list[int]:
-    """A process and all below it."""
-    found = [root]
-    for process in found:  # grows while it is walked
-        found += [child for child, parent in parents.items() if parent == process and child != process]
-    return found
+    """Return a process and its descendants."""
+    processes = [root]
+    for process in processes:  # grows during the iteration
+        processes += [child for child, parent in parents.items() if parent == process and child != process]
+    return processes

@@ -1,11 +1,9 @@
-"""A folder of measurements, so that the same command does none of them twice.
+"""A folder of measurements, so that a repeated command does not repeat finished measurements.
 
-    NAME.json      what is measured, on what (written once): the fingerprint that every record shares
-    cells/*.json   a finished measurement each
-    logs/          what the engines print
-    ledger/        what the engines cost, for `peagle cost` (`spending.py`)
-
-It knows files and JSON; it knows nothing of what was measured.
+NAME.json      the fingerprint that all records share (written once)
+cells/*.json   a finished measurement each
+logs/          engine output
+ledger/        the cost of the engines, for `peagle cost` (`spending.py`)
 """
 
 import hashlib
@@ -24,15 +22,14 @@ Record = TypeVar("Record")
 
 
 class MeasurementFolder:
-    """The folder of one set of measurements, made or opened.
+    """Creates or opens a folder of measurements.
 
     Args:
-        root: the folder.
-        name: of its manifest, without a suffix.
-        fingerprint: what every record in it has in common, as JSON-ready data.
+        name: name of the manifest, without suffix.
+        fingerprint: the settings that all records share, as JSON-ready data.
 
     Raises:
-        ConfigError: it holds measurements of something else (every difference is named), or cannot be written.
+        ConfigError: the folder has measurements with another fingerprint, or cannot be written.
     """
 
     def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
@@ -49,14 +46,16 @@ class MeasurementFolder:
             write_once(manifest, json_bytes({"schema": SCHEMA, "fingerprint": dict(fingerprint)}))
         except OSError as error:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
-        require_same(_read(manifest)["fingerprint"], fingerprint, str(root))  # another command may have been the first
+        require_same(
+            _read(manifest)["fingerprint"], fingerprint, str(root)
+        )  # another command may have written it first
 
     def log(self, name: str) -> Path:
-        """Where the engine of a measurement prints to."""
+        """Return the log file of an engine."""
         return self._logs / f"{name}.log"
 
     def find(self, name: str, from_dict: Callable[[Mapping[str, Any]], Record]) -> Record | None:
-        """The result kept under that name; None where there is none.
+        """Return the record with a name; None if there is none.
 
         Raises:
             ConfigError: the file is damaged.
@@ -67,20 +66,20 @@ class MeasurementFolder:
         try:
             return from_dict(_read(path))
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is damaged: {error}", hint="delete it: this cell is then done again") from error
+            raise ConfigError(f"{path} is damaged: {error}", hint="delete it to measure this cell again") from error
 
     def keep(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a finished measurement."""
+        """Write the record of a finished measurement."""
         write_json(self._cells / f"{name}.json", record)
 
 
 def digest(text: str) -> str:
-    """Twelve letters that stand for a text in the name of a file."""
+    """Return a short hash of a text for file names."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def default_folder(parent: Path, fingerprint: Mapping[str, Any]) -> Path:
-    """A folder below `parent` that the same measurements find again, and no others."""
+    """Return a folder below `parent` that is unique for a fingerprint."""
     return parent / digest(json.dumps(fingerprint, sort_keys=True))
 
 
@@ -88,5 +87,5 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}", hint="delete it, or name another --output") from error
+        raise ConfigError(f"{path} is damaged: {error}", hint="delete it, or use another --output") from error
     return data

@@ -1,12 +1,7 @@
-"""The loop of every measuring command: engines one after another, pass by pass.
+"""The loop of every measuring command: start engines one after another and run their passes.
 
-    config -> plan and prompts -> (what is next -> its engine, its pass) until nothing is -> report
-
-An engine stays up as long as the next pass is its own. Each finished pass is kept at once, and an engine that fails is
-left out for the rest of the command. Which pass is next is the command's own: `peagle bench` has an order,
-`peagle evaluate` is a preset of it, `peagle tune` searches.
-
-It knows neither Ray nor HTTP: the engine runs in this process, so that a GPU host needs vLLM and nothing else.
+Each command decides which pass is next. An engine keeps running while the next pass uses it. Finished passes are saved
+immediately, and a failed engine is skipped for the rest of the command.
 """
 
 import time
@@ -38,17 +33,14 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of one command: those that are done, and engines for the others.
-
-    Args:
-        config: the command's own.
+    """The passes of a command.
 
     Attributes:
-        name: of the manifest in its folder.
-        parent: of the folders that nobody named.
-        done: finished passes, by this command and earlier ones.
-        failed: engines that did not start or died in this command, and what was said.
-        spent_s: how long engines were up, starting included.
+        name: name of the manifest in the folder.
+        parent: parent of default folders.
+        done: finished passes of this command and earlier ones.
+        failed: engines that failed in this command, with the error message.
+        spent_s: time that engines were running, including their start.
     """
 
     name: ClassVar[str]
@@ -70,69 +62,67 @@ class Measurement(ABC):
         self.failed: dict[Setup, str] = {}
         self.spent_s = 0.0
 
-    # --- the command's own
+    # --- defined by each command
 
     @staticmethod
     @abstractmethod
     def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Decide everything but the prompts."""
+        """Plan everything except the prompts."""
 
     @abstractmethod
     def next(self, up: Setup | None = None) -> Pass | None:
-        """The pass to measure next, None at the end.
+        """Return the next pass, or None at the end.
 
         Args:
-            up: the engine that is up.
+            up: the engine that is running.
         """
 
     @abstractmethod
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
-        """The prompts of a pass."""
+        """Return the prompts of a pass."""
 
     @abstractmethod
     def words(self, one: Pass, record: PassRecord) -> str:
-        """A finished pass for people."""
+        """Describe a finished pass."""
 
     @abstractmethod
     def standing(self) -> str:
-        """The passes that are left and those that are done, for people."""
+        """Describe how many passes are finished and how many remain."""
 
     def num_warm_up(self, one: Pass) -> int:
-        """Prompts that are asked before a pass, and are in no figure."""
+        """Return the number of warm-up requests before a pass."""
         return one.concurrency
 
     @classmethod  # noqa: B027 - most commands take any prompts
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
-        """Refuse prompts of which this plan cannot be measured, with a ConfigError."""
+        """Raise ConfigError if the prompts do not suffice for the plan."""
 
     def accept(self, one: Pass, record: PassRecord) -> None:
-        """Take a finished pass, or refuse it with an EngineError."""
+        """Accept a finished pass, or reject it with an EngineError."""
         self.done[one] = record
 
     def fail(self, setup: Setup, reason: str) -> None:
-        """Leave an engine out for the rest of the command."""
+        """Skip an engine for the rest of the command."""
         self.failed[setup] = reason
 
     def spend(self, spent_s: float) -> None:
-        """Count engine time: seconds in all, earlier engines included."""
+        """Set the total engine time of the command so far."""
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
-        """The reasons why figures are worth less than they look."""
+        """Return warnings about the reliability of the figures."""
         return []
 
-    # --- the same for all
+    # --- shared
 
     @classmethod
     def prepare(
         cls, config: MeasurementKeys, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
     ) -> Self:
-        """Decide everything, open the folder, and announce what will be measured.
-
-        No engine starts.
+        """Plan everything, open the folder, and print the plan, without starting an engine.
 
         Raises:
-            ConfigError: bad usage.
+            ConfigError: the configuration is invalid.
         """
         rows = read_dataset(config)
         model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
@@ -150,7 +140,7 @@ class Measurement(ABC):
         return run
 
     def announce(self) -> None:
-        """Say what will be measured, on what, and which rows of the data cannot be."""
+        """Print the plan, and the rows without a prompt."""
         plan, dataset = self.plan, self.dataset
         formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
         where = f"{plan.hardware.describe()}, {', '.join(formats)}"
@@ -158,28 +148,28 @@ class Measurement(ABC):
         for note in [*labels(plan), *plan.notes, *self.caveats()]:
             self.say(f"  {note}")
         for reason, count in dataset.rejected.items():
-            self.say(f"  {count} rows give no prompt: {reason}")
+            self.say(f"  {count} rows without a prompt: {reason}")
         self.say(f"  {self.standing()}")
 
     def measure(self) -> None:
-        """Measure pass after pass until nothing is next.
+        """Measure all remaining passes.
 
         Raises:
-            EngineError: an engine failed, and so did all others, and nothing was measured by earlier commands.
+            EngineError: all engines failed, and there are no passes of earlier commands.
         """
         one = self.next()
         while one is not None:
             try:
                 self._visit(one)
             except EngineError as error:
-                self.say(f"  {one.setup.label} is left out: {error.message}")
+                self.say(f"  skipping {one.setup.label}: {error.message}")
                 self.fail(one.setup, error.message)
                 if not self.done and len(self.failed) == len(self.plan.setups):
                     raise
             one = self.next()
 
     def _visit(self, first: Pass) -> None:
-        """Start an engine, and keep it up as long as the next pass is its own."""
+        """Start an engine and run passes while the next one uses it."""
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
         before_s, up_since = self.spent_s, time.monotonic()
@@ -221,10 +211,10 @@ class Measurement(ABC):
         return record
 
     def find(self, one: Pass) -> PassRecord | None:
-        """The record that an earlier command kept of a pass."""
+        """Return the record of a pass from an earlier command, or None."""
         return self.folder.find(pass_name(one), PassRecord.from_dict)
 
 
 def pass_name(one: Pass) -> str:
-    """The name of a pass's file."""
+    """Return the file name of a pass."""
     return f"{one.setup.name}-c{one.concurrency}-r{one.repeat}"

@@ -1,13 +1,11 @@
-"""The plan of a measurement: target, engines, passes, price. Starts nothing.
+"""The plan of a measurement: target, engines, passes, price.
 
-Every measuring command has a `BenchPlan`. `make_plan` makes that of `peagle bench`; `peagle evaluate` and
-`peagle tune` make theirs of the same parts. Everything that can be refused is refused here, in `setups` or in
-`prompts`, before an engine starts.
+Configuration errors are raised here, in `setups` or in `prompts`, before an engine starts.
 
-A repeat of a cell should come long after the one before it, with other methods in between, so that a machine that
-drifts drifts under all of them; but each start of an engine costs a minute or more. So the repeats are shared out among
-rounds. In every round each engine is up once; the order is turned round from one round to the next (A B C, C B A), so
-that a steady drift weighs on all alike, and the engine at the turn stays up.
+Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
+methods. But each start of an engine takes a minute or more. So the repeats are divided among rounds. Every round
+starts each engine once, in alternating order (A B C, C B A), so that a steady drift affects all equally and the last
+engine of a round keeps running.
 """
 
 import os
@@ -34,7 +32,7 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Prompts once through one engine at one concurrency."""
+    """One run of the prompts through an engine at one concurrency."""
 
     setup: Setup
     concurrency: int
@@ -42,10 +40,7 @@ class Pass:
 
 
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
-    """Every pass in its order.
-
-    Within an engine, the concurrencies of a repeat come before the next repeat.
-    """
+    """Return all passes in order. An engine runs all concurrencies of a repeat before the next repeat."""
     num_rounds = min(rounds, repeats)
     ordered = []
     for round_index in range(num_rounds):
@@ -56,7 +51,7 @@ def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: i
 
 
 def num_starts(passes: Iterable[Pass]) -> int:
-    """Engine starts of passes: one for each stretch of the same engine."""
+    """Count the engine starts: one for consecutive passes of the same engine."""
     return sum(1 for _ in groupby(passes, key=lambda one: one.setup))
 
 
@@ -65,13 +60,13 @@ class BenchPlan:
     """The engines to measure, and what they share.
 
     Attributes:
-        config: the benchmark; of another command, the one that it comes down to.
-        spec: the engine without a drafter; each setup adds its own.
-        setups: the engines.
-        price: of this hardware; None where none is known and none was stated.
-        notes: what the user should know beforehand.
-        own: settings of this command alone that every pass depends on; JSON-ready.
-        category_column: the data's column by which acceptance is broken down; None for no such figures.
+        config: the benchmark, or the equivalent benchmark of another command.
+        spec: the engine without a drafter.
+        setups: the engines with their drafters.
+        price: of this hardware; None if unknown.
+        notes: information for the user.
+        own: settings of this command that every pass depends on; JSON-ready.
+        category_column: the column by which acceptance is grouped; None disables it.
     """
 
     config: BenchConfig
@@ -87,28 +82,24 @@ class BenchPlan:
 
     @property
     def passes(self) -> list[Pass]:
-        """Every pass in its order."""
         config = self.config
         return all_passes(self.setups, config.concurrency, config.repeats, config.rounds)
 
     @property
     def usd_per_s(self) -> float | None:
-        """The price of one engine's devices in USD per second, as the ledger counts it.
-
-        None where no price is known.
-        """
+        """The price of one engine's devices in USD per second; None if unknown."""
         return self.num_devices * self.price.usd_per_device_s if self.price else None
 
     @property
     def num_devices(self) -> int:
-        """The accelerators of one engine, or the vCPUs of the machine."""
+        """Number of accelerators of an engine, or of vCPUs of the machine."""
         on_gpu = self.hardware.platform == "cuda"
         return self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
 
     def fingerprint(self, dataset: Dataset) -> dict[str, Any]:
-        """The settings that all passes of a folder share; JSON-ready.
+        """Return the settings that all passes of a folder share, as JSON-ready data.
 
-        Methods, K, concurrencies and repeats can be added to a folder.
+        Methods, K, concurrencies and repeats are not included, so they can be added to a folder.
         """
         spec, runner = self.spec, chosen_model_runner()
         shared = {
@@ -121,27 +112,24 @@ class BenchPlan:
             "sampling": self.config.sampling(),
             "dataset": dataset.identity(),
             "hardware": self.hardware.describe(),
-            "versions": {name: found for name, found in versions().items() if name.startswith("vllm")},
+            "versions": {name: version for name, version in versions().items() if name.startswith("vllm")},
             **stated(self.config),
         }
-        # Named only where it was chosen, so that folders from before it was named go on.
+        # Included only if set, for compatibility with folders of earlier versions.
         return shared | ({MODEL_RUNNER: runner} if runner else {}) | dict(self.own)
 
 
 def chosen_model_runner() -> str | None:
-    """The user's setting of `VLLM_USE_V2_MODEL_RUNNER`.
-
-    None where vLLM chooses a model runner by itself.
-    """
+    """Return the user's setting of `VLLM_USE_V2_MODEL_RUNNER`; None lets vLLM choose the model runner."""
     return os.environ.get(MODEL_RUNNER) or None
 
 
 def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-    """Decide everything of a benchmark but the prompts.
+    """Plan everything of a benchmark except the prompts.
 
     Raises:
-        ConfigError: of the kind that fits (drafter, precision, context, token slots, price).
-        CapacityError: the hardware cannot hold an engine.
+        ConfigError: a drafter, the precision, the context, the tokens per step or the price is not possible.
+        CapacityError: the memory of this hardware is too small for an engine.
     """
     capture_size, slots = config.max_cudagraph_capture_size, config.max_num_batched_tokens
     spec = target_spec(
@@ -152,7 +140,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         load_format=config.load_format,
         max_num_batched_tokens=slots,
         extra={"max_cudagraph_capture_size": capture_size} if capture_size else {},
-        # A prompt is asked again by every repeat and concurrency: from the cache it would cost no prefill.
+        # Prompts are repeated, and cached prompts would not need prefill.
         enable_prefix_caching=False,
     )
     setups, notes = make_setups(config, spec, model, hardware)
@@ -163,7 +151,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         "precision": precision.describe(),
         "requests_per_slot": config.requests_per_slot,
         "load_format": spec.load_format,
-        # The rates are each engine's own, as heads are. Folders without any have always held an empty list.
+        # The rates belong to each engine. Without rates this has always been an empty list.
         "synthetic_acceptance": "by lot" if config.synthetic_acceptance else [],
         "max_num_seqs": spec.max_num_seqs,
         "max_cudagraph_capture_size": capture_size,
@@ -177,22 +165,19 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         setups=setups,
         price=price,
         notes=notes + no_price,
-        # Named only where it was asked for, so that folders from before there was the key go on.
+        # Included only if set, for compatibility with folders of earlier versions.
         own=own | ({"max_num_batched_tokens": slots} if slots else {}),
     )
 
 
 def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[str]]:
-    """The price, or why there is none.
-
-    Speeds can be measured without one, unless the user speaks of it.
-    """
+    """Return the price, or None and a note. A price is only required if the user set a price option."""
     try:
         price = resolve_price(config, hardware)
     except PriceError as error:
         if any(name in config.model_fields_set for name in PRICE_KEYS):
             raise
-        way_out = error.hint.partition("\n")[0]  # without the list of choices
-        return None, [f"tokens per dollar are left out: {error.message} ({way_out})"]
+        hint = error.hint.partition("\n")[0]  # without the list of choices
+        return None, [f"tokens per dollar are unknown: {error.message} ({hint})"]
     require_device(price, "accelerator" if hardware.platform == "cuda" else "vcpu", "engines here")
     return price, []

@@ -1,10 +1,4 @@
-"""The prompts of a measurement, with their categories.
-
-HumanEval or a file's rows, through the target's chat template.
-
-It knows files, templates and a tokenizer; it knows nothing of drafters or engines. Everything that is wrong with the
-data is found here, before an engine starts.
-"""
+"""The prompts of a measurement: HumanEval or rows of a file, with the target's chat template."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +20,7 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, Tokeniz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """One request; `category` is None where the data has none."""
+    """A request; `category` is None if the row has no category."""
 
     token_ids: list[int]
     category: str | None
@@ -34,15 +28,14 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The prompts that every engine gets alike.
+    """The prompts of a measurement.
 
     Attributes:
-        name: for people.
-        fingerprint: of the rows that were taken.
-        spec: how rows become prompts.
-        prompts: those that can be asked.
-        rejected: of the others, how many for which reason.
-        category_column: the column that names categories; None where none was asked for.
+        name: display name.
+        fingerprint: of the rows.
+        spec: how rows are converted to prompts.
+        rejected: number of rows without a prompt, by reason.
+        category_column: the column with categories; None if they are not used.
     """
 
     name: str
@@ -53,21 +46,23 @@ class Dataset:
     category_column: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """The data as the fingerprint of measurements has it; JSON-ready."""
-        found = {"content": self.fingerprint, "prompts": self.spec.to_dict()}
-        return found | ({"category_column": self.category_column} if self.category_column is not None else {})
+        """Return the data's part of a measurement's fingerprint, as JSON-ready data."""
+        identity: dict[str, Any] = {"content": self.fingerprint, "prompts": self.spec.to_dict()}
+        if self.category_column is not None:
+            identity["category_column"] = self.category_column
+        return identity
 
 
 def read_dataset(config: MeasurementKeys) -> list[Row]:
-    """The first rows of the dataset, as many as are asked for.
+    """Read up to `config.limit` rows of the dataset.
 
     Raises:
-        InputError: no such file, one that cannot be read, or no row in it.
+        InputError: the file does not exist, cannot be read, or has no rows.
         ConfigError: HumanEval is not installed.
     """
     rows = list(islice(_rows(config.dataset), config.limit))
     if not rows:
-        raise InputError(f"dataset {config.dataset}: there is no row in it")
+        raise InputError(f"dataset {config.dataset}: has no rows")
     return rows
 
 
@@ -82,11 +77,11 @@ def build_dataset(
     """Template and tokenise the rows.
 
     Args:
-        category_column: names each row's category, where a row has it.
+        category_column: the column with each row's category.
 
     Raises:
-        InputError: no prompt column, or no row that gives a prompt.
-        ConfigError: the template does not compile, or the target has no chat template and one is asked for.
+        InputError: there is no prompt column, or no row yields a prompt.
+        ConfigError: the template is invalid, or a chat template is required but missing.
     """
     keys = config
     if config.dataset == HUMANEVAL and not _names_a_source(config):
@@ -96,7 +91,7 @@ def build_dataset(
     spec = resolve_prompts(keys, columns, bool(tokenizer.chat_template), body_column=body_column)
     prompts, rejected, first = _build(rows, PromptBuilder(spec, tokenizer, max_model_len), category_column)
     if not prompts:
-        raise InputError(f"dataset {config.dataset}: no row gives a prompt; the first: {first}")
+        raise InputError(f"dataset {config.dataset}: no row yields a prompt; the first: {first}")
     return Dataset(
         name=config.dataset if config.dataset == HUMANEVAL else Path(config.dataset).name,
         fingerprint=_fingerprint(rows),
@@ -115,7 +110,7 @@ def _rows(dataset: str) -> Iterable[Row]:
     except InputError as error:
         raise InputError(
             f"dataset {dataset}: {error.message.removeprefix(f'input {dataset!r}: ')}",
-            hint=f"give {HUMANEVAL}, or a corpus of prompts as peagle generate reads it",
+            hint=f"use {HUMANEVAL}, or a corpus of prompts in a format that `peagle generate` reads",
         ) from error
 
 
@@ -126,7 +121,7 @@ def _names_a_source(config: MeasurementKeys) -> bool:
 def _build(
     rows: Sequence[Row], builder: PromptBuilder, category_column: str | None
 ) -> tuple[list[BenchPrompt], dict[str, int], str | None]:
-    """Prompts, the reasons of the rows without one, and the first of these in words."""
+    """Return the prompts, the number of rejected rows by reason, and the first error message."""
     prompts: list[BenchPrompt] = []
     rejected: dict[str, int] = {}
     first = None
@@ -141,10 +136,7 @@ def _build(
 
 
 def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
-    """The tokens of the row's prompt.
-
-    A request in an OpenAI batch loses its own sampling parameters.
-    """
+    """Return the tokens of a row's prompt. Sampling parameters of requests in an OpenAI batch are ignored."""
     if builder.spec.body_column is None:
         return builder.build(row)
     body = parse_body(row["url"], row[builder.spec.body_column])

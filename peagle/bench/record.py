@@ -1,12 +1,7 @@
 """The record of one pass, and the summary of a cell's passes.
 
-A record holds the times of each request and the drafts of all, by category where prompts have one; a summary medians,
-spread, percentiles and price.
-
-It knows nothing of files, or of how passes are put together.
-
-Speeds are taken by pass and their median is shown; the spread is the range of the passes over that median. Latencies
-and acceptance are of all requests of all passes.
+Speeds are computed per pass; the summary has their median, and as spread their range divided by the median. Latencies
+and acceptance are computed over all requests of all passes.
 """
 
 import statistics
@@ -14,6 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
+
+import numpy as np
 
 from peagle.bench.closed_loop import Answer, Loop
 from peagle.bench.plan import Pass
@@ -27,11 +24,11 @@ UNCATEGORISED = "(none)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """One request, as who asked saw it.
+    """The times of a request, as the client sees them.
 
     Attributes:
-        elapsed_s: from asking to the whole response.
-        decode_s: of that, from the first token to the last, by the engine's clock; None where it cannot say.
+        elapsed_s: from the request to the complete response.
+        decode_s: from the first token to the last, by the engine's clock; None if unknown.
     """
 
     num_output_tokens: int
@@ -40,25 +37,25 @@ class RequestTimes:
 
     @property
     def ttft_s(self) -> float | None:
-        """From asking to the first token: waiting for a slot and a step included."""
+        """Time to first token, including waiting for a slot; None if unknown."""
         return None if self.decode_s is None else max(self.elapsed_s - self.decode_s, 0.0)
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token after the first; None where there is no other."""
+        """Seconds per token after the first; None if there is only one token or the time is unknown."""
         if self.decode_s is None or self.num_output_tokens < 2:
             return None
         return self.decode_s / (self.num_output_tokens - 1)
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second that this user saw."""
+        """Output tokens per second of this request."""
         return self.num_output_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryResult:
-    """The results of the prompts of one category."""
+    """The results of one category of prompts."""
 
     num_responses: int
     num_output_tokens: int
@@ -70,16 +67,16 @@ class PassRecord:
     """The measurements of one pass.
 
     Attributes:
-        wall_s: from the first request to the last response; the warm-up before it is not in it.
-        start_s: what the engine that ran it took to start, compiling included.
-        num_refused: requests that the engine did not take.
-        speculation: drafts of all responses; empty where nothing was drafted.
-        requests: those that were answered.
-        peak_memory_gib: while the pass ran (`peagle.bench.engine`); None where it cannot be read.
+        wall_s: from the first request to the last response, without the warm-up.
+        start_s: seconds to start the engine, including compilation.
+        num_refused: requests that the engine rejected.
+        speculation: drafts of all responses; empty without drafts.
+        requests: the answered requests.
+        peak_memory_gib: during the pass (`peagle.bench.engine`); None if unknown.
         measured_at: UTC, ISO 8601.
-        model_runner: of vLLM, "V1" or "V2"; None where it cannot be told, and in records from before it was kept.
-        self_check: as `SelfCheck.to_dict` has it; None in records from before there was one.
-        by_category: empty where the data has no category, or the engine cannot tell requests apart.
+        model_runner: vLLM's, "V1" or "V2"; None if unknown, and in old records.
+        self_check: from `SelfCheck.to_dict`; None in old records.
+        by_category: empty if the data has no categories, or the engine does not count drafts per request.
     """
 
     method: str
@@ -99,34 +96,33 @@ class PassRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all responses."""
         return sum(request.num_output_tokens for request in self.requests)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of the engine, over the time in which requests ran."""
+        """Output tokens per second of the engine."""
         return self.num_output_tokens / self.wall_s
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data; the inverse of `from_dict`."""
+        """Return JSON-ready data for `from_dict`."""
         categories = {
-            name: asdict(found) | {"speculation": found.speculation.to_dict()}
-            for name, found in self.by_category.items()
+            name: asdict(category) | {"speculation": category.speculation.to_dict()}
+            for name, category in self.by_category.items()
         }
         data = asdict(self) | {"speculation": self.speculation.to_dict(), "by_category": categories}
         return {name: value for name, value in data.items() if name != "by_category" or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Parse the data of `to_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not what `to_dict` wrote.
+            KeyError, TypeError, ValueError: the data is invalid.
         """
         requests = [RequestTimes(**request) for request in data["requests"]]
         categories = {
-            name: CategoryResult(**{**found, "speculation": SpeculationStats.from_dict(found["speculation"])})
-            for name, found in data.get("by_category", {}).items()
+            name: CategoryResult(**{**category, "speculation": SpeculationStats.from_dict(category["speculation"])})
+            for name, category in data.get("by_category", {}).items()
         }
         speculation = SpeculationStats.from_dict(data["speculation"])
         return cls(**{**data, "speculation": speculation, "requests": requests, "by_category": categories})
@@ -141,12 +137,7 @@ def make_record(
     start_s: float,
     peak_memory_gib: float | None,
 ) -> PassRecord:
-    """The record of a pass that just ended in this engine.
-
-    Args:
-        prompts: those that were asked.
-        start_s: what the engine took to start.
-    """
+    """Return the record of a finished pass."""
     return PassRecord(
         method=one.setup.method,
         k=one.setup.k,
@@ -168,12 +159,12 @@ def make_record(
 def by_category(
     generations: Sequence[Generation | None], categories: Sequence[str | None]
 ) -> dict[str, CategoryResult]:
-    """Responses by category, in alphabetical order.
+    """Group responses by category, in alphabetical order.
 
-    Empty where no row names a category, or drafts are not known by response.
+    Empty if no row has a category, or the engine does not count drafts per request.
 
     Args:
-        generations: by prompt, None where the engine refused it.
+        generations: by prompt; None if the engine rejected it.
         categories: of the same prompts.
     """
     pairs = [(g, c) for g, c in zip(generations, categories, strict=True) if g is not None]
@@ -194,39 +185,24 @@ def _category_result(generations: Sequence[Generation]) -> CategoryResult:
 
 
 def _drafted(loop: Loop) -> SpeculationStats:
-    """By response where the engine says so, else by its own count."""
+    """Return the drafts of the responses if known, otherwise those counted by the engine."""
     known = [response.speculation for response in loop.responses if response.speculation is not None]
     return sum(known, start=SpeculationStats.empty()) if known else loop.drafted or SpeculationStats.empty()
 
 
 def _times(answer: Answer) -> RequestTimes:
-    found = answer.generation
-    has_times = found.latency_s is not None and found.ttft_s is not None
-    return RequestTimes(
-        num_output_tokens=found.num_output_tokens,
-        elapsed_s=answer.elapsed_s,
-        decode_s=found.latency_s - found.ttft_s if has_times else None,  # type: ignore[operator]  # has_times
-    )
+    generation = answer.generation
+    decode_s = None
+    if generation.latency_s is not None and generation.ttft_s is not None:
+        decode_s = generation.latency_s - generation.ttft_s
+    return RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
 
 
 PERCENTILES = (50, 95, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values in proportion, as numpy does it.
-
-    >>> percentile([4.0, 1.0, 3.0, 2.0], 50), percentile([1.0, 2.0], 95)
-    (2.5, 1.95)
-    """
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
 def spread(values: Sequence[float]) -> float:
-    """The range over the median.
+    """Return the range divided by the median.
 
     >>> spread([9.0, 10.0, 12.0])
     0.3
@@ -235,10 +211,10 @@ def spread(values: Sequence[float]) -> float:
 
 
 def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict[str, Any]:
-    """One cell: all passes of one setup at one concurrency, as JSON-ready data.
+    """Summarise all passes of one setup at one concurrency as JSON-ready data.
 
     Args:
-        usd_per_s: of the devices that the engine holds; None where no price is known.
+        usd_per_s: price of the engine's devices; None if unknown.
     """
     first, requests = records[0], [request for record in records for request in record.requests]
     speeds = [record.output_tokens_per_s for record in records]
@@ -269,7 +245,7 @@ def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict
 
 
 def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
-    """Drafts and their acceptance, of everything given."""
+    """Return the sum of drafts, with acceptance length and rates."""
     merged = sum(stats, start=SpeculationStats.empty())
     return {
         **merged.to_dict(),
@@ -279,7 +255,7 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
 
 
 def sources(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
-    """Accepted drafts by source for each label, where a lookup drafted beside a head."""
+    """Return notes on accepted drafts by source, if both a lookup and a head drafted."""
     drafted: dict[str, SpeculationStats] = {}
     for label, record in labelled:
         drafted[label] = drafted.get(label, SpeculationStats.empty()) + record.speculation
@@ -287,11 +263,9 @@ def sources(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
 
 
 def step_s(records: Sequence[PassRecord]) -> float | None:
-    """Mean seconds of a request's decoding step.
+    """Return the mean seconds per decoding step of a request, including drafting and verification.
 
-    A step is one pass of the target, drafting and verifying included.
-
-    None where the engine states no times, or there was no step.
+    None if the engine does not report times, or there were no steps.
     """
     requests = [request for record in records for request in record.requests]
     if any(request.decode_s is None for request in requests):
@@ -301,11 +275,11 @@ def step_s(records: Sequence[PassRecord]) -> float | None:
 
 
 def _num_steps(record: PassRecord) -> int:
-    """Steps after the first token of each response.
+    """Count the steps after the first token of each response.
 
-    With a head each of them verifies a draft. Without one a step may have no draft: it yields one token of the target's
-    own and the drafts that it accepts, so the tokens after the first are the steps and the accepted drafts. (That is
-    a little low with drafts: those accepted beyond the end of a response count, too.)
+    With a head, every step verifies a draft. Otherwise a step yields one token of the target plus accepted drafts, so
+    the number of steps is that of later tokens minus accepted drafts. This is slightly low, since drafts accepted
+    after the end of a response count too.
     """
     if record.method in DRAFT_METHODS:
         return record.speculation.num_drafts
@@ -315,4 +289,6 @@ def _num_steps(record: PassRecord) -> int:
 
 def _percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
-    return {f"p{percent}": percentile(known, percent) for percent in PERCENTILES} if known else None
+    if not known:
+        return None
+    return {f"p{percent}": float(np.percentile(known, percent)) for percent in PERCENTILES}

@@ -1,7 +1,4 @@
-"""The engines of a measurement: target, drafter, K. Starts nothing.
-
-It knows the catalog's heads and what hardware can hold; it knows nothing of prompts, passes or prices.
-"""
+"""The engines of a measurement: target, drafter, K."""
 
 import importlib.util
 from collections.abc import Iterable, Mapping
@@ -27,16 +24,15 @@ from peagle.profiles.measurements import METHOD_NAMES, NONE, method_label
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One engine to measure: a method at a K.
+    """An engine to measure: a method and K.
 
     Attributes:
-        name: of its files; another head, or another synthetic acceptance, has another one.
-        label: for people: "P-EAGLE K=5".
+        name: name of its files, unique for the head and the synthetic acceptance.
+        label: display name, such as "P-EAGLE K=5".
         method: one of `peagle.profiles.measurements.METHODS`.
-        k: draft tokens a step, 0 without any.
-        spec: what is started.
-        head: what people call the head; None without one.
-        fingerprint: changes when the head does; empty without one.
+        k: draft tokens per step; 0 without drafting.
+        head: display name of the head, if any.
+        fingerprint: of the head; empty without a head.
     """
 
     name: str
@@ -49,7 +45,6 @@ class Setup:
 
     @property
     def drafter(self) -> DrafterSpec | None:
-        """The drafter that its engine is given; None without one."""
         return self.spec.drafter
 
 
@@ -62,24 +57,25 @@ def target_spec(
     extra: Mapping[str, Any] = MappingProxyType({}),
     **own: Any,
 ) -> EngineSpec:
-    """The engine without a drafter that a configuration asks for.
+    """Return the engine of a configuration, without a drafter.
 
     Args:
-        extra: arguments of vLLM that a command's own keys stand for.
-        own: fields of it that a command sets itself.
+        extra: vLLM arguments derived from the command's options.
+        own: fields that the command sets itself.
 
     Raises:
-        ConfigError: the context is longer than the model's, or vLLM has no such argument.
-        PrecisionError: the hardware cannot run it.
+        ConfigError: the context is longer than the model's, or a vLLM argument does not exist.
+        PrecisionError: the hardware does not support the precision.
     """
     if fixed := spec_fields(config):
         raise ConfigError(
-            f"{next(iter(fixed))} is the measurement's own to set, not --engine-arg's",
-            hint="peagle bench has --load-format; prompts are asked again, so none is cached",
+            f"--engine-arg {next(iter(fixed))} conflicts with a setting of the measurement",
+            hint="use `peagle bench --load-format` for the load format; prefix caching is disabled, since prompts"
+            " repeat",
         )
     precision = precision_for(config, model, hardware)
     fields = target_fields(config, model, hardware, precision)
-    # Its results are filed under the precision that was asked for.
+    # Results are stored under the requested precision.
     fields |= {"precision": config.precision, "extra": {**extra, **fields["extra"]}}
     return EngineSpec(**fields, max_num_seqs=max_num_seqs, **own)
 
@@ -87,11 +83,11 @@ def target_spec(
 def make_setup(
     spec: EngineSpec, drafter: DrafterSpec | None, *, label: str = "", head: str | None = None, fingerprint: str = ""
 ) -> Setup:
-    """The engine of a drafter, or of none.
+    """Return the setup of an engine with or without a drafter.
 
     Args:
-        spec: the engine without it.
-        label: where the method and K do not say enough.
+        spec: the engine without drafter.
+        label: replaces the default label of method and K.
     """
     method, k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
     rates = drafter.synthetic_rates if drafter else None
@@ -113,18 +109,16 @@ def make_setup(
 def make_setups(
     config: BenchConfig, spec: EngineSpec, model: ResolvedModel, hardware: Hardware
 ) -> tuple[list[Setup], list[str]]:
-    """The engines of a benchmark, and notes on their heads.
-
-    They are in the order of the methods, K ascending.
+    """Return the engines of a benchmark, by method and ascending K, and notes on their heads.
 
     Raises:
-        DrafterError: a method has no head, or one of another method.
+        DrafterError: a method has no head, or the head belongs to another method.
         ConfigError: the synthetic acceptance does not fit a K or the hardware, or a package is missing.
     """
     if config.synthetic_acceptance and hardware.platform == "cpu":
         raise ConfigError(
-            "vLLM cannot accept drafts by lot on a CPU (0.29 dies at the first draft)",
-            hint="--load-format dummy alone runs here, with what random weights accept: next to nothing",
+            "vLLM 0.29 crashes on a CPU with --synthetic-acceptance",
+            hint="--load-format dummy works on a CPU without it, but random weights accept almost no drafts",
         )
     setups: list[Setup] = []
     notes: list[str] = []
@@ -134,22 +128,19 @@ def make_setups(
             continue
         if method in DRAFT_METHODS:
             head = _head(method, config, model, hardware)
-            assert head.spec is not None, "_head() gives one"
+            assert head.spec is not None, "_head() returns a head"
             drafter, name, fingerprint = drafter_with(head.spec, config, hardware), head.name, head.fingerprint or ""
             notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{lookup_note(drafter)}")
         else:
             drafter, name, fingerprint = _lookup(method), None, ""
         for k in config.num_speculative_tokens:
-            at_k = _by_lot(replace(drafter, num_speculative_tokens=k), config)
+            at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
             setups.append(make_setup(spec, at_k, head=name, fingerprint=fingerprint))
     return setups, notes
 
 
 def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Hardware) -> None:
-    """Require that the hardware can hold each engine.
-
-    The steps of an engine must leave room for prompts, and its attention must be right on this hardware.
-    """
+    """Check that each engine fits the hardware, its steps have room for prompts, and its attention works here."""
     require_usable(hardware)
     for setup in setups:
         check_slots(setup.spec)
@@ -165,31 +156,29 @@ def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hard
     except DrafterError as error:
         if named:
             raise
-        way_out = f"name one with --drafter {method}=HEAD, or leave {method} out of --methods"
-        raise DrafterError(error.message, hint=way_out) from error
-    assert head.spec is not None, "a head that was named is never none"
+        hint = f"set --drafter {method}=HEAD, or remove {method} from --methods"
+        raise DrafterError(error.message, hint=hint) from error
+    assert head.spec is not None, "a method always resolves to a head"
     if head.spec.method != method:
-        raise DrafterError(f"--drafter {method}={named}: it is a head of {head.spec.method}")
+        raise DrafterError(f"--drafter {method}={named}: is a head of method {head.spec.method}")
     return head
 
 
 def _lookup(method: str) -> DrafterSpec:
-    """A drafter without a head."""
+    """Return a drafter without a head."""
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
-            "vLLM looks suffixes up with the package arctic-inference, which is not installed",
-            hint="pip install arctic-inference, or leave suffix out of --methods",
+            "the method suffix requires the package arctic-inference, which is not installed",
+            hint="pip install arctic-inference, or remove suffix from --methods",
         )
     return DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
 
 
-def _by_lot(drafter: DrafterSpec, config: BenchConfig) -> DrafterSpec:
-    """The same drafter with synthetic acceptance, where it is asked for.
-
-    Then every method that drafts needs one.
+def _with_synthetic_acceptance(drafter: DrafterSpec, config: BenchConfig) -> DrafterSpec:
+    """Add the synthetic acceptance to a drafter, if configured.
 
     Raises:
-        ConfigError: nothing was said for this method.
+        ConfigError: it is configured for other methods only.
     """
     if not config.synthetic_acceptance:
         return drafter
@@ -197,7 +186,7 @@ def _by_lot(drafter: DrafterSpec, config: BenchConfig) -> DrafterSpec:
     rates = rates_for(method, k, parse_synthetic(config.synthetic_acceptance))
     if rates is None:
         raise ConfigError(
-            f"--synthetic-acceptance says nothing for {method_label(method, k)}",
-            hint=f"real and synthetic acceptance cannot be compared: add {method}=LENGTH, or leave it out",
+            f"--synthetic-acceptance has no value for {method_label(method, k)}",
+            hint=f"real and synthetic acceptance cannot be compared: add {method}=LENGTH, or remove the method",
         )
     return replace(drafter, synthetic_rates=rates)

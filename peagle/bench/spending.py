@@ -1,8 +1,7 @@
-"""Spending of the engines of a measurement, as records of the one ledger.
+"""The cost of a measurement's engines, as ledger records for `peagle cost OUTPUT`.
 
-An engine is a session in OUTPUT/ledger, and each request of its passes a line, as an endpoint has them. So `peagle cost
-OUTPUT` accounts for a benchmark, a tuning or an evaluation. Passes are work; what lies between them, as warming up or a
-pass that was cut off, is idle time. Nobody is billed: the lines have no key.
+Each engine is a session in OUTPUT/ledger, and each request of its passes is a record without an API key. Passes are
+busy time; time between them, such as warm-up or an interrupted pass, is idle.
 """
 
 import socket
@@ -25,11 +24,11 @@ from peagle.speculation import SpeculationStats
 
 
 class EngineSpending:
-    """One engine's records, from before it starts to its end.
+    """Records one engine, from before its start until its end.
 
     Args:
-        folder: of the ledger.
-        now: Unix time.
+        folder: the ledger.
+        now: returns the Unix time.
     """
 
     def __init__(self, folder: Path, plan: BenchPlan, setup: Setup, *, now: Callable[[], float] = time.time) -> None:
@@ -43,37 +42,37 @@ class EngineSpending:
         self._write()
 
     def start(self, load_s: float) -> None:
-        """The engine is up, after so many seconds."""
+        """Record that the engine has started after `load_s` seconds."""
         self._load_s = load_s
         self._write()
 
     def add(self, loop: Loop) -> None:
-        """A pass has ended."""
+        """Record a finished pass."""
         answers = [one for one in loop.answers if one]
         waited_s = sum(one.elapsed_s for one in answers)
         self._busy_s += loop.wall_s
         self._num_output_tokens += sum(one.generation.num_output_tokens for one in answers)
-        self._write()  # before the lines that name it
+        self._write()  # write the session before records that refer to it
         for answer in answers:
             append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / waited_s))
 
     def end(self) -> None:
-        """The engine is down, whatever ended it."""
+        """Record that the engine has stopped."""
         self._write(ended=True)
 
     def _request(self, answer: Answer, busy_s: float) -> RequestUsage:
-        """A request with its share of the pass: requests at once divide it."""
+        """Return the record of a request, with its share of the busy time."""
         self._num_requests += 1
-        now, made = self._now(), answer.generation
+        now, generation = self._now(), answer.generation
         usage = UnitUsage(
             session_id=self._session_id,
             num_rows=1,
             num_failed_rows=0,
-            num_prompt_tokens=made.num_prompt_tokens,
-            num_cached_tokens=made.num_cached_tokens or 0,
-            num_output_tokens=made.num_output_tokens,
+            num_prompt_tokens=generation.num_prompt_tokens,
+            num_cached_tokens=generation.num_cached_tokens or 0,
+            num_output_tokens=generation.num_output_tokens,
             busy_s=busy_s,
-            speculation=made.speculation or SpeculationStats.empty(),
+            speculation=generation.speculation or SpeculationStats.empty(),
             started_at=now - answer.elapsed_s,
             finished_at=now,
         )

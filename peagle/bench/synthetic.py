@@ -1,16 +1,15 @@
-"""Synthetic acceptance, from what a user writes to rates by position.
+"""Parse synthetic acceptance into rates by position.
 
     3.2                a length, for every method and K
-    0.8,0.6,0.4        rates by position; a smaller K takes the first of them
-    4:4.3,10:6.66      lengths by K, as they are published; any other K lies on the straight line between its neighbours
+    0.8,0.6,0.4        rates by position; a smaller K uses the first of them
+    4:4.3,10:6.66      lengths by K, as published; other K are interpolated linearly
     peagle=...         for one method
-    peagle:7=...       for one method at one K
+    peagle:7=...       for one method and K
 
-The most particular entry wins.
+The most specific entry wins.
 
-Lengths by K become rates by position: acceptance of a position is that of all before it and its own, whatever K is, so
-the length at K is 1 and the first K rates. Two published lengths give the mean of the rates between them. A length
-rises ever more slowly with K, so a straight line is on the low side, never on the high one.
+The length at K is 1 plus the first K rates, so two lengths determine the mean of the rates between them. Real lengths
+grow ever more slowly with K, so linear interpolation never overestimates them.
 """
 
 from collections.abc import Sequence
@@ -24,28 +23,26 @@ Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
 def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
-    """Parse synthetic acceptance: values by method and K.
-
-    A single number is a length, from 1 up.
+    """Parse synthetic acceptance by method and K.
 
     Raises:
-        ValueError: an entry is of none of the forms, or says the same as another.
+        ValueError: an entry is invalid or a duplicate.
     """
-    found: dict[Key, Numbers] = {}
+    parsed: dict[Key, Numbers] = {}
     for entry in entries:
         where, _, numbers = entry.rpartition("=")
         key = _key(where, entry)
-        if key in found:
-            raise ValueError(f"synthetic_acceptance says {where or 'any method'} twice")
-        found[key] = _numbers(numbers, entry)
-    return found
+        if key in parsed:
+            raise ValueError(f"synthetic_acceptance has two values for {where or 'all methods'}")
+        parsed[key] = _numbers(numbers, entry)
+    return parsed
 
 
 def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, ...] | None:
-    """Rates by position for a method at a K; None where nothing was written for it.
+    """Return the rates by position of a method and K; None if there is no entry.
 
     Raises:
-        ConfigError: they do not reach K, or K cannot yield that length.
+        ConfigError: there are fewer than K rates, or K is too small for the length.
     """
     keys: tuple[Key, ...] = ((method, k), (method, None), (None, None))
     numbers = next((entries[key] for key in keys if key in entries), None)
@@ -54,19 +51,19 @@ def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, 
     if isinstance(numbers, float):
         if numbers > k + 1:
             raise ConfigError(
-                f"an acceptance length of {numbers:g} is more than {method} can reach at K={k}: {k + 1}",
-                hint=f"give one for that K: --synthetic-acceptance {method}:{k}=LENGTH",
+                f"acceptance length {numbers:g} exceeds the maximum of {method} at K={k}: {k + 1}",
+                hint=f"add a length for that K: --synthetic-acceptance {method}:{k}=LENGTH",
             )
         return rates_of_length(numbers, k)
     if len(numbers) < k:
-        raise ConfigError(f"acceptance is given for {len(numbers)} positions, and K is {k}", hint="give one for each")
+        raise ConfigError(
+            f"synthetic_acceptance has {len(numbers)} rates, but K is {k}", hint="add a rate for each position"
+        )
     return numbers[:k]
 
 
 def rates_of_length(length: float, k: int) -> tuple[float, ...]:
-    """Rates by position that add up to a length.
-
-    As vLLM lays them out: full ones first, then the remainder.
+    """Return rates by position that add up to a length, like vLLM: ones first, then the remainder.
 
     >>> rates_of_length(3.25, 4)
     (1.0, 1.0, 0.25, 0.0)
@@ -75,10 +72,10 @@ def rates_of_length(length: float, k: int) -> tuple[float, ...]:
 
 
 def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
-    """Rates by position, as far as the largest K, from lengths by K.
+    """Return rates by position, up to the largest K, from lengths by K.
 
     Raises:
-        ValueError: a K adds less than nothing or more than its tokens, or more a token than the one before it.
+        ValueError: the lengths imply a rate below 0, above 1, or above the previous rate.
 
     >>> rates_of_lengths({2: 2.5, 4: 3.0})
     (0.75, 0.75, 0.25, 0.25)
@@ -87,7 +84,7 @@ def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
     for (k, length), (next_k, next_length) in pairwise([(0, 1.0), *sorted(lengths.items())]):
         rate = round((next_length - length) / (next_k - k), 6)
         if not 0 <= rate <= (rates[-1] if rates else 1.0):
-            raise ValueError(f"a length of {next_length:g} at K={next_k} after {length:g} at K={k} cannot be")
+            raise ValueError(f"a length of {next_length:g} at K={next_k} after {length:g} at K={k} is impossible")
         rates += [rate] * (next_k - k)
     return tuple(rates)
 
@@ -107,15 +104,15 @@ def _numbers(words: str, entry: str) -> Numbers:
             pairs = [word.partition(":") for word in words.split(",")]
             lengths = {int(k): float(length) for k, _, length in pairs}
             if min(lengths) < 1 or len(lengths) < len(pairs):
-                raise ValueError("the same K twice, or one below 1, cannot be")
+                raise ValueError("K must be distinct and at least 1; other values are impossible")
             return rates_of_lengths(lengths)
         numbers = tuple(float(word) for word in words.split(","))
     except ValueError as error:
-        reason = str(error) if "cannot be" in str(error) else "it holds something that is no number"
+        reason = str(error) if "impossible" in str(error) else "contains a value that is not a number"
         raise ValueError(f"synthetic_acceptance {entry!r}: {reason}") from None
     if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
         return numbers[0]
     are_rates = all(0 <= rate <= 1 for rate in numbers) and list(numbers) == sorted(numbers, reverse=True)
     if not are_rates:
-        raise ValueError(f"{entry!r} is neither a length from 1 up nor rates from 1 to 0 that never rise")
+        raise ValueError(f"{entry!r} is neither a length of at least 1 nor non-increasing rates between 0 and 1")
     return numbers

@@ -1,7 +1,7 @@
-"""The tables and plots of a benchmark, made from its report alone.
+"""The tables and plots of a benchmark's report.
 
-The first two have the published layout: a row a method and K, a column a concurrency; then a row a concurrency, with
-the best K of each method and the best of one over that of another.
+The first two tables have the layout of published results: speed by method, K and concurrency; then the best K of each
+method and their ratios by concurrency.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,35 +16,37 @@ from peagle.tables import aligned, markdown
 Rows = list[list[str]]
 Form = Callable[[Sequence[Sequence[str]]], list[str]]
 
-POSITION_NOTE = "By position: the share of drafts in which that token was accepted."
+POSITION_NOTE = "By position: the share of drafts whose token at that position was accepted."
 _LATENCIES = ("p50", "p95", "p99")
-_SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range over it."
+_SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range divided by the median."
 _BEST_NOTE = (
-    "Best: of all K at that concurrency, in output tokens/s; the largest of several figures leans high. In brackets: "
-    "the range of the ratio over the repeats, each method with that K."
+    "Best: the fastest K at that concurrency; the maximum of several figures is biased upwards. In brackets: the"
+    " range of "
+    "the ratio over the repeats, with the same K."
 )
 _COST_NOTE = (
-    "Per user: tokens/s that the median request saw. TTFT: from asking to the first token. TPOT: time per token after "
-    "it. Step: one decoding step of a request, drafting and verifying included. Memory: {memory}."
+    "Per user: tokens/s of the median request. TTFT: time to first token. TPOT: time per later token. Step: one"
+    " decoding "
+    "step of a request, including drafting and verification. Memory: {memory}."
 )
 _MEMORY = {
-    "cpu": "the most that all processes held (RSS)",
-    "cuda": "the most on the device, which vLLM fills as far as it may",
+    "cpu": "peak RSS of all processes",
+    "cuda": "peak on the device, most of which vLLM reserves",
 }
 
 
 def text_tables(report: Mapping[str, Any]) -> str:
-    """The terminal's tables."""
+    """Return the tables for the terminal."""
     return "\n".join(_page(report, aligned))
 
 
 def markdown_tables(report: Mapping[str, Any]) -> str:
-    """The same tables in Markdown, and the conditions that they hold for."""
+    """Return the tables as Markdown, with the measurement's conditions."""
     return "\n".join(_page(report, markdown)) + "\n"
 
 
 def speed_rows(report: Mapping[str, Any]) -> Rows:
-    """Output tokens/s by method, K and concurrency."""
+    """Return output tokens/s by method, K and concurrency."""
     concurrencies = report["configuration"]["concurrency"]
     cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
     rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
@@ -55,10 +57,7 @@ def speed_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def best_rows(report: Mapping[str, Any]) -> Rows:
-    """By concurrency: the best K of each method, and ratios between them.
-
-    Empty where nothing is compared.
-    """
+    """Return the best K of each method and their ratios by concurrency; empty if there is no comparison."""
     if not report["ratios"]:
         return []
     methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
@@ -71,7 +70,7 @@ def best_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def acceptance_rows(report: Mapping[str, Any]) -> Rows:
-    """Acceptance length and acceptance by position of every setup that drafted."""
+    """Return acceptance length and acceptance by position of every setup with drafts."""
     drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
     if not drafting:
         return []
@@ -81,20 +80,20 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def positions_of(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The heads of the columns by position in the draft, up to the largest K."""
-    return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in found))]
+def positions_of(stats: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the column headers for positions up to the largest K."""
+    return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in stats))]
 
 
-def acceptance_figures(found: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
-    """Acceptance length, drafts, and a figure for each position; blank beyond K."""
-    rates = [in_words_share(rate) for rate in found["acceptance_rates"]]
+def acceptance_figures(stats: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
+    """Return acceptance length, drafts, and the rate at each position; blank after K."""
+    rates = [in_words_share(rate) for rate in stats["acceptance_rates"]]
     blank = [""] * (len(positions) - len(rates))
-    return [_decimals(found["acceptance_length"], 2), f"{found['num_drafts']:,}", *rates, *blank]
+    return [_decimals(stats["acceptance_length"], 2), f"{stats['num_drafts']:,}", *rates, *blank]
 
 
 def cost_rows(report: Mapping[str, Any]) -> Rows:
-    """Latencies and costs, a row a cell."""
+    """Return latencies and costs, one row per cell."""
     percentiles = [f"{name} {p}" for name in ("TTFT ms", "TPOT ms") for p in _LATENCIES]
     rows = [["latency and cost", "K", "conc.", "per user", *percentiles, "step ms", "GiB", "tokens per $"]]
     for cell in report["cells"]:
@@ -117,12 +116,12 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
 def conditions(
     report: Mapping[str, Any], *, versions: Sequence[str], hardware: str, dates: Sequence[str], load: Sequence[str] = ()
 ) -> str:
-    """The conditions under which the figures hold, in one line.
+    """Describe the conditions of a measurement in one line.
 
     Args:
-        versions: of packages, with their names.
-        dates: when its cells were measured, ISO 8601.
-        load: requests at once, where it is the same for all cells.
+        versions: names and versions of packages.
+        dates: when cells were measured, ISO 8601.
+        load: the concurrency, if it is the same for all cells.
     """
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
     parts = [
@@ -149,7 +148,10 @@ def _page(report: Mapping[str, Any], form: Form) -> list[str]:
         lines += ["", *form(drafted), "", POSITION_NOTE]
     lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
     if any(cell["num_refused"] for cell in report["cells"]):
-        lines += ["", "Requests were refused by the engine and are in no figure: see num_refused in the JSON."]
+        lines += [
+            "",
+            "The engine rejected some requests, which the figures do not include: see num_refused in the JSON.",
+        ]
     return lines + [line for note in report["notes"] for line in ("", note)]
 
 
@@ -206,7 +208,7 @@ def _decimals(value: float | None, decimals: int) -> str:
 
 _SPEED_AXES = Axes(
     name="Output tokens per second by concurrency",
-    x_name="requests at once",
+    x_name="concurrent requests",
     y_name="output tokens/s",
     x_prefix="concurrency ",
     decimals=0,
@@ -214,15 +216,15 @@ _SPEED_AXES = Axes(
 )
 _COST_AXES = Axes(
     name="Time of a decoding step by K",
-    x_name="draft tokens a step (K)",
-    y_name="ms a step, drafting and verifying included",
+    x_name="draft tokens per step (K)",
+    y_name="ms per step, including drafting and verification",
     x_prefix="K=",
     decimals=1,
 )
 
 
 def speed_plot(report: Mapping[str, Any]) -> str:
-    """A line a method: at each concurrency the output tokens/s of its best K."""
+    """Plot the output tokens/s of each method's best K by concurrency."""
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []
     for method in _methods(report):
@@ -234,21 +236,18 @@ def speed_plot(report: Mapping[str, Any]) -> str:
 
 
 def cost_plot(report: Mapping[str, Any]) -> str | None:
-    """Step time by K at the smallest concurrency, a line a method.
+    """Plot the time of a whole step by K and method, at the smallest concurrency; None if step times are unknown.
 
-    A step without drafts is level.
-
-    It is the whole step, in which K + 1 tokens are verified; `benchmarks/gpu/step_profile.py` has the drafter's part.
-    None where no method that drafts has times of its steps.
+    `benchmarks/gpu/step_profile.py` measures the drafter's part of a step.
     """
     concurrency = min(report["configuration"]["concurrency"])
-    here = [c for c in report["cells"] if c["concurrency"] == concurrency and c["step_s"] is not None]
-    ks = sorted({cell["k"] for cell in here if cell["k"]})
+    cells = [c for c in report["cells"] if c["concurrency"] == concurrency and c["step_s"] is not None]
+    ks = sorted({cell["k"] for cell in cells if cell["k"]})
     if not ks:
         return None
     curves: list[Curve] = []
     for method in _methods(report):
-        steps_ms = {cell["k"]: cell["step_s"] * 1000 for cell in here if cell["method"] == method}
+        steps_ms = {cell["k"]: cell["step_s"] * 1000 for cell in cells if cell["method"] == method}
         points = [(k, steps_ms[0]) for k in ks] if 0 in steps_ms else sorted(steps_ms.items())
         if points:
             curves.append((METHOD_NAMES[method], points))
@@ -266,5 +265,5 @@ def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Ax
 
 
 def subject_of(report: Mapping[str, Any]) -> str:
-    """The model and the data that a plot is of, as its heading names them."""
+    """Return the model and the dataset for a plot's heading."""
     return f"{report['model']}, {report['dataset']['name']}"

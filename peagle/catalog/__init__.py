@@ -1,4 +1,1 @@
-"""The catalog: one card per model.
-
-A card has target, heads, licence, context, precision, hardware, and K by concurrency.
-"""
+"""The catalog: a card per model with its heads, licence, context, precision, hardware, and K by concurrency."""

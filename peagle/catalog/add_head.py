@@ -1,10 +1,8 @@
 """Add a drafter head to the user's catalog.
 
-It is checked, copied, and written on a card that `--drafter auto` reads.
-
-The head is copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`, so that what the catalog names stays what was
-checked, whatever becomes of the folder it came from; heads added before stay too. The card is the target's own, or a
-new one, in `$PEAGLE_HOME/models/NAME.yaml`. It knows folders and cards, and nothing of engines.
+The head is checked and copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`, so that later changes of the original
+folder have no effect. Heads added before are kept. The card that `--drafter auto` reads is in
+`$PEAGLE_HOME/models/NAME.yaml`.
 """
 
 import re
@@ -31,20 +29,19 @@ from peagle.files import write_atomic
 _PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _UNMEASURED = "`peagle models add`; not measured"
-_INHERITED = "not measured with this head; of the one before: "
+_INHERITED = "not measured with this head; of the one before: "  # stored on cards
 _UNKNOWN = "not confirmed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedHead:
-    """A head that is in the catalog now.
+    """A head that was added to the catalog.
 
     Attributes:
-        card: of its target, as written.
+        card: the target's card with the head.
         path: the card's file.
-        facts: of the head.
-        folder: the copy.
-        replaced: the head of the same method that the card named before, None without one.
+        folder: the copy of the head.
+        replaced: the card's previous head of the same method, if any.
     """
 
     card: ModelCard
@@ -63,19 +60,19 @@ def add_head(
     max_concurrency: int | None = None,
     announce: Callable[[str], None] = lambda message: None,
 ) -> AddedHead:
-    """Put the head in `folder` into the user's catalog.
+    """Add the head in `folder` to the user's catalog.
 
     Args:
-        folder: a P-EAGLE or EAGLE-3 head, in the layout of `peagle train` or of the published heads.
-        target: catalog name, folder or hub id; None takes what the head says.
-        name: of the card; None is the target's own.
-        num_speculative_tokens: K; None keeps the card's, else the head's own, else the usual one.
-        max_concurrency: draft up to that many requests at once; None keeps the card's bound, if it has one.
-        announce: is told, in a sentence, when something slow begins.
+        folder: a P-EAGLE or EAGLE-3 head, in the layout of `peagle train` or of published heads.
+        target: catalog name, folder or hub id; None uses the target named by the head.
+        name: name of the card; None uses the target's.
+        num_speculative_tokens: K; None uses the card's, the head's or the usual K.
+        max_concurrency: draft up to this many concurrent requests; None uses the card's limit, if any.
+        announce: receives messages about slow operations.
 
     Raises:
-        DrafterError: not a head, damaged, without a target, or not for this one.
-        CatalogError: no such target, or a name that cannot be.
+        DrafterError: the folder is not a valid head, or the head does not fit the target.
+        CatalogError: the target does not exist, or the name is invalid.
     """
     config = read_config(folder, DrafterError)
     facts = read_head(config)
@@ -96,7 +93,7 @@ def add_head(
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """The YAML front matter of a model card; empty where there is none."""
+    """Return the YAML front matter of a model card; empty if there is none."""
     try:
         parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
         values = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
@@ -108,10 +105,10 @@ def front_matter(folder: Path) -> dict[str, Any]:
 def rows_with(
     card: ModelCard, facts: HeadFacts, num_speculative_tokens: int | None, max_concurrency: int | None
 ) -> list[SpeculationRow]:
-    """The card's rows with this head in place of the one before.
+    """Return the card's rows with this head instead of the previous one.
 
-    What was measured of the target stays: up to how many requests drafting pays and, for a head of the same method,
-    K. A platform without such a row gets one for any number of requests.
+    Measured concurrency limits are kept and, for a head of the same method, K too. A platform without rows gets one for
+    any concurrency.
     """
     rows: list[SpeculationRow] = []
     for platform in _PLATFORMS:
@@ -130,22 +127,19 @@ def rows_with(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """A target's card and its `config.json`, which a head must fit.
-
-    Without a `config.json`, as much of it as the card states.
-    """
+    """A target's card, and its `config.json` or the equivalent facts from the card."""
 
     card: ModelCard
     config: Mapping[str, Any]
 
 
 def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str, Any]) -> str:
-    """The target that a head names: in its configuration, or on its card."""
+    """Return the target that a head names in its configuration or on its card."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     base_model = matter.get("base_model")
     stated = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
     if not stated:
-        raise DrafterError(f"{folder} does not say which model it drafts for", hint="name it with --target")
+        raise DrafterError(f"{folder} does not name its target model", hint="set --target")
     return str(stated)
 
 
@@ -155,18 +149,18 @@ def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[
     if card is None:
         if is_stored(target):
             raise CatalogError(
-                f"{folder} is for {target}: a card's target is a folder on a disk or a hub id",
-                hint="copy the target to a disk, or name its head with --drafter in each command",
+                f"{folder} is for {target}, but cards require a local folder or a hub id as target",
+                hint="copy the target to a local disk, or pass the head with --drafter in each command",
             )
         try:
             model = resolve_model(target, announce=announce)
         except CatalogError as error:
-            hint = "name the target as this machine has it: --target with a folder, a hub id or a catalog name"
+            hint = "set --target to a folder, a hub id or a catalog name on this machine"
             raise CatalogError(f"{folder} is for {target}: {error.message}", hint=hint) from error
         card = model.card or _new_card(model.path, model.config, name)
     taken = catalog.cards.get(name or card.name)
     if taken is not None and taken.source != card.source:
-        raise CatalogError(f"the catalog has a {taken.name} already, which is another model", hint="choose a --name")
+        raise CatalogError(f"the catalog already has another model named {taken.name}", hint="set another --name")
     facts = card.architecture
     config = {"hidden_size": facts.hidden_size, "num_hidden_layers": facts.num_layers, "vocab_size": facts.vocab_size}
     if None in config.values():
@@ -175,7 +169,7 @@ def _find_base(folder: Path, target: str, name: str | None, announce: Callable[[
 
 
 def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCard:
-    """A card with what `config.json` says of a target outside the catalog."""
+    """Return a card with the facts from `config.json` of a target outside the catalog."""
     text = config.get("text_config") or config
     is_folder = Path(path).is_absolute()
     by = "`peagle models add`"
@@ -203,7 +197,7 @@ def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCa
 def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name) or name == "add":
         reason = "`peagle models add` is a command" if name == "add" else "use lower case, digits, '.', '_' and '-'"
-        raise CatalogError(f"a model cannot be called {name!r}: {reason}", hint="choose a --name")
+        raise CatalogError(f"a model cannot be called {name!r}: {reason}", hint="set another --name")
     return name
 
 
@@ -220,7 +214,7 @@ def _describe(folder: Path, facts: HeadFacts, matter: Mapping[str, Any]) -> dict
 def _with_head(
     card: ModelCard, facts: HeadFacts, folder: Path, words: dict[str, Any], k: int | None, max_concurrency: int | None
 ) -> ModelCard:
-    """The card with the head, checked as a whole."""
+    """Return the validated card with the head."""
     if k is not None and k < 1:
         raise ConfigError(f"K must be at least 1, got {k}")
     if max_concurrency is not None and max_concurrency < 1:
@@ -240,11 +234,8 @@ def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> Speculat
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy the head's files, whole or not at all.
-
-    They exist already where the same head was added before.
-    """
-    if folder.exists():
+    """Copy the head's files atomically."""
+    if folder.exists():  # the same head was added before
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

@@ -1,11 +1,7 @@
-"""The catalog's cards: facts about models, their checks, and reading them all.
+"""The catalog's cards: YAML files with facts about models.
 
-The cards that ship with peagle, and the user's own in `$PEAGLE_HOME/models`.
-
-A card is a YAML file of facts. Every group of numbers names its source; what could not be confirmed is null,
-never a guess. It knows nothing of files on disk or of engines.
-
-A user's card of the same name replaces the shipped one.
+Cards ship with peagle; cards in `$PEAGLE_HOME/models` are added or replace shipped cards of the same name. Every
+group of numbers names its source, and unconfirmed values are null.
 """
 
 import types
@@ -28,11 +24,10 @@ RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class Source(Strict):
-    """Where the target's weights come from.
+    """The source of the target's weights: a Python package, the Hugging Face hub, or a local folder.
 
     Attributes:
-        kind: inside a Python package, on the Hugging Face hub, or in a folder of the user's.
-        id: the distribution's name, the hub id, or the folder's absolute path.
+        id: the distribution's name, the hub id, or the absolute path.
         revision: version or commit; None is the latest.
     """
 
@@ -42,7 +37,7 @@ class Source(Strict):
 
 
 class Licence(Strict):
-    """The licence and where it is stated."""
+    """The licence and its source."""
 
     name: str
     source: str
@@ -64,10 +59,9 @@ class PrecisionFacts(Strict):
     """Precisions that run this model.
 
     Attributes:
-        options: values of `--precision` that make sense.
-        default: the one used when the user names none.
-        native_quantization: how the checkpoint is quantised as published, such as mxfp4.
-        source: who says so.
+        options: useful values of `--precision`.
+        default: the default value.
+        native_quantization: quantisation of the published checkpoint, such as mxfp4.
     """
 
     options: list[Literal["bf16", "fp8", "int8", "float32", "float16"]]
@@ -77,7 +71,7 @@ class PrecisionFacts(Strict):
 
 
 class SmallestHardware(Strict):
-    """The least that holds the model, in words, and who says so."""
+    """The smallest hardware for the model, as text with its source."""
 
     description: str
     source: str
@@ -87,15 +81,14 @@ class HeadCard(Strict):
     """A drafter head for the model.
 
     Attributes:
-        kind: in this package, on the Hugging Face hub, or in a folder of the user's.
-        id: folder name under `heads/`, hub id, or absolute path; None where none is published.
-        published: anyone can download it. False says so plainly, with the reason in `note`.
+        kind: in this package, on the Hugging Face hub, or in a local folder.
+        id: folder name under `heads/`, hub id, or absolute path; None if it is not published.
+        published: whether it can be downloaded; otherwise `note` has the reason.
         long_context_id: the variant for long prompts.
-        licence: None where not confirmed.
-        max_speculative_tokens: the depth that it was trained to; None where not confirmed.
-        deployments: settings with which others deploy it.
-        note: what a user should know before choosing it.
-        source: who says so.
+        licence: None if not confirmed.
+        max_speculative_tokens: the depth that it was trained for; None if not confirmed.
+        deployments: published deployments.
+        note: information for users of the head.
     """
 
     kind: Literal["shipped", "huggingface", "folder"]
@@ -116,14 +109,13 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
-    """Advice on drafting up to a concurrency, measured on one kind of hardware.
+    """The recommended method and K up to a concurrency.
 
     Attributes:
-        platform: the hardware that the figure holds for.
-        max_concurrency: requests decoded at once, at most; None is any number.
-        method: "none" where drafting costs more than it saves.
+        max_concurrency: maximum concurrent requests; None is unlimited.
+        method: "none" if drafting costs more than it saves.
         num_speculative_tokens: K; 0 with "none".
-        source: the measurement: figure, hardware, who.
+        source: the measurement.
     """
 
     platform: Platform
@@ -143,9 +135,9 @@ class ModelCard(Strict):
     """One model of the catalog.
 
     Attributes:
-        speculation: what `--drafter auto` goes by: method and K by concurrency.
-        published: speeds that others measured with heads of their own; `peagle plan` can go by them.
-        steps: measured times of steps, by which a drafter that costs more than it saves is told.
+        speculation: recommendations for `--drafter auto`, by concurrency.
+        published: published speeds, for `peagle plan`.
+        steps: measured step times, for the break-even acceptance length.
     """
 
     name: str
@@ -163,13 +155,12 @@ class ModelCard(Strict):
 
     @property
     def context_tokens(self) -> int | None:
-        """The model's own context."""
         return self.architecture.context_tokens
 
     @model_validator(mode="after")
     def _name_is_free(self) -> Self:
         if self.name in RESERVED_NAMES:
-            raise ValueError(f"a model cannot be called {self.name!r}: `peagle models {self.name}` is a command")
+            raise ValueError(f"the name {self.name!r} is reserved: `peagle models {self.name}` is a command")
         return self
 
     @model_validator(mode="after")
@@ -185,11 +176,10 @@ class ModelCard(Strict):
         return self
 
     def speculation_for(self, concurrency: int, platform: Platform | None = None) -> SpeculationRow | None:
-        """The row for a concurrency, None where nothing was measured for it.
+        """Return the row for a concurrency; None if there is none.
 
         Args:
-            concurrency: requests decoded at once.
-            platform: the hardware; None takes the rows of whichever platform comes first on the card.
+            platform: the hardware; None uses the platform of the first row.
         """
         if platform is None and self.speculation:
             platform = self.speculation[0].platform
@@ -209,14 +199,13 @@ class Catalog:
     cards: Mapping[str, ModelCard]
 
     def names(self) -> list[str]:
-        """All names, sorted."""
         return sorted(self.cards)
 
     def get(self, name: str) -> ModelCard:
-        """The card of a model, by its catalog name or its hub id.
+        """Return the card of a model by catalog name or hub id.
 
         Raises:
-            CatalogError: no such model; names the nearest.
+            CatalogError: the model is not in the catalog; the hint has similar names.
         """
         card = self.find(name)
         if card is None:
@@ -224,14 +213,14 @@ class Catalog:
         return card
 
     def unknown(self, name: str) -> CatalogError:
-        """The error for a name that is not here, with the nearest."""
+        """Return the error for an unknown name, with similar names."""
         return CatalogError(
             f"no model {name!r} in the catalog",
             hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also work)",
         )
 
     def find(self, name: str) -> ModelCard | None:
-        """As `get`, but None where there is none."""
+        """Return the card of a model, or None."""
         by_id = {card.source.id.lower(): card for card in self.cards.values()}
         return self.cards.get(name) or by_id.get(name.lower())
 
@@ -240,20 +229,20 @@ class Catalog:
 
 
 def load_catalog() -> Catalog:
-    """Shipped cards, then the user's.
+    """Load the shipped cards and the user's.
 
     Raises:
-        CatalogError: a card does not parse; says which file and which key.
+        CatalogError: a card is invalid.
     """
     paths = sorted(_SHIPPED.glob("*.yaml")) + sorted((peagle_home() / "models").glob("*.yaml"))
     return Catalog({card.name: card for card in map(load_card, paths)})
 
 
 def load_card(path: Path) -> ModelCard:
-    """One card. Its name must be the file's.
+    """Load a card, whose name must be that of the file.
 
     Raises:
-        CatalogError: not YAML, or not a valid card; says which key, and the nearest valid one.
+        CatalogError: the card is invalid; the hint has the most similar valid keys.
     """
     try:
         values = yaml.safe_load(path.read_text())
@@ -264,12 +253,15 @@ def load_card(path: Path) -> ModelCard:
     except ValidationError as error:
         raise CatalogError(f"{path}: {describe_error(error)}", hint=nearest_key(error, ModelCard)) from error
     if card.name != path.stem:
-        raise CatalogError(f"{path}: says name: {card.name}", hint=f"rename the file to {card.name}.yaml")
+        raise CatalogError(
+            f"{path}: the file name differs from name: {card.name}",
+            hint=f"rename the file to {card.name}.yaml",
+        )
     return card
 
 
 def describe_error(error: ValidationError) -> str:
-    """The first fault of a validation, by key, and how many others there are."""
+    """Describe the first error of a validation, and count the others."""
     faults = error.errors()
     first = faults[0]
     key = ".".join(map(str, first["loc"])) or "the whole file"
@@ -279,10 +271,7 @@ def describe_error(error: ValidationError) -> str:
 
 
 def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
-    """A hint with the valid keys nearest to the first unknown one.
-
-    Empty when no key is unknown.
-    """
+    """Return a hint with valid keys similar to the first unknown key; empty if no key is unknown."""
     for fault in error.errors():
         if fault["type"] == "extra_forbidden":
             *parents, key = fault["loc"]
@@ -291,7 +280,7 @@ def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
-    """Field names of the model that stands at `parents`, through lists and mappings."""
+    """Return the field names of the nested model at `parents`."""
     kind: Any = model
     for parent in parents:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -304,9 +293,6 @@ def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
 
 
 def lasting_name(name: str) -> str:
-    """The model's name in a form that holds wherever a command runs.
-
-    A folder gets its whole path.
-    """
+    """Return the model's name with an absolute path if it is a folder."""
     folder = user_path(name)
     return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name

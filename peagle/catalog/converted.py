@@ -1,8 +1,7 @@
-"""Folders under `$PEAGLE_HOME` that a conversion fills once.
+"""Converted models under `$PEAGLE_HOME`.
 
-A folder lands by one rename, and a manifest of checksums in it says later whether it is still intact. The conversion
-runs in a process of its own, so that torch and its memory and threads stay out of the caller. It knows nothing of what
-is converted.
+A folder is created by an atomic rename and has a manifest of checksums, to detect damage. The conversion runs in a
+separate process, to keep torch's memory and threads out of the caller.
 """
 
 import contextlib
@@ -28,18 +27,18 @@ _VERIFIED = ".verified.json"
 def ensure_converted(
     folder: Path, lock: str, fill: Callable[[Path], dict[str, Any]], *, before: Callable[[], None]
 ) -> Path:
-    """The folder, filled now where it is missing or damaged.
+    """Return the folder after converting it if it is missing or damaged.
 
-    Safe when several processes ask at once: one converts, the others wait for it.
+    Safe for concurrent processes: one converts, the others wait.
 
     Args:
-        folder: what its name stands for never changes: another source has another name.
-        lock: of a file beside the folder.
-        fill: writes all files into an empty folder, and returns what the manifest says of their source.
-        before: called when a conversion begins.
+        folder: its name must be unique for the source.
+        lock: name of the lock file.
+        fill: writes all files into an empty folder, and returns the manifest's facts about their source.
+        before: called before a conversion.
 
     Raises:
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     if is_intact(folder):
         return folder
@@ -52,10 +51,10 @@ def ensure_converted(
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file is there with its checksum.
+    """Return whether every file exists with its checksum.
 
-    Hashing 269 MB takes 0.6 s, so sizes and modification times of files found good are noted in
-    `.verified.json`; a file that was touched since is hashed again.
+    Hashing 269 MB takes 0.6 s, so sizes and modification times of verified files are stored in `.verified.json`, and
+    only files changed since are hashed again.
     """
     try:
         files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
@@ -73,13 +72,13 @@ def is_intact(folder: Path) -> bool:
 
 
 def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int) -> None:
-    """Run `python -m MODULE ARGUMENTS` without a network.
+    """Run `python -m MODULE ARGUMENTS` offline.
 
     Args:
-        what: is converted, in errors.
+        what: the name of the conversion in errors.
 
     Raises:
-        PeagleError: it failed, with its last words, or took too long.
+        PeagleError: the conversion failed or exceeded the time limit.
     """
     package_root = str(Path(peagle.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
@@ -96,16 +95,18 @@ def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int)
         )
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PeagleError(f"converting {what} failed: {reason}", hint=f"to see it all: {' '.join(command)}") from error
+        raise PeagleError(
+            f"converting {what} failed: {reason}", hint=f"for the full output, run {' '.join(command)}"
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise PeagleError(f"converting {what} took more than {limit_s} s") from error
+        raise PeagleError(f"converting {what} took longer than {limit_s} s") from error
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder under `$PEAGLE_HOME`, and those above it.
+    """Create a folder under `$PEAGLE_HOME`, with its parents.
 
     Raises:
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +118,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
-    """Convert into a temporary folder beside `folder` and rename it.
-
-    The caller holds the lock.
-    """
+    """Convert into a temporary folder and rename it. The caller must hold the lock."""
     for leftover in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -154,19 +152,17 @@ def _read_stamps(folder: Path) -> Any:
 
 
 def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Note the stamps; a folder that cannot be written is hashed at every use instead."""
+    """Store the stamps. Without write access, files are hashed every time."""
     with contextlib.suppress(OSError):
         write_json(folder / _VERIFIED, stamps)
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold an exclusive lock among processes.
-
-    The kernel frees it when its holder dies.
+    """Hold an exclusive lock among processes. The kernel releases it when the process exits.
 
     Args:
-        waiting: called where another process holds it.
+        waiting: called if another process holds the lock.
     """
     with path.open("w") as file:
         try:
@@ -177,7 +173,7 @@ def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterato
         yield
 
 
-def tell(message: str) -> None:
-    """Say on standard error, which is an engine's log, what takes long."""
+def log_to_stderr(message: str) -> None:
+    """Report a slow operation on standard error, which is the log of an engine."""
     sys.stderr.write(f"peagle: {message}\n")
     sys.stderr.flush()

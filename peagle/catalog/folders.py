@@ -1,7 +1,4 @@
-"""A model folder's `config.json` and fingerprint, and the user's own home.
-
-Weights are never loaded.
-"""
+"""A model folder's `config.json` and fingerprint, and `$PEAGLE_HOME`."""
 
 import hashlib
 import json
@@ -17,29 +14,27 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 def read_config(folder: Path, error_type: type[ConfigError], name: str = "config.json") -> dict[str, Any]:
-    """Read `config.json`, or another file like it; faults raise `error_type`."""
+    """Read `config.json` or another JSON file; errors raise `error_type`."""
     path = folder / name
     try:
         return dict(json.loads(path.read_text()))
     except OSError as error:
-        raise error_type(f"{path} cannot be read: {error.strerror}", hint="give the folder that holds it") from error
+        raise error_type(f"{path} cannot be read: {error.strerror}", hint="use the folder that contains it") from error
     except ValueError as error:
         raise error_type(f"{path} is not valid JSON: {error}") from error
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A short hash of a model folder.
+    """Return a short hash of a model folder: all names and sizes, and both ends of each file's content.
 
-    It covers every file's name and size, small files whole, large ones by both ends.
-
-    Copying a folder keeps it; retraining or editing changes it. Hidden files do not count.
+    Copies have the same fingerprint. Hidden files are excluded.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     return fingerprint_of((path.name, path.stat().st_size, _both_ends(path)) for path in files)
 
 
 def fingerprint_of(files: Iterable[tuple[str, int, bytes]]) -> str:
-    """The fingerprint of a folder that may be elsewhere.
+    """Return the fingerprint of a folder from the facts about its files.
 
     Args:
         files: name, size in bytes, and the bytes of both `end_ranges`; sorted by name.
@@ -52,7 +47,7 @@ def fingerprint_of(files: Iterable[tuple[str, int, bytes]]) -> str:
 
 
 def end_ranges(size: int) -> list[range]:
-    """Where a file's ends are, without overlap; a small file is its first one.
+    """Return the ranges of a file's ends, without overlap; a small file has one.
 
     >>> end_ranges(0), end_ranges(70_000), end_ranges(200_000)
     ([], [range(0, 65536), range(65536, 70000)], [range(0, 65536), range(134464, 200000)])
@@ -62,18 +57,18 @@ def end_ranges(size: int) -> list[range]:
 
 
 def _both_ends(path: Path) -> bytes:
-    found = b""
+    content = b""
     with path.open("rb") as file:
         for end in end_ranges(path.stat().st_size):
             file.seek(end.start)
-            found += file.read(len(end))
-    return found
+            content += file.read(len(end))
+    return content
 
 
 def peagle_home() -> Path:
-    """`$PEAGLE_HOME`, `~/.peagle` by default. It need not exist yet.
+    """Return `$PEAGLE_HOME`, by default `~/.peagle`. It may not exist.
 
     Raises:
-        ConfigError: this user has no home folder, and no variable names another one.
+        ConfigError: the user has no home folder, and the variable is not set.
     """
     return user_path(os.environ.get("PEAGLE_HOME") or "~/.peagle")

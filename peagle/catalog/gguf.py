@@ -1,10 +1,8 @@
 """Convert a GGUF file to bf16 safetensors: `python -m peagle.catalog.gguf`.
 
-Its arguments are FILE FOLDER UPSTREAM_ID.
-
-Run as a process of its own, so that torch and transformers and their memory stay out of the caller. What the
-GGUF states loosely is set to what the upstream model says: its name, an epsilon that went through float32, a
-tokenizer without a length.
+The arguments are FILE FOLDER UPSTREAM_ID. It runs as a separate process, to keep torch and transformers out of the
+caller. Imprecise values of the GGUF are replaced by those of the upstream model: name, epsilon (rounded to float32),
+and the maximum length of the tokenizer.
 """
 
 import json
@@ -16,10 +14,8 @@ from typing import Any
 def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
     """Write config, weights, generation config and tokenizer into `folder`.
 
-    The tokenizer has its chat template.
-
     Raises:
-        RuntimeError: the GGUF carries no chat template.
+        RuntimeError: the GGUF has no chat template.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -30,7 +26,7 @@ def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
     source = str(gguf.parent)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf.name)
     if not tokenizer.chat_template:
-        raise RuntimeError(f"{gguf.name} carries no chat template")
+        raise RuntimeError(f"{gguf.name} has no chat template")
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
@@ -43,9 +39,9 @@ def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, config: Any) -> None:
-    """As the GGUF numbers them, which the model's configuration holds.
+    """Set the special tokens from the model's configuration, which has the GGUF's ids.
 
-    transformers 5.17 takes SmolLM2's <|im_start|> for its end and leaves padding out; 5.19 does not.
+    transformers 5.17 uses SmolLM2's <|im_start|> as its end and no padding token; 5.19 is correct.
     """
     for role in ("bos", "eos", "pad"):
         token_id = getattr(config, f"{role}_token_id", None)

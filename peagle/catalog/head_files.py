@@ -1,13 +1,11 @@
-"""Whether a head's files fit a target and each other, before loading them.
+"""Check that a head's files fit the target and each other, without loading weights.
 
-The two `config.json` files tell whether it fits; names and shapes tell whether its weights are complete.
+Supports both layouts of published heads: that of `speculators` (`transformer_layer_config`) and plain Hugging Face
+(`ptd_token_id`, `eagle_config`). Keys are those that vLLM 0.29 reads (`v1/spec_decode/llm_base_proposer.py`,
+`transformers_utils/configs/speculators/algos.py`).
 
-Pure. Reads both layouts in which heads are published: the one of the `speculators` library
-(`transformer_layer_config`) and the plain Hugging Face one (`ptd_token_id`, `eagle_config`), by the keys that
-vLLM 0.29 reads (`v1/spec_decode/llm_base_proposer.py`, `transformers_utils/configs/speculators/algos.py`).
-
-A safetensors file begins with a table of its tensors, so nothing is loaded. The names are those that vLLM 0.29 reads
-(`model_executor/models/llama_eagle3.py`); where one is missing its engines stop late or, worse, draft noise.
+Names and shapes come from the header of safetensors files. The required names are those of vLLM 0.29
+(`model_executor/models/llama_eagle3.py`); without them its engines fail late or draft noise.
 """
 
 import json
@@ -23,7 +21,7 @@ from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _UNMAPPED_BY_VLLM = ("fc_norm", "norm_output")
-# Where a head does not say: the depth of the P-EAGLE launch's quick start, and EAGLE-3's best (vLLM blog, 2026-03-13).
+# Defaults: the quick start of the P-EAGLE launch, and EAGLE-3's best (vLLM blog, 2026-03-13).
 _USUAL_K = {"peagle": 5, "eagle3": 3}
 
 
@@ -32,14 +30,13 @@ class HeadFacts:
     """The facts of a head's `config.json`, in any layout.
 
     Attributes:
-        method: how it drafts.
-        target_hidden_size: width of the target's states that it reads.
-        vocab_size: of the embedding that it shares with the target.
-        draft_vocab_size: how many of those tokens it can draft; all of them where it does not say.
-        num_layers: decoder layers of its own; 1 where it does not say.
-        aux_layer_ids: layers of the target whose input states it reads; empty leaves the choice to vLLM.
-        mask_token_id: stands for the tokens not drafted yet; P-EAGLE only.
-        num_speculative_tokens: K that it was saved with, None where it does not say.
+        target_hidden_size: width of the target's states.
+        vocab_size: of the embedding that the head shares with the target.
+        draft_vocab_size: number of tokens it can draft; by default all.
+        num_layers: decoder layers; by default 1.
+        aux_layer_ids: layers of the target whose inputs it reads; if empty, vLLM chooses.
+        mask_token_id: represents unknown tokens; only for P-EAGLE.
+        num_speculative_tokens: default K of the head, if any.
         unmapped: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -55,22 +52,22 @@ class HeadFacts:
 
     @property
     def default_k(self) -> int:
-        """K without a measurement: the one it was saved with, else its method's usual."""
+        """K without a measurement: the head's own default, or that of its method."""
         return self.num_speculative_tokens or _USUAL_K[self.method]
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
-    """The facts of a head.
+    """Return the facts of a head.
 
     Raises:
-        DrafterError: not a drafter head, of a kind that peagle does not run, or without a size that matters.
+        DrafterError: not a drafter head, an unsupported type, or a size is missing.
     """
     layer = config.get("transformer_layer_config") or config
     method = _method(config)
     hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
     vocab_size = layer.get("vocab_size")
     if hidden_size is None or vocab_size is None:
-        raise DrafterError("the drafter's config.json states no hidden_size or no vocab_size")
+        raise DrafterError("the drafter's config.json has no hidden_size or no vocab_size")
     aux = config.get("eagle_aux_hidden_state_layer_ids")
     aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
     mask_token_id = next((config[key] for key in _MASK_TOKEN_KEYS if config.get(key) is not None), None)
@@ -88,23 +85,23 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """The head's facts, once it is known to fit.
+    """Return the head's facts if it fits the target.
 
     Args:
         drafter: the head's `config.json`.
-        target: the target's.
+        target: the target's `config.json`.
 
     Raises:
-        DrafterError: hidden size, vocabulary or layers differ; both values are named.
+        DrafterError: hidden size, vocabulary or layers differ.
     """
     head = read_head(drafter)
     text = target.get("text_config") or target
     num_layers = text["num_hidden_layers"]
     _require_equal("hidden size", head.target_hidden_size, text["hidden_size"])
     _require_equal("vocabulary", head.vocab_size, text["vocab_size"])
-    # Layer i reads the state entering it; i = num_layers is the state leaving the last.
+    # Layer i refers to its input; i = num_layers refers to the output of the last layer.
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
-        raise _misfit(f"it reads layers {outside}, the target has {num_layers} layers")
+        raise _misfit(f"it reads layers {outside}, but the target has {num_layers} layers")
     if head.method == "peagle":
         _check_parallel(head)
     return head
@@ -113,14 +110,14 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
 def _check_parallel(head: HeadFacts) -> None:
     if head.mask_token_id is None:
         raise DrafterError(
-            f"the drafter names no mask token ({', '.join(_MASK_TOKEN_KEYS)}): it cannot draft in parallel",
-            hint="was it trained as EAGLE-3? Then its config must not say peagle",
+            f"the drafter has no mask token ({', '.join(_MASK_TOKEN_KEYS)}), which parallel drafting requires",
+            hint="if it was trained as EAGLE-3, its config must not name peagle",
         )
     if not 0 <= head.mask_token_id < head.vocab_size:
-        raise _misfit(f"its mask token {head.mask_token_id} lies outside the vocabulary of {head.vocab_size}")
+        raise _misfit(f"its mask token {head.mask_token_id} is outside the vocabulary of {head.vocab_size}")
     if head.unmapped:
         raise DrafterError(
-            f"vLLM does not load {' and '.join(head.unmapped)} of a P-EAGLE head: its drafts would be wrong",
+            f"vLLM does not load {' and '.join(head.unmapped)} of a P-EAGLE head, so its drafts would be wrong",
             hint="train the head without them",
         )
 
@@ -131,7 +128,7 @@ def _method(config: Mapping[str, Any]) -> DraftMethod:
         return "peagle" if stated == "peagle" else "eagle3"
     if stated is not None:
         raise DrafterError(
-            f"the drafter is of type {stated!r}, which peagle does not run",
+            f"drafters of type {stated!r} are not supported",
             hint=f"supported: {', '.join(DRAFT_METHODS)}",
         )
     if any(config.get(key) is not None for key in _MASK_TOKEN_KEYS):
@@ -139,8 +136,8 @@ def _method(config: Mapping[str, Any]) -> DraftMethod:
     if "eagle3" in str(config.get("architectures")).lower() or "eagle_config" in config:
         return "eagle3"
     raise DrafterError(
-        "this is no drafter head: its config.json names neither P-EAGLE nor EAGLE-3",
-        hint="give the head's own folder or hub id, not a language model's",
+        "not a drafter head: its config.json names neither P-EAGLE nor EAGLE-3",
+        hint="use the folder or hub id of a head, not of a language model",
     )
 
 
@@ -152,13 +149,13 @@ def _saved_k(config: Mapping[str, Any]) -> int | None:
 
 def _require_equal(what: str, drafter: int, target: int) -> None:
     if drafter != target:
-        raise _misfit(f"its {what} is {drafter:,}, the target's is {target:,}")
+        raise _misfit(f"its {what} is {drafter:,}, but the target's is {target:,}")
 
 
 def _misfit(reason: str) -> DrafterError:
     return DrafterError(
         f"the drafter does not fit the target: {reason}",
-        hint="use a head trained for this very model; `peagle models NAME` lists the known ones",
+        hint="use a head trained for this model; `peagle models NAME` lists them",
     )
 
 
@@ -171,34 +168,32 @@ _LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """The shape of each tensor in a folder's `*.safetensors`, by name.
+    """Return the shape of each tensor in a folder's `*.safetensors`, by name.
 
     Raises:
-        DrafterError: there are none, or one is damaged.
+        DrafterError: there are no files, or one is damaged.
     """
     return {name: shape for name, (_, shape) in _read_tables(folder).items()}
 
 
 def read_dtypes(folder: Path) -> Mapping[str, str]:
-    """The dtype of each tensor in a folder's `*.safetensors`, by name.
-
-    As they call it: `BF16`, `F8_E4M3`.
+    """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name.
 
     Raises:
-        DrafterError: there are none, or one is damaged.
+        DrafterError: there are no files, or one is damaged.
     """
     return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
-    """Refuse a head whose weights are not those of its configuration.
+    """Check that a head's weights match its configuration.
 
     Raises:
-        DrafterError: layers, the mask state, or rows of lm_head are missing; says which.
+        DrafterError: layers, the mask state, or rows of lm_head are missing.
     """
     layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
     if layers != set(range(head.num_layers)):
-        raise _mismatch(f"config.json says {head.num_layers} layers, the weights hold {sorted(layers)}")
+        raise _mismatch(f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}")
     if head.method == "peagle":
         _check_mask_state(shapes)
     has_lm_head = "lm_head.weight" in shapes
@@ -212,8 +207,8 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
 def _check_mask_state(shapes: Shapes) -> None:
     if "mask_hidden" not in shapes:
         raise DrafterError(
-            "the weights hold no mask_hidden: the head cannot draft in parallel",
-            hint="was it trained as EAGLE-3? Then its config must name no mask token",
+            "the weights have no mask_hidden, which parallel drafting requires",
+            hint="if it was trained as EAGLE-3, its config must not name a mask token",
         )
     width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
     if math.prod(shapes["mask_hidden"]) != width:
@@ -223,7 +218,7 @@ def _check_mask_state(shapes: Shapes) -> None:
 def _read_tables(folder: Path) -> _Table:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DrafterError(f"{folder} holds no *.safetensors", hint="save the head's weights as safetensors first")
+        raise DrafterError(f"{folder} has no *.safetensors files", hint="save the head's weights as safetensors first")
     return {name: entry for file in files for name, entry in _read_table(file).items()}
 
 

@@ -3,8 +3,7 @@
     $PEAGLE_HOME/targets/<name>-int8-<fingerprint>/    config.json  *.safetensors  tokenizer...
     peagle-manifest.json
 
-Each node converts its own from weights of 16 or 32 bits, and writes a byte for each. `int8_weights.py` does it, and
-`converted.py` keeps the folder.
+Each node converts its own copy from weights of 16 or 32 bits (`int8_weights.py`).
 """
 
 import dataclasses
@@ -13,14 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.converted import ensure_converted, run_converter, tell
+from peagle.catalog.converted import ensure_converted, log_to_stderr, run_converter
 from peagle.catalog.folders import folder_fingerprint, peagle_home
 from peagle.catalog.int8_weights import is_quantisable, weight_files
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CatalogError, PrecisionError
 from peagle.hardware import Hardware
 
-CONVERTER_VERSION = 1  # raise it when `int8_weights.py` writes something else from the same folder
+CONVERTER_VERSION = 1  # increment when the output of `int8_weights.py` changes
 _LIMIT_S = 600
 _BYTES_PER_S = 20e6  # of a slow disk
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,22 +27,20 @@ _HINT = "use --precision auto, or bf16"
 
 
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Refuse a target that cannot be run in INT8, before anything is spent.
-
-    Only the configuration is known of a hub id that is not on this disk.
+    """Check that a target can run in INT8. For a hub id, only the configuration is checked.
 
     Args:
-        path: its folder, or a hub id.
+        path: folder or hub id of the target.
         config: its `config.json`.
 
     Raises:
-        PrecisionError: nothing in it can be converted, or vLLM cannot compute it here.
+        PrecisionError: it has no convertible weights, or vLLM does not support it on this hardware.
         CatalogError: its weights cannot be read.
     """
     text = config.get("text_config") or config
     if hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags and any(text.get(key) for key in _EXPERTS):
         raise PrecisionError(
-            f"vLLM computes experts in int8 on CPUs with AMX alone; this is {hardware.describe()}", hint=_HINT
+            f"vLLM supports int8 experts only on CPUs with AMX; this is {hardware.describe()}", hint=_HINT
         )
     if not Path(path).is_dir():
         return
@@ -51,30 +48,28 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
     fused = next((name for name, shape in shapes.items() if "experts" in name and len(shape) > 2), None)
     if fused is not None:
         raise PrecisionError(
-            f"{path} holds its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
+            f"{path} has its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
         )
     if not any(is_quantisable(name, len(shape)) for name, shape in shapes.items()):
-        held = "no linear layers that int8 is for" if shapes else "no *.safetensors to convert to int8"
-        raise PrecisionError(f"{path} holds {held}", hint=_HINT)
+        reason = "no linear layers to convert to int8" if shapes else "no *.safetensors to convert to int8"
+        raise PrecisionError(f"{path} has {reason}", hint=_HINT)
 
 
 def ensure_int8(
     model: str, revision: str | None = None, *, announce: Callable[[str], None] = lambda message: None
 ) -> Path:
-    """The folder of a target in INT8.
+    """Return the folder of a target in INT8 after converting it if it is missing or damaged.
 
-    It is converted now where it is missing or damaged.
-
-    Safe when several processes ask at once: one converts, the others wait for it.
+    Safe for concurrent processes: one converts, the others wait.
 
     Args:
-        model: a folder, or a hub id, whose weights are downloaded into the cache of Hugging Face's client.
+        model: a folder, or a hub id, which is downloaded into the Hugging Face cache.
         revision: of a hub id.
-        announce: is told, in a sentence, when a conversion begins.
+        announce: receives messages about slow operations.
 
     Raises:
-        CatalogError: the hub's weights are not to be had.
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        CatalogError: the weights cannot be downloaded.
+        ConfigError: `$PEAGLE_HOME` is not writable.
         PeagleError: the conversion failed.
     """
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
@@ -97,22 +92,19 @@ def ensure_int8(
 
 
 def converted_spec(spec: EngineSpec) -> EngineSpec:
-    """The spec with this machine's folder of its target in INT8.
-
-    The target is converted now where there is none yet, and standard error is told. A spec of another precision stays
-    as it is.
+    """Return the spec with this machine's INT8 folder, converting it if necessary. Other precisions are unchanged.
 
     Raises:
-        CatalogError, ConfigError, PeagleError: as `ensure_int8`.
+        CatalogError, ConfigError, PeagleError: see `ensure_int8`.
     """
     if spec.precision != "int8":
         return spec
-    folder = ensure_int8(spec.model, spec.revision, announce=tell)
+    folder = ensure_int8(spec.model, spec.revision, announce=log_to_stderr)
     return dataclasses.replace(spec, model=str(folder), revision=None)
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """The shapes of a model's tensors, from the headers of its safetensors files."""
+    """Return the shapes of a model's tensors from the headers of its safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}
@@ -135,5 +127,5 @@ def _downloaded(model_id: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         raise CatalogError(
             f"the weights of {model_id} cannot be downloaded to convert them to int8: {error}",
-            hint="check the network, or give a local folder",
+            hint="check the network, or use a local folder",
         ) from error

@@ -1,13 +1,12 @@
 """Convert a model folder to INT8: `python -m peagle.catalog.int8_weights`.
 
-Its arguments are SOURCE FOLDER.
+The arguments are SOURCE FOLDER.
 
-A matrix [N, K] of a linear layer becomes int8 with one float32 scale for each of its N outputs, symmetric, so that the
-largest element of a row stands at 127. Activations are quantised by the engine, token by token, as it runs. Everything
-else stays: embeddings, lm_head, norms, routers, and towers of images and sound. In vLLM's words it is
-compressed-tensors, "int-quantized".
+A matrix [N, K] of a linear layer is converted to int8 with one float32 scale per output, symmetric, so that the largest
+element of a row becomes 127. The engine quantises activations per token. Embeddings, lm_head, norms, routers, and
+image and audio towers are not converted. The format is compressed-tensors, "int-quantized".
 
-Run as a process of its own, file by file, so that a model larger than memory is no obstacle.
+Runs as a separate process and file by file, so that models can be larger than memory.
 """
 
 import json
@@ -23,8 +22,8 @@ from peagle.catalog.converted import MANIFEST
 if TYPE_CHECKING:
     import torch
 
-# The linear layers that the architectures of vLLM build with the checkpoint's own quantisation. q, k, v and gate, up
-# are one matrix each in vLLM: all or none.
+# Linear layers that vLLM's architectures build with the checkpoint's quantisation. vLLM fuses q, k, v and gate, up, so
+# either all of them or none are converted.
 _LINEAR = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?((q|k|v|o|qkv|gate|up|down|gate_up)_proj|w[123])\.weight")
 _TOWER = re.compile(r"vision|visual|image|audio|speech")
 _LM_HEAD = r"re:(.*\.)?lm_head$"
@@ -34,7 +33,7 @@ _MAX = 127
 
 
 def is_quantisable(name: str, num_dimensions: int) -> bool:
-    """Whether a tensor is the matrix of a linear layer that is converted.
+    """Return whether a tensor is a matrix that is converted.
 
     >>> is_quantisable("model.layers.0.mlp.down_proj.weight", 2), is_quantisable("lm_head.weight", 2)
     (True, False)
@@ -43,7 +42,7 @@ def is_quantisable(name: str, num_dimensions: int) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those that its index names, else all."""
+    """Return the safetensors files of a model folder: those in its index, or all."""
     index = folder / _INDEX
     if index.exists():
         names = set(json.loads(index.read_text())["weight_map"].values())
@@ -52,7 +51,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the model in `source` into `folder`.
+    """Convert the model in `source` into `folder`.
 
     Raises:
         ValueError: an element is not finite, or a weight is not in 16 or 32 bits.
@@ -82,9 +81,9 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """The matrix in int8, and its scales [N, 1] in float32.
+    """Return the matrix in int8, and its scales [N, 1] in float32.
 
-    A row of [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
+    A row [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
 
     Raises:
         ValueError: an element is not finite, or the matrix is not in 16 or 32 bits.
@@ -92,20 +91,20 @@ def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch
     import torch
 
     if weight_NK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{name} is in {weight_NK.dtype}, and weights of 16 or 32 bits are converted")
+        raise ValueError(f"{name} is {weight_NK.dtype}, but weights must have 16 or 32 bits")
     exact_NK = weight_NK.float()
     if not torch.isfinite(exact_NK).all():
-        raise ValueError(f"{name} holds values that are not finite")
+        raise ValueError(f"{name} has values that are not finite")
     largest_N1 = exact_NK.abs().amax(dim=1, keepdim=True)
     scale_N1 = torch.where(largest_N1 > 0, largest_N1 / _MAX, 1.0)
     return (exact_NK / scale_N1).round().clamp(-_MAX, _MAX).to(torch.int8), scale_N1
 
 
 def quantization_config(kept: Iterable[str]) -> Mapping[str, Any]:
-    """The weights' part of `config.json`, in the words of compressed-tensors.
+    """Return the `quantization_config` of `config.json`, in the format of compressed-tensors.
 
     Args:
-        kept: names of the modules with a matrix that is not converted.
+        kept: modules with a matrix that is not converted.
     """
     numbers = {"num_bits": 8, "type": "int", "symmetric": True}
     return {

@@ -1,13 +1,10 @@
-"""This node's files of models: the folders of a spec, and a target's tokenizer.
-
-A driver on another machine has named them; `targets.py` and `drafters.py` did that.
-"""
+"""This node's model files for a spec from another machine's driver."""
 
 import dataclasses
 import functools
 
 from peagle.catalog.cards import load_catalog
-from peagle.catalog.converted import tell
+from peagle.catalog.converted import log_to_stderr
 from peagle.catalog.embedded import embedded_name, ensure_embedded
 from peagle.catalog.fetched import ensure_fetched, is_stored
 from peagle.catalog.folders import peagle_home
@@ -22,48 +19,41 @@ from peagle.requests.tokenizer import load_tokenizer
 
 
 def local_spec(spec: EngineSpec) -> EngineSpec:
-    """The spec with the folders that this node has for its models.
-
-    What lies in a store is fetched, and a target in INT8 converted, where this node has not done it yet.
+    """Return the spec with this node's model folders, after fetching and converting models if necessary.
 
     Raises:
-        CatalogError: a model is not to be had here.
-        StorageError, CapacityError: it cannot be fetched.
+        CatalogError: a model is not available on this node.
+        StorageError, CapacityError: a model cannot be fetched.
     """
     spec = fetched_spec(spec)
     drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    here = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
-    return converted_spec(here)
+    located = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
+    return converted_spec(located)
 
 
 def fetched_spec(spec: EngineSpec) -> EngineSpec:
-    """The spec with this node's folders of models that lie in a store.
-
-    Standard error is told what is fetched.
+    """Return the spec with local folders instead of models in a store, after fetching them if necessary.
 
     Raises:
-        CatalogError, StorageError, CapacityError: as `ensure_fetched`.
+        CatalogError, StorageError, CapacityError: see `ensure_fetched`.
     """
     drafter = spec.drafter
     if drafter is not None and is_stored(drafter.model):
-        head = whole_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=tell))
+        head = whole_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=log_to_stderr))
         spec = dataclasses.replace(spec, drafter=dataclasses.replace(drafter, model=str(head), revision=None))
     if is_stored(spec.model):
-        folder = ensure_fetched(spec.model, spec.revision, weights=True, announce=tell)
+        folder = ensure_fetched(spec.model, spec.revision, weights=True, announce=log_to_stderr)
         spec = dataclasses.replace(spec, model=str(folder), revision=None)
     return spec
 
 
 def local_path(name: str) -> str:
-    """This node's path of a model or a drafter.
+    """Return this node's folder of a model or drafter, or a hub id that vLLM downloads.
 
-    A folder, or a hub id that vLLM downloads here.
-
-    A driver on another machine may have named a head by the path of its own installation or home; one that ships
-    or that was added here too is found.
+    The name may be a path of another machine, if the head is shipped or was added to the catalog on this node too.
 
     Raises:
-        CatalogError: nothing by that name on this node.
+        CatalogError: the model does not exist on this node.
     """
     folder = user_path(name)
     if folder.exists():
@@ -79,29 +69,26 @@ def local_path(name: str) -> str:
     if is_hub_id(name):
         return name
     raise CatalogError(
-        f"{name} does not exist on this node", hint="put it on storage that every node sees, at the same path"
+        f"{name} does not exist on this node", hint="put it on shared storage, at the same path on every node"
     )
 
 
 @functools.lru_cache(maxsize=4)
 def localize(model: str, revision: str | None = None, *, weights: bool = True) -> str:
-    """This node's path of a model: a folder, or a hub id in vLLM's own cache.
+    """Return this node's path of a model: a folder or a hub id.
 
     Args:
-        revision: as its spec pins it; with it the node need not ask where the main branch of a hub id is.
-        weights: whether those of an `s3://` folder are needed, or only what lies beside them.
+        revision: the spec's revision, which avoids a request to the hub.
+        weights: also fetch weights of an `s3://` folder.
     """
     if is_stored(model):
-        return str(ensure_fetched(model, revision, weights=weights, announce=tell))
+        return str(ensure_fetched(model, revision, weights=weights, announce=log_to_stderr))
     return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
 
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
-    """The target's tokenizer, loaded once a process.
-
-    Bytes where the fake engine has no model.
-    """
+    """Return the target's tokenizer, loaded once per process; one for bytes if the fake engine has no model."""
     if model is None:
         from peagle.engine.fake import ByteTokenizer
 

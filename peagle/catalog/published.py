@@ -1,8 +1,4 @@
-"""Speeds and settings that others have published for a model: parts of its card.
-
-A table has output tokens/s by method, K and concurrency on one kind of hardware. It knows nothing of the model, of
-prices or of plans.
-"""
+"""Published speeds and settings on a model's card."""
 
 from typing import Literal, Self
 
@@ -12,19 +8,18 @@ Method = Literal["peagle", "eagle3", "none"]
 
 
 class Strict(BaseModel):
-    """A part of a card: unknown keys are errors."""
+    """A part of a card; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Deployment(Strict):
-    """A setting with which somebody else deploys a head.
+    """A published deployment of a head.
 
     Attributes:
-        where: the service, or the document.
-        instance_type: by that service's name.
-        num_speculative_tokens: K there.
-        source: title, date and address of what says so.
+        where: the service or document.
+        instance_type: in that service's terms.
+        source: title, date and URL.
     """
 
     where: str
@@ -38,7 +33,7 @@ class PublishedSpeeds(Strict):
 
     Attributes:
         num_speculative_tokens: K; 0 with "none".
-        output_tokens_per_s: one for each concurrency of the table.
+        output_tokens_per_s: one value per concurrency of the table.
     """
 
     method: Method
@@ -55,17 +50,15 @@ class PublishedSpeeds(Strict):
 
 
 class PublishedTable(Strict):
-    """Speeds of one engine on one kind of hardware, as somebody published them.
+    """Published output tokens/s of an engine by method, K and concurrency.
 
     Attributes:
         dataset: the prompts.
-        accelerator: by the price table's name.
-        num_accelerators: those that the engine holds.
+        accelerator: name in the price table.
         precision: of the target, a value of `--precision`.
-        concurrency: requests at once, ascending: the columns.
+        concurrency: the columns, ascending.
         speeds: the rows.
         source: title and date of the publication.
-        url: its address.
     """
 
     dataset: str
@@ -82,30 +75,24 @@ class PublishedTable(Strict):
         if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
             raise ValueError("concurrency must ascend from 1 or more")
         if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
-            raise ValueError("output_tokens_per_s must have a speed for each concurrency")
+            raise ValueError("output_tokens_per_s must have a value per concurrency")
         if len({(row.method, row.num_speculative_tokens) for row in self.speeds}) < len(self.speeds):
             raise ValueError("speeds must have each method and K once")
         return self
 
     @property
     def label(self) -> str:
-        """The words that every figure of it needs: "published, one B200"."""
+        """The label of every figure: "published, one B200"."""
         count = "one" if self.num_accelerators == 1 else str(self.num_accelerators)
         return f"published, {count} {self.accelerator}"
 
     def best(self, method: Method) -> list[PublishedSpeeds]:
-        """The row of a method with the most output tokens/s at each concurrency.
-
-        Empty for a method that the table does not have.
-        """
+        """Return a method's fastest row at each concurrency; empty if the table does not have the method."""
         rows = [row for row in self.speeds if row.method == method]
         columns = range(len(self.concurrency) if rows else 0)
         return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
 
     def gains(self, method: Method, *, over: Method) -> list[float]:
-        """The best speed of a method over the best of another, by concurrency.
-
-        Empty where the table lacks one of them.
-        """
+        """Return the ratio of the best speeds of two methods by concurrency; empty if one is missing."""
         pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
         return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]

@@ -1,12 +1,10 @@
-"""Heads inside this package, made whole on first use.
+"""Heads inside this package, completed on first use.
 
-vLLM reads a draft vocabulary's rows of lm_head from the head's own file. Where they were not trained they are the
-target's: the package leaves them out, 9 MB of a head for the embedded default, and they are put back here, once. The
-matrices of such a head may be FP8, half as large; here they become bf16, the same numbers on every machine:
+vLLM requires a head with a draft vocabulary to contain its rows of lm_head. If they were not trained they equal the
+target's, so the package omits them (9 MB for a head of the embedded default) and they are restored once. FP8 matrices
+of such a head are converted to bf16:
 
     $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
-
-It knows files and the embedded targets; it knows nothing of engines, or of who chooses a head.
 """
 
 import hashlib
@@ -33,9 +31,9 @@ _TIED_LM_HEAD = "model.embed_tokens.weight"
 
 
 def find_shipped_head(name: str) -> Path | None:
-    """The whole folder of a shipped head, by its id or by the folder's name.
+    """Return the complete folder of a shipped head by its id or folder name; None for other heads.
 
-    The name may be from another machine. None for other heads.
+    The name may be that of a folder on another machine.
     """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):
@@ -44,18 +42,13 @@ def find_shipped_head(name: str) -> Path | None:
 
 
 def whole_head(folder: Path) -> Path:
-    """The folder of a head as vLLM takes it.
+    """Return a folder that vLLM can load: the head's own, or a bf16 copy with the target's rows of lm_head.
 
-    Its own, or a copy with the target's rows of lm_head put back, in bf16.
-
-    Safe when several processes ask at once: each makes the same copy, and one of them stays.
-
-    Args:
-        folder: a head, below `HEADS_FOLDER` or not.
+    Safe for concurrent processes, which create identical copies.
 
     Raises:
-        DrafterError: rows are missing, and are not an embedded target's.
-        ConfigError: `$PEAGLE_HOME` cannot be written to.
+        DrafterError: rows are missing, and the target is not an embedded one.
+        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     if not _lacks_rows(folder):
         return folder
@@ -63,7 +56,7 @@ def whole_head(folder: Path) -> Path:
     if not whole.exists():
         target = ensure_embedded(target_of(folder))
         try:
-            _put_rows_back(folder, target, whole)
+            _restore_rows(folder, target, whole)
         except OSError as error:
             raise ConfigError(
                 f"{whole} cannot be written: {error.strerror}",
@@ -73,10 +66,10 @@ def whole_head(folder: Path) -> Path:
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
-    """Write a head for the package, without the lm_head rows of its target.
+    """Write a head for the package, without its rows of lm_head.
 
     Raises:
-        DrafterError: the rows are not the target's, so leaving them out would lose what was trained.
+        DrafterError: the rows differ from the target's.
     """
     import torch
     from safetensors.torch import load_file
@@ -84,15 +77,15 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
     tensors = load_file(folder / _WEIGHTS)
     rows = tensors.pop(_LM_HEAD)
     if not torch.equal(rows, rows_of(target, tensors["d2t"])):
-        raise DrafterError(f"{folder}: its lm_head is not the target's", hint="train it with --no-train-lm-head")
+        raise DrafterError(f"{folder}: its lm_head differs from the target's", hint="train it with --no-train-lm-head")
     _copy_with(folder, tensors, output)
 
 
 def target_of(folder: Path) -> str:
-    """The embedded target that a head says it is for.
+    """Return the embedded target that a head names.
 
     Raises:
-        DrafterError: another one, or none.
+        DrafterError: the head names another target or none.
     """
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
     stated = str(verifier.get("name_or_path"))
@@ -100,28 +93,25 @@ def target_of(folder: Path) -> str:
     if name is not None:
         return name
     raise DrafterError(
-        f"{folder}: a draft vocabulary needs lm_head.weight, and its target is not one that peagle carries",
+        f"{folder}: a draft vocabulary requires lm_head.weight, unless the target is embedded",
         hint="save the head with its lm_head",
     )
 
 
 def _lacks_rows(folder: Path) -> bool:
     if not any(folder.glob("*.safetensors")):
-        return False  # whoever loads it says what is missing
+        return False  # loading it reports what is missing
     shapes = read_shapes(folder)
     return "d2t" in shapes and _LM_HEAD not in shapes
 
 
 def _whole_folder(folder: Path) -> Path:
-    """The whole folder of a head, named after its sources.
-
-    Another head or another target has another folder.
-    """
+    """Return the complete folder of a head. Its name is unique for the head and the target."""
     key = f"{folder_fingerprint(folder)}:{embedded_folder(target_of(folder)).name}"
     return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
-def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
+def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
     from safetensors.torch import load_file
 
     from peagle.fp8 import in_bf16
@@ -132,34 +122,31 @@ def _put_rows_back(folder: Path, target: Path, whole: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
         head = Path(staging) / whole.name
         _copy_with(folder, tensors, head)
-        _state_no_quantization(head / "config.json")
+        _remove_quantization(head / "config.json")
         try:
             head.rename(whole)
         except OSError:
-            if not whole.is_dir():  # another process was first, with the same bytes
+            if not whole.is_dir():  # another process created the same folder first
                 raise
 
 
-def _state_no_quantization(config_file: Path) -> None:
+def _remove_quantization(config_file: Path) -> None:
     config = json.loads(config_file.read_text())
     if config.pop("quantization_config", None):
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:
-    """The head's files, but with these weights."""
+    """Copy a head with other weights."""
     from safetensors.torch import save
 
     shutil.copytree(folder, output, ignore=shutil.ignore_patterns(_WEIGHTS))
-    # `save_file` would make a file that only its owner may read.
+    # `save_file` would create a file that only its owner can read.
     (output / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
-    """The target's rows of lm_head for a draft vocabulary.
-
-    The ids are d2t + their index.
-    """
+    """Return the target's rows of lm_head for a draft vocabulary."""
     import torch
     from safetensors import safe_open
 

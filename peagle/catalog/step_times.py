@@ -1,8 +1,4 @@
-"""Measured times of decoding steps: a part of a card.
-
-A table has the time of a step by method, K and concurrency on one kind of hardware. From it follows the acceptance
-length that a drafter needs. It knows nothing of the model or of what is accepted.
-"""
+"""Measured times of decoding steps on a model's card, from which the break-even acceptance length follows."""
 
 from itertools import pairwise
 from typing import Literal, Self
@@ -14,12 +10,12 @@ from peagle.speculation import break_even_acceptance_length
 
 
 class StepRow(Strict):
-    """Milliseconds of a step of one method and K.
+    """Step times of one method and K.
 
     Attributes:
         num_speculative_tokens: K; 0 with "none".
-        step_ms: one for each concurrency of the table, drafting and verifying included.
-        spread: range of the repeats over their median, likewise; empty where it is not known.
+        step_ms: one value per concurrency, including drafting and verification.
+        spread: range of the repeats divided by their median, per concurrency; empty if unknown.
     """
 
     method: Method
@@ -29,12 +25,12 @@ class StepRow(Strict):
 
 
 class StepTable(Strict):
-    """Times of steps with the card's own heads, compiled, on one kind of hardware.
+    """Step times by method, K and concurrency on one kind of hardware, compiled, with the card's heads.
 
     Attributes:
-        precision: weights and KV cache, as `Precision.describe` has them.
-        hardware: that it was measured on, as `Hardware.describe` has it; empty where it is not known.
-        source: the measurement: figure, hardware, who.
+        precision: weights and KV cache, from `Precision.describe`.
+        hardware: from `Hardware.describe`; empty if unknown.
+        source: the measurement.
     """
 
     platform: Literal["cpu", "cuda"]
@@ -47,23 +43,20 @@ class StepTable(Strict):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
-            raise ValueError("steps: each row has a time for each concurrency")
+            raise ValueError("steps: each row must have a time per concurrency")
         if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
-            raise ValueError("steps: a row has a spread for each concurrency, or none")
+            raise ValueError("steps: spread must be empty or have a value per concurrency")
         if min(self.concurrency) < 1 or any(ms <= 0 for row in self.rows for ms in row.step_ms):
             raise ValueError("steps: times must be above zero, and concurrencies at least 1")
         if self.concurrency != sorted(set(self.concurrency)):
-            raise ValueError("steps: concurrencies ascend")
+            raise ValueError("steps: concurrencies must ascend")
         kinds = [(row.method, row.num_speculative_tokens) for row in self.rows]
         if kinds.count(("none", 0)) != 1 or len(set(kinds)) < len(kinds):
-            raise ValueError("steps: there is one row of method none with K=0, and one of each other method and K")
+            raise ValueError("steps: there must be one row with method none and K=0, and one per other method and K")
         return self
 
     def break_even(self, method: str, k: int) -> dict[int, float]:
-        """The acceptance lengths below which drafting costs more than it saves.
-
-        By requests at once; empty where nothing is known.
-        """
+        """Return the break-even acceptance length by concurrency; empty if unknown."""
         row = self.row(method, k)
         if row is None:
             return {}
@@ -76,10 +69,7 @@ class StepTable(Strict):
         return next(row for row in self.rows if row.method == "none")
 
     def row(self, method: str, k: int) -> StepRow | None:
-        """The row of a method and K.
-
-        Between two measured K the time of a step is taken as a line; beyond them nothing is known.
-        """
+        """Return the row of a method and K, interpolated between measured K; None outside their range."""
         measured = {row.num_speculative_tokens: row for row in self.rows if row.method == method}
         return measured.get(k) or _between(measured, k)
 

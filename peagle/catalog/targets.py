@@ -1,11 +1,7 @@
 """Resolve a model's name: catalog name, folder, `s3://` folder or hub id.
 
-`config.json` of a hub model comes from the Hugging Face cache, else from the hub.
-
-It reads configurations, never weights. Drafters are resolved in `drafters.py`; `local.py` has what a node needs.
-
-Nothing else is fetched from the hub; weights are vLLM's business. Without a network it says so within seconds, where
-the hub's own client retries for half a minute.
+Only `config.json` is downloaded from the hub, unless it is in the Hugging Face cache; vLLM downloads the weights.
+Without a network, resolving fails within seconds instead of the client's half a minute.
 """
 
 import json
@@ -36,10 +32,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
-    """`config.json` of a hub id.
+    """Return the `config.json` of a hub id.
 
     Raises:
-        CatalogError: no network and not in the cache, no such model, or no access to it; says which.
+        CatalogError: the model does not exist or is not accessible, or there is no network and it is not in the cache.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
@@ -54,12 +50,12 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
         except GatedRepoError as error:
             raise CatalogError(
                 f"{model_id} is gated on huggingface.co",
-                hint="accept its licence there and set HF_TOKEN",
+                hint="accept its licence on the hub and set HF_TOKEN",
             ) from error
         except HfHubHTTPError as error:
             raise CatalogError(
                 f"huggingface.co has no model {model_id}, or it is private: {error.response.status_code}",
-                hint="check the id; a private model needs HF_TOKEN",
+                hint="check the id; a private model requires HF_TOKEN",
             ) from error
         except LocalEntryNotFoundError as error:
             raise _unreachable(model_id) from error
@@ -67,12 +63,10 @@ def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def hub_commit(model_id: str, revision: str | None = None) -> str | None:
-    """The commit of a hub id's revision (None: the main branch).
+    """Return the commit of a hub id's revision (default: the main branch); None if unknown.
 
-    None where neither hub nor cache can tell.
-
-    The hub is asked first, as an engine that loads the branch would: what that is to be is decided here, once. The
-    file is asked for by the branch's name, so that the cache remembers for later, without a network, where it was.
+    The hub has priority over the cache. The file is requested by the branch's name, so that the cache can resolve the
+    branch later without a network.
     """
     if is_commit(revision):
         return revision
@@ -82,25 +76,22 @@ def hub_commit(model_id: str, revision: str | None = None) -> str | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision names a commit, and not a branch or a tag, which move."""
+    """Return whether a revision is a commit, not a branch or tag."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path | None:
-    """Where the cache has `config.json`: SNAPSHOTS/COMMIT/config.json.
-
-    None where it is not to be had.
-    """
+    """Return the path of `config.json` in the cache, SNAPSHOTS/COMMIT/config.json; None if it is not available."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=is_local))
-    except OSError:  # the client's own errors are of that kind; `hub_config` has the words for them
+    except OSError:  # includes the client's errors, which `hub_config` reports
         return None
 
 
 def _is_reachable() -> bool:
-    """Whether the hub can be reached. Behind a proxy only the client itself can tell."""
+    """Return whether the hub is reachable; True behind a proxy, where only the client can tell."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -116,8 +107,8 @@ def _is_reachable() -> bool:
 
 def _unreachable(model_id: str) -> CatalogError:
     return CatalogError(
-        f"{model_id} is not in the local Hugging Face cache and huggingface.co cannot be reached from here",
-        hint="check the network, give a local folder, or use the embedded model: --model smollm2-135m",
+        f"{model_id} is not in the local Hugging Face cache and huggingface.co is not reachable",
+        hint="check the network, use a local folder, or use the embedded model: --model smollm2-135m",
     )
 
 
@@ -130,14 +121,14 @@ class ResolvedModel:
     """A target that an engine can load.
 
     Attributes:
-        name: what to call it in reports.
+        name: display name.
         path: a local folder, a hub id that vLLM downloads, or an `s3://` folder that each node fetches (`fetched.py`).
-        card: its catalog card, None outside the catalog.
-        fingerprint: changes when the weights or the configuration do.
+        card: None outside the catalog.
+        fingerprint: of the weights and the configuration.
         config: its `config.json`.
-        revision: of a hub id, what an engine is to load: the commit that the card's revision, or the main branch, is
-            at; where that cannot be told, the card's own, None for the latest. Of an `s3://` folder, its listing's.
-        weights_bytes: the size of its weights in a store; None elsewhere.
+        revision: the revision to load. For a hub id, the commit of the card's revision or of the main branch; if the
+            commit is unknown, the card's revision, or None for the latest. For an `s3://` folder, the listing's hash.
+        weights_bytes: size of the weights in a store; None elsewhere.
     """
 
     name: str
@@ -150,41 +141,36 @@ class ResolvedModel:
 
     @property
     def upstream_id(self) -> str | None:
-        """Its id on the hub, by which an engine elsewhere finds it.
-
-        None for a folder of the user's, on a disk or in a store.
-        """
+        """The id on the hub; None for a user's folder on disk or in a store."""
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
         return self.path if is_hub_id(self.path) else None
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of its embedding, so the largest token id plus one."""
+        """Number of rows of the embedding."""
         size: int | None = (self.config.get("text_config") or self.config).get("vocab_size")
         return size
 
     @property
     def native_quantization(self) -> str | None:
-        """How the checkpoint is quantised as published, None when it is not."""
+        """Quantisation of the published checkpoint, if any."""
         return published_method(self.config) or (self.card.precision.native_quantization if self.card else None)
 
 
 def resolve_model(
     name: str, *, commits: Mapping[str, str] = NO_COMMITS, announce: Callable[[str], None] = lambda message: None
 ) -> ResolvedModel:
-    """The model that `name` stands for.
-
-    A target inside a package is converted on first use (half a minute).
+    """Resolve a model's name. A target inside a package is converted on first use (half a minute).
 
     Args:
-        name: an `s3://` folder; or catalog name, local folder or hub id, looked for in this order.
-        commits: by hub id, what was decided before and holds, wherever its branch is now.
-        announce: is told, in a sentence, when something slow begins.
+        name: an `s3://` folder; or catalog name, local folder or hub id, in this order.
+        commits: pinned commits by hub id, which override the current branches.
+        announce: receives messages about slow operations.
 
     Raises:
-        CatalogError: nothing by that name; names the nearest.
-        StorageError, CapacityError: the files beside the weights of an `s3://` folder cannot be fetched.
+        CatalogError: the model does not exist; the hint has similar names.
+        StorageError, CapacityError: the files of an `s3://` folder, except the weights, cannot be fetched.
     """
     if is_stored(name):
         return _stored_model(name)
@@ -207,31 +193,31 @@ def resolve_model(
 
 
 def context_tokens(model: ResolvedModel) -> int:
-    """The most prompt and output tokens of one request, by the model's own config.
+    """Return the maximum prompt and output tokens of a request from the model's configuration.
 
     Raises:
-        ConfigError: the configuration does not say.
+        ConfigError: the configuration has no such value.
     """
     tokens = (model.config.get("text_config") or model.config).get("max_position_embeddings")
     if not isinstance(tokens, int):
-        raise ConfigError(f"{model.name}: config.json states no max_position_embeddings", hint="set max_model_len")
+        raise ConfigError(f"{model.name}: config.json has no max_position_embeddings", hint="set max_model_len")
     return tokens
 
 
-def max_model_len(model: ResolvedModel, asked: int | None) -> int:
-    """The context of an engine: as asked for, else the model's own.
+def max_model_len(model: ResolvedModel, requested: int | None) -> int:
+    """Return the context of an engine: the requested one, or the model's.
 
     Raises:
-        ConfigError: more than the model's own was asked for, or that is not known.
+        ConfigError: the requested context is longer than the model's, or that is unknown.
     """
-    own = context_tokens(model)
-    if asked is not None and asked > own:
-        raise ConfigError(f"max_model_len is {asked}; the context of {model.name} has {own} tokens")
-    return asked or own
+    limit = context_tokens(model)
+    if requested is not None and requested > limit:
+        raise ConfigError(f"max_model_len is {requested}, but the context of {model.name} has {limit} tokens")
+    return requested or limit
 
 
 def name_of(model: str) -> str:
-    """A model's name for people: of a path the folder's name.
+    """Return a model's display name; for a path, the folder's name.
 
     >>> name_of("smollm2-135m"), name_of("org/model"), name_of("/srv/models/mine/"), name_of("./mine")
     ('smollm2-135m', 'org/model', 'mine', 'mine')
@@ -240,15 +226,13 @@ def name_of(model: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form ORG/NAME."""
+    """Return whether a name has the form ORG/NAME."""
     owner, _, rest = name.partition("/")
     return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
 
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
-    """The model with its weights on this node, for a command whose engines run here.
-
-    Only a model in a store is fetched.
+    """Return the model after fetching it from a store, if that is where it is.
 
     Raises:
         StorageError, CapacityError: it cannot be fetched.
@@ -282,7 +266,7 @@ def _checked_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_config(folder, CatalogError)
     text = config.get("text_config") or config
     if missing := [key for key in _REQUIRED_KEYS if key not in text]:
-        raise CatalogError(f"{where}/config.json lacks {', '.join(missing)}: is it a language model?")
+        raise CatalogError(f"{where}/config.json has no {', '.join(missing)}: is it a language model?")
     return config
 
 
@@ -297,14 +281,14 @@ def _hub_model(
 
 
 def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) -> Precision:
-    """The precision of a target's weights and KV cache on this hardware.
+    """Return the precision of a target's weights and KV cache on this hardware.
 
     Raises:
         ConfigError: the context is longer than the model's.
-        PrecisionError: the hardware cannot run it, or the model has nothing to run in INT8.
+        PrecisionError: the hardware does not support the precision, or the model has no weights to convert to INT8.
     """
     require_computable(model.config, hardware)
-    found = resolve_precision(
+    precision = resolve_precision(
         keys.precision,
         hardware,
         native_quantization=model.native_quantization,
@@ -313,22 +297,22 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
         context_tokens=max_model_len(model, keys.max_model_len),
         head_dim=widest_head(model.config),
     )
-    if found.quantization == "int8":
+    if precision.quantization == "int8":
         require_convertible(model.path, model.config, hardware)
-    return found
+    return precision
 
 
 def target_fields(keys: TargetKeys, model: ResolvedModel, hardware: Hardware, precision: Precision) -> dict[str, Any]:
-    """Fields of an `EngineSpec` that any command fills alike.
+    """Return the fields of an `EngineSpec` that all commands share.
 
     Raises:
-        ConfigError: the context is longer than the model's, or vLLM has no such argument.
+        ConfigError: the context is longer than the model's, or a vLLM argument does not exist.
     """
     same = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
     return {
         "model": model.path,
         "revision": model.revision,
-        "precision": precision.name,  # nodes of another kind would each decide `auto` for themselves
+        "precision": precision.name,  # resolved once, since `auto` depends on the node
         "kv_cache_precision": precision.kv_cache_name,
         "native_quantization": model.native_quantization,
         "max_model_len": max_model_len(model, keys.max_model_len),

@@ -1,4 +1,1 @@
-"""Drafters: prompts, responses, features, training and saving of P-EAGLE heads.
-
-No Ray, no HTTP.
-"""
+"""Training of P-EAGLE and EAGLE-3 heads: prompts, responses, features, training, saving."""

@@ -1,8 +1,7 @@
-"""A target's architecture, as far as a head needs it, from config.json alone.
+"""The parts of a target's architecture that a head needs, from its config.json.
 
-A head's layers are Llama's whatever the target's are, since those are what vLLM builds of a head: sizes, rotary
-embedding and vocabulary are the target's; its biases, norms of queries and keys, sliding windows, experts and
-activation are not taken over. It reads no weights.
+A head always has Llama's layers, because vLLM builds heads with them. Sizes, rotary embedding and vocabulary come
+from the target; its biases, query and key norms, sliding windows, experts and activation do not.
 """
 
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from typing import Any
 
 from peagle.errors import ConfigError
 
-SUPPORTED = "heads are made for decoders with RMSNorms, such as Llama, Mistral, Qwen2, Qwen3, gpt-oss and Gemma"
-# Text models of which vLLM 0.29 hands a head the states (`SupportsEagle3` in model_executor/models).
+SUPPORTED = "heads require a decoder with RMSNorms, such as Llama, Mistral, Qwen2, Qwen3, gpt-oss or Gemma"
+# Text models whose hidden states vLLM 0.29 passes to a head (`SupportsEagle3` in model_executor/models).
 SERVED = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "gemma4_text", "gpt_oss", "llama", "minimax_m2",
     "mistral", "nemotron_h", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
@@ -23,25 +22,25 @@ _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 _LOGIT_FACTORS = ("logits_scaling", "logit_scale")
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # that Llama's rotary embedding has
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # that Llama's rotary embedding supports
 _DEFAULT_THETA = 10_000.0
-# A gated MLP's usual width, where a target has only experts (as in speculators 0.9).
+# Usual width of a gated MLP, for targets that have only experts (like speculators 0.9).
 _MLP_RATIO = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A target's sizes, under the names of its config.json.
+    """The target's sizes, with the names of its config.json.
 
     Attributes:
-        model_type: of its text model.
-        hidden_act: activation of its MLPs.
-        rope_parameters: of one rotary embedding that turns whole heads: the target's, or with its base alone where
-            the target's differs by layer or turns a part of each head.
-        norm_offset: what its final norm adds to its weight: 1 for Gemma 2 and 3 and Qwen3-Next, else 0.
-        logit_softcap: its logits are softcap * tanh(logits / softcap); None where they stay as they are.
-        ties_embeddings: whether its lm_head is its embeddings.
-        dtype: of its weights, as named there.
+        model_type: of the text model.
+        hidden_act: activation of the MLPs.
+        rope_parameters: a rotary embedding of whole heads. If the target's differs by layer or is partial, only its
+            base is used.
+        norm_offset: constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0.
+        logit_softcap: logits are softcap * tanh(logits / softcap); None disables it.
+        ties_embeddings: whether lm_head and embeddings share their weights.
+        dtype: of the weights.
     """
 
     model_type: str
@@ -63,10 +62,7 @@ class Architecture:
     dtype: Any
 
     def layer_config(self, *, num_layers: int, num_key_value_heads: int | None) -> Any:
-        """`LlamaConfig` of a head's layers.
-
-        It has as many KV heads as the target where no number is given.
-        """
+        """Return the `LlamaConfig` of a head's layers; None copies the target's number of KV heads."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -86,12 +82,10 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read the architecture of the target in a folder.
-
-    The text model's where the target takes images.
+    """Read the architecture of the target in a folder; of a multimodal target, its text model's.
 
     Raises:
-        ConfigError: transformers cannot read it, or there can be no head for it; says why.
+        ConfigError: transformers cannot read it, or it does not support a head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -114,7 +108,7 @@ def read_architecture(folder: Path) -> Architecture:
         intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * shape.hidden_size,
         hidden_act=getattr(shape, "hidden_act", None) or getattr(shape, "hidden_activation", None) or "unknown",
         initializer_range=getattr(shape, "initializer_range", 0.02),
-        rope_parameters=_one_rope(getattr(text, "rope_parameters", None) or {}),
+        rope_parameters=_single_rope(getattr(text, "rope_parameters", None) or {}),
         norm_offset=_norm_offset(folder, config),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         ties_embeddings=bool(
@@ -125,10 +119,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def auto_class_of(config: Any) -> Any:
-    """The class of transformers that loads such a target; None without one.
-
-    With images or without.
-    """
+    """Return the transformers class that loads a target, text-only or multimodal; None if there is none."""
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -139,28 +130,27 @@ def auto_class_of(config: Any) -> Any:
 
 
 def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
-    """Require sizes that a head can be made of and measured against."""
     model_type = config.model_type
     if config.is_encoder_decoder:
         raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
     if missing := [name for name in _SIZES if getattr(shape, name, None) is None]:
-        raise ConfigError(f"{folder}/config.json: {model_type!r} names no {', '.join(missing)}", hint=SUPPORTED)
+        raise ConfigError(f"{folder}/config.json: {model_type!r} has no {', '.join(missing)}", hint=SUPPORTED)
     if scaled := [name for name in _LOGIT_FACTORS if getattr(shape, name, None) not in (None, 1)]:
         raise ConfigError(
-            f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which a head is not trained for",
+            f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which heads do not support",
             hint=SUPPORTED,
         )
     num_heads = shape.num_attention_heads
     if shape.hidden_size % num_heads or num_heads % (getattr(shape, "num_key_value_heads", None) or num_heads):
         raise ConfigError(
-            f"{folder}/config.json: a hidden size of {shape.hidden_size}, {num_heads} heads and "
-            f"{shape.num_key_value_heads} KV heads make no layer of Llama's: each has to divide the one before",
+            f"{folder}/config.json: hidden size {shape.hidden_size}, {num_heads} heads and {shape.num_key_value_heads} "
+            "KV heads do not fit a Llama layer: each must divide the previous one",
             hint=SUPPORTED,
         )
 
 
-def _one_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """One rotary embedding for a head's layers, which attend to everything."""
+def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one rotary embedding for all layers of a head, which have full attention."""
     if "rope_theta" not in parameters:
         by_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
         parameters = by_type.get("full_attention") or next(iter(by_type.values()), parameters)
@@ -172,29 +162,29 @@ def _one_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm_offset(folder: Path, config: Any) -> int:
-    """The final norm's output for ones when its weight is zero.
-
-    Asked of the model itself, without its weights.
+    """Return the constant that the final norm adds to its weight, by building the model without weights.
 
     Raises:
-        ConfigError: no such model, or its states cannot be read or do not end in an RMSNorm.
+        ConfigError: transformers has no such model, its states cannot be read, or its last norm is not an RMSNorm.
     """
     import torch
 
     auto_class = auto_class_of(config)
     if auto_class is None:
-        raise ConfigError(f"{folder}: transformers has no language model {config.model_type!r}", hint=SUPPORTED)
+        raise ConfigError(
+            f"{folder}: transformers does not support the language model {config.model_type!r}", hint=SUPPORTED
+        )
     with torch.device("meta"):
         model = auto_class.from_config(config)
     decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
     if norm is None or not hasattr(decoder, "layers"):
         raise ConfigError(
-            f"{folder}: {type(decoder).__name__} has no 'layers' with a 'norm' behind them to read states from",
+            f"{folder}: {type(decoder).__name__} has no 'layers' followed by a 'norm', so its states cannot be read",
             hint=SUPPORTED,
         )
     if [name for name, _ in norm.named_parameters()] != ["weight"]:
-        raise ConfigError(f"{folder}: its final norm, {type(norm).__name__}, is no RMSNorm", hint=SUPPORTED)
+        raise ConfigError(f"{folder}: its final norm, {type(norm).__name__}, is not an RMSNorm", hint=SUPPORTED)
     norm = norm.to_empty(device="cpu").float()
     with torch.no_grad():
         norm.weight.zero_()

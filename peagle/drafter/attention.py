@@ -1,35 +1,41 @@
-"""Block attention of packed documents, without the work that a mask discards.
+"""Block attention over packed documents, without the work that a mask would discard.
 
-Rows of a document are its known tokens (depth 0) and, behind them, its chains anchor by anchor (cod.py). Known tokens
-attend causally among themselves. A block of chain rows attends to the known tokens up to its last anchor and to itself:
-chains never see each other, so one square mask over all rows of a document would be mostly empty.
+The rows of a document are its known tokens (depth 0), followed by its chains ordered by anchor (`batch.py`). Known
+tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last anchor and to
+itself. Chains never see each other, so a single square mask over all rows of a document would be mostly empty.
 
-A block's keys lie apart and have to be put side by side; of a long document that is its length once for every block. So
-neither they nor masks nor scores are kept for the gradient: backward computes each block again. Memory then grows with
-the number of rows, not with its square.
+A block's keys are gathered from separate ranges of rows. Neither the gathered keys nor masks nor scores are saved for
+the gradient: backward computes each block again. Memory thus grows linearly with the number of rows.
 
-A GPU starts a kernel in the time in which it could compute several blocks. There the blocks of a step are padded and
-attend side by side in a few large kernels, as long as their scores are few enough to keep (`_PADDED_SCORES`).
+On a GPU, starting a kernel takes as long as computing several blocks. There, the blocks of a step are padded and
+computed together in a few large kernels, if their scores are few enough to keep (`_PADDED_SCORES`).
 
-Registered with transformers under a name of its own, so that the head's layers stay the library's.
+The head's layers remain the library's, because the attention is registered with transformers under its own name.
 
-Shapes: Q rows of a block that ask, K rows that answer.
+Shapes: N blocks, Q query rows of a block, K key rows of a block, S rows.
 """
+# ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from peagle.drafter.batch import Rows, attention_mask
-from peagle.drafter.padded_attention import PaddedBlocks, PaddedPlan, attend
 
 DOCUMENT_ATTENTION = "peagle_documents"
-BLOCK_ROWS = 128  # at least: the rows of a block answer each other, mostly in vain
-_TOKENS_PER_BLOCK_ROW = 16  # and more in a long document, whose tokens are put side by side anew for each block
-_PADDED_SCORES = 2**27  # of a step, for each attention head: 128 MiB of mask
+BLOCK_ROWS = 128  # minimum: most scores between the rows of a block are masked
+_TOKENS_PER_BLOCK_ROW = 16  # larger blocks in a long document, whose known tokens are gathered for each block
+_PADDED_SCORES = 2**27  # per step and attention head: 128 MiB of mask
+
+_MULTIPLE = 8  # of rows: GPU kernels require it for masks
+# Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_LAST_ANCHOR = int(torch.iinfo(torch.long).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,114 +43,168 @@ class Block:
     """Rows that attend together.
 
     Attributes:
-        query: the rows that ask; blocks follow each other.
-        keys: the rows that answer, side by side.
-        asking: anchors and depths of `query`; None for causal attention of the rows among themselves.
-        answering: those of `keys`.
+        query: the query rows; blocks are consecutive.
+        keys: the ranges of key rows, in order.
+        query_rows: anchors and depths of `query`; None for causal attention of the rows to each other.
+        key_rows: anchors and depths of `keys`.
     """
 
     query: slice
     keys: tuple[slice, ...]
-    asking: Rows | None = None
-    answering: Rows | None = None
+    query_rows: Rows | None = None
+    key_rows: Rows | None = None
 
     def mask(self) -> torch.Tensor | None:
-        """[Q, K] bool, True where the row may attend.
-
-        Made when asked for: a mask is larger than its description.
-        """
-        if self.asking is None or self.answering is None:
+        """Return [Q, K] bool, True where the row may attend; None for causal attention."""
+        if self.query_rows is None or self.key_rows is None:
             return None
-        return attention_mask(self.asking, self.answering)
+        return attention_mask(self.query_rows, self.key_rows)
 
     def to(self, device: torch.device | str) -> "Block":
-        """The block with its rows on another device."""
-        if self.asking is None or self.answering is None:
+        if self.query_rows is None or self.key_rows is None:
             return self
-        return replace(self, asking=self.asking.to(device), answering=self.answering.to(device))
+        return replace(self, query_rows=self.query_rows.to(device), key_rows=self.key_rows.to(device))
+
+    @property
+    def num_queries(self) -> int:
+        return _length(self.query)
+
+    @property
+    def num_keys(self) -> int:
+        return sum(map(_length, self.keys))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The blocks of packed documents, in the order of their rows."""
+    """The blocks of packed documents, in row order."""
 
     blocks: tuple[Block, ...]
 
     def to(self, device: torch.device | str) -> "DocumentPlan":
-        """The plan on another device, in the form that suits it."""
+        """Move the plan to a device, in the form that is fastest there."""
         if torch.device(device).type != "cpu" and self.num_padded_scores <= _PADDED_SCORES:
             return self.padded(device)
         return AttentionPlan(tuple(block.to(device) for block in self.blocks))
 
     @property
     def num_padded_scores(self) -> int:
-        """Scores of an attention head when the blocks are padded."""
+        """Scores per attention head if the blocks are padded."""
         return sum(
-            len(group) * max(map(_num_asking, group)) * max(map(_num_answering, group)) for group in self._groups()
+            len(group) * max(block.num_queries for block in group) * max(block.num_keys for block in group)
+            for group in self._groups()
         )
 
     def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
-        """The same blocks, to be computed side by side."""
+        """Return the plan with its blocks padded, to be computed together."""
         return PaddedPlan(tuple(PaddedBlocks.of(group, device) for group in self._groups()))
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attention block by block, [1, heads, rows, head_dim]."""
+        """Compute attention block by block, [1, heads, rows, head_dim]."""
         output: torch.Tensor = _BlockAttention.apply(query, key, value, self, scaling)  # type: ignore[no-untyped-call]
         return output
 
     def _groups(self) -> list[list[Block]]:
-        """Blocks that are padded together: causal ones, and the others."""
-        causal = [block for block in self.blocks if block.asking is None]
-        others = [block for block in self.blocks if block.asking is not None]
-        return [group for group in (causal, others) if group]
+        """Split the blocks into causal and masked ones; each group is padded together."""
+        causal = [block for block in self.blocks if block.query_rows is None]
+        masked = [block for block in self.blocks if block.query_rows is not None]
+        return [group for group in (causal, masked) if group]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBlocks:
+    """Blocks padded to the length of the longest.
+
+    Attributes:
+        query_NQ: indices of the query rows; 0 for padding.
+        key_NK: indices of the key rows; 0 for padding.
+        place_S: indices in N * Q of the rows that are not padding.
+        mask_NQK: bool, shared by all layers; None for causal attention. No row attends to padding; padding may attend
+            to all known tokens.
+    """
+
+    query_NQ: torch.Tensor
+    key_NK: torch.Tensor
+    place_S: torch.Tensor
+    mask_NQK: torch.Tensor | None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], device: torch.device | str) -> "PaddedBlocks":
+        """Pad blocks that are either all causal or all masked."""
+        query = [torch.arange(block.query.start, block.query.stop) for block in blocks]
+        key = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
+        query_NQ = _pad(query)
+        lengths_N = torch.tensor([len(rows) for rows in query])
+        place_S = torch.nonzero((torch.arange(query_NQ.shape[1]) < lengths_N[:, None]).flatten()).flatten()
+        query_rows = [block.query_rows for block in blocks if block.query_rows is not None]
+        key_rows = [block.key_rows for block in blocks if block.key_rows is not None]
+        mask_NQK = None
+        if query_rows:
+            mask_NQK = attention_mask(
+                _pad_rows(query_rows, anchor=_LAST_ANCHOR, depth=0).to(device),
+                _pad_rows(key_rows, anchor=-1, depth=1).to(device),
+            )
+        return cls(query_NQ.to(device), _pad(key).to(device), place_S.to(device), mask_NQK)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices of the query rows, [S], and their attention, [1, heads, S, head_dim]."""
+        wide = torch.promote_types(key.dtype, torch.float32)  # the first keys' gradient is a sum over all blocks
+        parts = [_gather(query, self.query_NQ)]
+        parts += [_gather(tensor.to(wide), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
+        output = _attend(parts, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
+        flat = output.transpose(0, 1).flatten(1, 2)[None]
+        return self.query_NQ.flatten()[self.place_S], flat[:, :, self.place_S]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedPlan:
+    """The padded blocks of packed documents. Gradients come from autograd."""
+
+    groups: tuple[PaddedBlocks, ...]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Compute attention group by group, [1, heads, rows, head_dim]."""
+        output = torch.zeros_like(query)
+        for group in self.groups:
+            rows, attended = group.attend(query, key, value, scaling)
+            output = output.index_copy(2, rows, attended)
+        return output
 
 
 DocumentPlan = AttentionPlan | PaddedPlan
 
 
-def _num_asking(block: Block) -> int:
-    return _length(block.query)
-
-
-def _num_answering(block: Block) -> int:
-    return sum(map(_length, block.keys))
-
-
-def _length(rows: slice) -> int:
-    return int(rows.stop) - int(rows.start)
-
-
 def parallel_plan(documents: Sequence[Rows]) -> AttentionPlan:
-    """Who attends to whom when one pass computes all depths (P-EAGLE).
-
-    Rows are packed document by document.
-    """
+    """Plan the attention of one pass over all depths (P-EAGLE). Rows are packed document by document."""
     blocks, first = [], 0
     for rows in documents:
         known = slice(first, first + rows.num_known)
         blocks.append(Block(known, (known,)))
         for start, stop in _chain_blocks(rows, range(rows.num_known, len(rows))):
-            asked = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
+            key_index = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
             own = slice(first + start, first + stop)
-            keys = (slice(first, first + len(asked) - (stop - start)), own)
-            blocks.append(Block(own, keys, rows.select(torch.arange(start, stop)), rows.select(asked)))
+            keys = (slice(first, first + len(key_index) - (stop - start)), own)
+            blocks.append(Block(own, keys, rows.select(torch.arange(start, stop)), rows.select(key_index)))
         first += len(rows)
     return AttentionPlan(tuple(blocks))
 
 
 def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
-    """Who attends to whom when only the rows at `depth` are computed (EAGLE-3).
+    """Plan the attention of the rows at one depth (EAGLE-3).
 
-    Keys are those of a cache that holds depth after depth, and within each the documents side by side.
+    Keys are in a cache that is ordered by depth and, within each depth, by document.
     """
     counts = torch.tensor([[int((rows.depth_S == d).sum()) for rows in documents] for d in range(depth + 1)])
-    # Where the rows of each depth and document begin in the cache.
-    begins = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    # Start of each depth and document in the cache.
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     blocks = []
     for index, rows in enumerate(documents):
-        first = int(begins[depth, index] - begins[depth, 0])
+        first = int(starts[depth, index] - starts[depth, 0])
         if depth == 0:
             known = slice(first, first + rows.num_known)
             blocks.append(Block(known, (known,)))
@@ -153,24 +213,26 @@ def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
         block_rows = _block_rows(rows.num_known)
         for start in range(0, len(anchors[depth]), block_rows):
             stop = min(start + block_rows, len(anchors[depth]))
-            blocks.append(_sequential_block(anchors, begins[:, index].tolist(), first, start, stop))
+            blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first, start, stop))
     return AttentionPlan(tuple(blocks))
 
 
-def _sequential_block(anchors: list[torch.Tensor], begins: list[int], first: int, start: int, stop: int) -> Block:
-    """The block of the rows `start` to `stop` at the last depth of `anchors`."""
+def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int, start: int, stop: int) -> Block:
+    """Return the block of the rows `start` to `stop` at the last depth of `anchors`."""
     depth = len(anchors) - 1
-    asking = anchors[depth][start:stop]
-    low, high = int(asking[0]), int(asking[-1])
+    query_anchors = anchors[depth][start:stop]
+    low, high = int(query_anchors[0]), int(query_anchors[-1])
     keys, key_rows = [], []
-    for d, known in enumerate(anchors):
-        begin = 0 if d == 0 else int(torch.searchsorted(known, low))
-        end = int(torch.searchsorted(known, high, right=True))
-        keys.append(slice(begins[d] + begin, begins[d] + end))
-        key_rows.append(Rows(known[begin:end], torch.full((end - begin,), d)))
-    answering = Rows(torch.cat([rows.anchor_S for rows in key_rows]), torch.cat([rows.depth_S for rows in key_rows]))
+    for d, own in enumerate(anchors):
+        begin = 0 if d == 0 else int(torch.searchsorted(own, low))
+        end = int(torch.searchsorted(own, high, right=True))
+        keys.append(slice(starts[d] + begin, starts[d] + end))
+        key_rows.append(Rows(own[begin:end], torch.full((end - begin,), d)))
     return Block(
-        slice(first + start, first + stop), tuple(keys), Rows(asking, torch.full_like(asking, depth)), answering
+        slice(first + start, first + stop),
+        tuple(keys),
+        Rows(query_anchors, torch.full_like(query_anchors, depth)),
+        Rows(torch.cat([rows.anchor_S for rows in key_rows]), torch.cat([rows.depth_S for rows in key_rows])),
     )
 
 
@@ -179,7 +241,7 @@ def _block_rows(num_known: int) -> int:
 
 
 def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
-    """Cut chain rows into blocks of equal length, never through an anchor's chain."""
+    """Cut chain rows into blocks of about equal length, only between anchors."""
     anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
     start = chain.start
     for row in range(chain.start + 1, chain.stop + 1):
@@ -197,17 +259,14 @@ def document_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention block by block.
+    """Compute the attention of a plan, in the form that transformers expects.
 
     Args:
-        module: the layer; not read.
-        query: [1, heads, rows, head_dim].
+        module: the layer; not used.
+        query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.
         key: [1, KV heads, keys, head_dim].
         value: like `key`.
-        attention_mask: the blocks.
-        scaling: of the scores.
-
-    Rows behind the last block are padding; nothing attends to them and they get zeros.
+        attention_mask: the plan.
 
     Returns:
         [1, rows, heads, head_dim], and no weights.
@@ -219,7 +278,7 @@ def document_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention block by block, in forward and again in backward."""
+    """Attention block by block; backward computes each block again."""
 
     @staticmethod
     def forward(
@@ -234,44 +293,75 @@ class _BlockAttention(torch.autograd.Function):
         ctx.plan, ctx.scaling = plan, scaling
         output = torch.zeros_like(query)
         for block in plan.blocks:
-            output[:, :, block.query] = _attend(block, _parts(block, query, key, value), scaling)
+            output[:, :, block.query] = _attend(_parts(block, query, key, value), block.mask(), scaling)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         grad_query = torch.zeros_like(query)
-        # Every block adds to the first keys, and in bf16 the last ones would be lost in the sum.
+        # Every block adds to the first keys; in bf16 the last additions would be lost.
         wide = torch.promote_types(key.dtype, torch.float32)
-        # torch's CPU kernel for this gradient is slower in bf16, most of all where each block has another shape.
+        # torch's CPU kernel for this gradient is slower in bf16, especially if every block has another shape.
         dtype = wide if query.device.type == "cpu" else query.dtype
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for block in ctx.plan.blocks:
             parts = [part.detach().to(dtype).requires_grad_() for part in _parts(block, query, key, value)]
             with torch.enable_grad():
-                output = _attend(block, parts, ctx.scaling)
-            of_output = grad_output[:, :, block.query].to(dtype)
-            of_query, of_keys, of_values = torch.autograd.grad(output, parts, of_output)
-            grad_query[:, :, block.query] = of_query
+                output = _attend(parts, block.mask(), ctx.scaling)
+            block_grad = grad_output[:, :, block.query].to(dtype)
+            grad_query[:, :, block.query], block_grad_key, block_grad_value = torch.autograd.grad(
+                output, parts, block_grad
+            )
             start = 0
             for keys in block.keys:
-                stop = start + keys.stop - keys.start
-                grad_key[:, :, keys] += of_keys[:, :, start:stop]
-                grad_value[:, :, keys] += of_values[:, :, start:stop]
+                stop = start + _length(keys)
+                grad_key[:, :, keys] += block_grad_key[:, :, start:stop]
+                grad_value[:, :, keys] += block_grad_value[:, :, start:stop]
                 start = stop
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
 def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """The block's own query, keys and values, the latter side by side."""
+    """Gather the block's query, keys and values."""
     return [
         query[:, :, block.query],
         *(torch.cat([tensor[:, :, keys] for keys in block.keys], dim=2) for tensor in (key, value)),
     ]
 
 
-def _attend(block: Block, parts: Sequence[torch.Tensor], scaling: float | None) -> torch.Tensor:
-    return attend(parts, block.mask(), scaling)
+def _attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+    """Compute attention.
+
+    Args:
+        parts: query, key and value, each [N, heads, rows, head_dim]; there may be fewer KV heads.
+        mask: True where the row may attend; None for causal attention.
+    """
+    query, key, value = parts
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    with sdpa_kernel(_KERNELS):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop) - int(rows.start)
+
+
+def _pad(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
+    """Stack to [N, longest], padded on the right."""
+    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filler)
+    return F.pad(padded, (0, -padded.shape[1] % _MULTIPLE), value=filler)
+
+
+def _pad_rows(rows: Sequence[Rows], *, anchor: int, depth: int) -> Rows:
+    return Rows(_pad([own.anchor_S for own in rows], anchor), _pad([own.depth_S for own in rows], depth))
+
+
+def _gather(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows [N, heads, rows, head_dim] of [1, heads, all rows, head_dim]."""
+    gathered = tensor[0].index_select(1, index.flatten())
+    return gathered.view(len(gathered), *index.shape, -1).transpose(0, 1)
 
 
 AttentionInterface.register(DOCUMENT_ATTENTION, document_attention)

@@ -1,22 +1,18 @@
-"""COD sampling, and documents as one training batch.
+"""COD sampling and training batches.
 
-Documents are shifted, sampled by COD and packed row after row.
+P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The row at depth 0 has the last known token and the target's
+state; the row at depth d, d tokens later, has a mask token and a learnt state. Training every position at every depth
+would cost K times the sequence. Conditional-on-distribution (COD) sampling keeps all positions at depth 0 and a share
+ratio**d of them at depth d.
 
-The head reads the state at token t beside the embedding of token t+1 (that is what an engine has when it drafts) and
-predicts the target's distribution after t+1, t+2, ... Documents are packed, not padded; each attends to itself alone.
+The head reads the state at token t with the embedding of token t+1, which an engine has when it drafts, and predicts
+the target's distribution after t+1, t+2, ... Documents are shifted accordingly and packed; each attends only to
+itself.
 
-Row counts are rounded up, so that a CPU's matrix kernels, which are built for each shape, can be used again at the
-next step. What is added belongs to no document and bears no loss.
+Row counts are rounded up, because a CPU's matrix kernels are built per shape. Padding bears no loss.
 
-Shapes: T tokens of all documents after the shift, S rows, R rows under the loss, P positions under the loss, each
-with its padding.
-
-P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass: the row at depth 0 holds the last known token with the target's
-state; the row at depth d stands d tokens further on and holds a mask token and a learnt state. Training every position
-at every depth would cost K times the sequence; conditional-on-distribution (COD) sampling keeps all positions at depth
-0 and a share ratio**d of them at depth d.
-
-Shapes: T tokens of one document, S rows trained for it.
+Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows under the loss, P positions
+under the loss; in a batch each includes its padding.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -32,12 +28,12 @@ from peagle.drafter.store import Document
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one document: known tokens (depth 0), then chains by anchor.
+    """The rows of one document: known tokens (depth 0), then chains ordered by anchor.
 
     Attributes:
         anchor_S: position of the last known token of the row's chain.
-        depth_S: how many tokens further the row stands; its own position is anchor + depth.
-        first_anchor: rows of earlier anchors are there to be attended to, and bear no loss (micro.py).
+        depth_S: number of tokens after the anchor; the row's position is anchor + depth.
+        first_anchor: rows with earlier anchors only provide context and bear no loss (`micro.py`).
     """
 
     anchor_S: torch.Tensor
@@ -54,16 +50,13 @@ class Rows:
 
     @property
     def num_known(self) -> int:
-        """Rows at depth 0: the document's tokens."""
         return int((self.depth_S == 0).sum())
 
     def to(self, device: torch.device | str) -> "Rows":
-        """The rows on another device."""
         anchor, depth = (tensor.to(device, non_blocking=True) for tensor in (self.anchor_S, self.depth_S))
         return Rows(anchor, depth, self.first_anchor)
 
     def select(self, index: torch.Tensor) -> "Rows":
-        """Some of the rows."""
         return Rows(self.anchor_S[index], self.depth_S[index])
 
 
@@ -72,18 +65,17 @@ def sample_rows(
 ) -> Rows:
     """Sample the rows of one document.
 
-    Depth 0 keeps every token, since later rows attend to it. A chain starts only at a token under the loss and
-    ends where the loss does. Chains are nested: an anchor that is kept at depth d is kept at all smaller depths,
-    because a row attends to the smaller depths of its own chain.
+    Depth 0 keeps every token, since later rows attend to it. Chains start only at tokens under the loss and end with
+    the loss. An anchor that is kept at depth d is kept at all smaller depths too, because a row attends to the
+    smaller depths of its own chain.
 
     Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
         depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (it predicts from 3 and 4) and that of 3 (from 4).
 
     Args:
         loss_mask_T: [T] bool.
-        num_depths: K_train, depth 0 included.
+        num_depths: K_train, including depth 0.
         ratio: share of the anchors kept from one depth to the next; 1 keeps all.
-        generator: of the CPU, for a reproducible draw.
     """
     num_tokens = loss_mask_T.shape[0]
     candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
@@ -100,10 +92,7 @@ def sample_rows(
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
-    """[..., Q, K] bool, True where the row may attend.
-
-    Known tokens up to its anchor, and its own chain before it.
-    """
+    """Return [..., Q, K] bool: rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
     query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
     query_d, key_d = query.depth_S[..., :, None], key.depth_S[..., None, :]
     known = (key_d == 0) & (key_a <= query_a)
@@ -117,14 +106,13 @@ class TrainingBatch:
 
     Attributes:
         token_ids_T: the known token at each position (x[t+1] of its document).
-        aux_TAH: the target's aux states beside it (at t).
-        last_PH: the target's states entering its final norm, at the positions under the loss (at t+1).
-        anchor_S: index of the row's anchor in T.
-        depth_S: the row's depth.
+        aux_TAH: the target's aux states (at t).
+        last_PH: the target's states before its final norm, at positions under the loss (at t+1).
+        anchor_S: index in T of the row's anchor.
         place_S: the row's position within its document, for the rotary embedding.
         row_R: rows under the loss, ordered by the position they predict from.
-        target_R: for each of them the index in P.
-        documents: the rows of each document, on the CPU; their anchors count from the document's own first token.
+        target_R: index in P of each row in `row_R`.
+        documents: the rows of each document, on the CPU, with anchors relative to the document.
         num_loss_rows: rows of R that are not padding.
         num_tokens: tokens of the documents before the shift.
     """
@@ -142,7 +130,6 @@ class TrainingBatch:
     num_tokens: int
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
-        """The batch on another device."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -155,8 +142,8 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
     """Pack documents.
 
     Args:
-        documents: at least one, each of two tokens or more.
-        rows: those of each document, sampled from its loss mask after the shift.
+        documents: at least one, each with at least two tokens.
+        rows: the rows of each document, sampled from its loss mask after the shift.
     """
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])
     loss_mask = torch.cat([document.loss_mask_T[1:] for document in documents])
@@ -183,10 +170,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros behind the last row, so that few lengths occur.
-
-    At most an eighth is added, or 7 rows.
-    """
+    """Append zeros, so that few lengths occur: at most an eighth of the length, or 7 rows."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,10 +1,9 @@
-"""Training checkpoints, written whole and refused by another training.
+"""Training checkpoints.
 
-A checkpoint holds the trained weights, the optimizer and the step; data order and sampling follow from the seed and
-the step, so nothing else is needed for the resumed curve to be the uninterrupted one.
+A checkpoint contains the trained weights, the optimizer and the step. Data order and sampling follow from the seed and
+the step, so a resumed training continues the uninterrupted curve.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,22 @@ from typing import Any
 import torch
 
 from peagle.errors import ConfigError
+from peagle.files import atomic_file, remove_temporaries
 
 FILE = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A training at a step.
+    """The state of a training at a step.
 
     Attributes:
-        step: optimizer steps done.
+        step: finished optimizer steps.
         weights: trained parameters by name.
-        optimizer: its state dict.
-        fingerprint: what was trained how; a resume must be equal in all of it.
+        fingerprint: the settings that a resumed training must share.
         num_tokens: tokens seen.
-        train_s: seconds of training behind it, over all attempts.
-        metrics_bytes: length of the metrics file then.
+        train_s: seconds of training over all attempts.
+        metrics_bytes: length of the metrics file.
     """
 
     step: int
@@ -39,7 +38,7 @@ class Checkpoint:
     metrics_bytes: int
 
     def copy_to(self, head: Any) -> None:
-        """Put the weights into a head of the same shape."""
+        """Copy the weights into a head of the same shape."""
         parameters = dict(head.named_parameters())
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -47,34 +46,29 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write by rename, flushed first, so that a kill leaves the old or the new one."""
-    partial = folder / (FILE + ".partial")
-    with partial.open("wb") as stream:
+    """Replace the checkpoint in `folder` atomically."""
+    remove_temporaries(folder)  # of killed trainings: they are large
+    with atomic_file(folder / FILE) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(folder / FILE)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is one in `folder`, of whatever training."""
     return (folder / FILE).is_file()
 
 
 def saved_at(folder: Path) -> int | None:
-    """When the checkpoint in `folder` was written, in ns; None without one."""
+    """Return when the checkpoint was written, in ns; None without a checkpoint."""
     return (folder / FILE).stat().st_mtime_ns if has_checkpoint(folder) else None
 
 
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None when there is none.
+    """Return the checkpoint in `folder`, or None if there is no checkpoint.
 
     Args:
-        folder: of the training.
-        fingerprint: what it must be a training of; None takes it whatever it is.
+        fingerprint: the expected fingerprint; None accepts any.
 
     Raises:
-        ConfigError: it was trained on something else or otherwise; names what differs.
+        ConfigError: the checkpoint has another fingerprint; names the settings that differ.
     """
     if not has_checkpoint(folder):
         return None
@@ -83,10 +77,14 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
     if fingerprint is None:
         return checkpoint
     stored = checkpoint.fingerprint
+    # Earlier versions stored how new layers were initialised. A checkpoint has their weights, so it makes no
+    # difference.
+    if isinstance(stored.get("head"), dict):
+        stored["head"].pop("further_layers", None)
     changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
     if changed:
         raise ConfigError(
-            f"{folder}: holds a training with another {', '.join(changed)}",
-            hint="give the same options to go on with it, or another --output",
+            f"{folder}: the training there has a different {', '.join(changed)}",
+            hint="use the same options to resume it, or another --output",
         )
     return checkpoint

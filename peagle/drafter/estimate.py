@@ -1,8 +1,8 @@
-"""An acceptance length from the target's states, without an engine.
+"""Estimate the acceptance length from the target's states, without an engine.
 
-Walks each greedy response as an engine would: draft K tokens after the last known one, count how many agree with the
-response, go on behind the first that does not. The engine computes the same with other kernels; what is left between
-the two figures is rounding and the cut at the response's end.
+Follows each greedy response like an engine: draft K tokens after the last known one, count how many match the response,
+continue after the first mismatch. Differences from an engine's figure come from rounding and from the end of the
+response.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from peagle.speculation import SpeculationStats
 def draft_logits(
     head: Any, document: Document, num_speculative_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits from which the head drafts K tokens behind each known token.
+    """Return the logits from which the head drafts K tokens after each known token.
 
     Returns:
-        anchor_R and depth_R: the row scores token anchor + depth + 2 of the document; [R, V] logits of the draft
-        vocabulary.
+        anchor_R, depth_R and the logits [R, V] over the draft vocabulary. A row predicts token anchor + depth + 2 of
+        the document.
     """
     anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
     return anchor, depth, states.float() @ head.lm_head.weight.float().T
@@ -32,11 +32,9 @@ def draft_logits(
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """[T - 1, K] drafted token ids behind each known token, -1 without one.
+    """Return the drafts after each known token, [T - 1, K], as ids of the target's vocabulary.
 
-    Ids are of the target's vocabulary.
-
-    Row t holds the drafts for the tokens t+2, t+3, ... of the document; only rows of the response are filled.
+    Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response are -1.
     """
     anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
     num_tokens = len(document.token_ids_T)
@@ -48,9 +46,9 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 def _draft_states(
     head: Any, document: Document, num_speculative_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """anchor_R and depth_R as of `draft_logits`, and the states [R, H] for logits."""
+    """Return anchor_R and depth_R like `draft_logits`, and the states [R, H]."""
     k = num_speculative_tokens
-    # A chain ends with the document: repeat the last token so that the last rows draft all K as well.
+    # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
     padded = Document(
         token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
         loss_mask_T=torch.cat([document.loss_mask_T, document.loss_mask_T[-1:].expand(k)]),
@@ -65,37 +63,32 @@ def _draft_states(
 
 
 def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
-    """Accepted drafts of each verification step of one response.
+    """Return the number of accepted drafts of each verification step of a response.
 
-    Example: the response (behind a prompt) is 5 6 7 8 and every draft is right, K=2: the first step drafts 6 7 after
-    5, accepts both and emits 8 itself; nothing is left. One step, [2].
+    Example: the response is 5 6 7 8, every draft is right, and K=2. The first step drafts 6 7 after 5, accepts both and
+    emits 8: [2].
 
     Args:
-        token_ids: the document.
-        drafted: [T - 1, K] from `drafted_tokens`.
+        drafted: from `drafted_tokens`.
         start: index of the response's first token, which prefill emits.
     """
     accepted = []
     known = start
     while known < len(token_ids) - 1:
-        coming = token_ids[known + 1 :]
-        agreed = 0
-        for draft, token in zip(drafted[known - 1].tolist(), coming, strict=False):
+        num_accepted = 0
+        for draft, token in zip(drafted[known - 1].tolist(), token_ids[known + 1 :], strict=False):
             if draft != token:
                 break
-            agreed += 1
-        accepted.append(agreed)
-        known += agreed + 1
+            num_accepted += 1
+        accepted.append(num_accepted)
+        known += num_accepted + 1
     return accepted
 
 
 def estimate_acceptance(
     head: Any, store: Features, documents: Sequence[int], *, num_speculative_tokens: int
 ) -> SpeculationStats:
-    """Acceptance over documents, as a greedy engine would count it.
-
-    Exact only for greedy responses.
-    """
+    """Estimate the acceptance of a greedy engine over documents. Exact only for greedy responses."""
     histogram = [0] * (num_speculative_tokens + 1)
     for index in documents:
         (document,) = store.documents([index])

@@ -1,16 +1,13 @@
-"""The target's hidden states: read, and stored or computed on the fly.
+"""The target's hidden states, stored or computed on the fly.
 
-The head reads them, and is measured against them.
+For each token these are the states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1),
+concatenated, and the state BEFORE the final norm, from which the target's distribution follows.
 
-For each token: the states ENTERING the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1), side by
-side, and the state ENTERING the final norm, from which the target's own distribution follows. Each shard covers a
-fixed range of the samples, so an interrupted extraction goes on where it stopped, and shards can be computed anywhere
-in any order. This file cuts and fills shards; how they lie on the disk is store.py's.
+Each shard of a store (`store.py`) covers a fixed range of the samples. So an interrupted extraction resumes where it
+stopped, and shards can be computed anywhere in any order. Features on the fly have the same interface and the same
+numbers, rounded to bf16; each pass over the documents runs the target again.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
-
-Features on the fly read like a store, and their numbers are those of a store, rounded to bf16 like them; each pass over
-the documents runs the target again. Of states it holds those of the documents that were read ahead.
 """
 
 import hashlib
@@ -32,14 +29,14 @@ from peagle.errors import CapacityError, ConfigError, InputError
 from peagle.files import sha256
 
 BATCH_TOKENS = 4096
-GPU_BATCH_TOKENS = 16_384  # a GPU would wait for Python with fewer
+GPU_BATCH_TOKENS = 16_384  # smaller batches would leave a GPU waiting for Python
 
 
 class HiddenStateReader:
-    """A target with hooks on the inputs of its aux layers and of its final norm.
+    """Reads the inputs of the target's aux layers and final norm.
 
     Raises:
-        ConfigError: the target has no such layers.
+        ConfigError: the target does not have these layers.
     """
 
     def __init__(self, target: Any, aux_layers: Sequence[int]) -> None:
@@ -52,12 +49,12 @@ class HiddenStateReader:
 
     @torch.inference_mode()
     def read(self, token_ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States of right-padded documents: aux [B, T, A * H] and last [B, T, H].
+        """Return the aux [B, T, A * H] and last [B, T, H] states of right-padded documents.
 
-        Attention is causal, so what stands right of a document does not change it.
+        Attention is causal, so padding does not change them.
         """
         seen: list[torch.Tensor] = []
-        hooks = [module.register_forward_pre_hook(_keeper(seen), with_kwargs=True) for module in self._modules]
+        hooks = [module.register_forward_pre_hook(_input_hook(seen), with_kwargs=True) for module in self._modules]
         try:
             self._decoder(input_ids=token_ids_BT, use_cache=False)
         finally:
@@ -67,11 +64,11 @@ class HiddenStateReader:
 
 
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
-    """The target of a folder in bf16."""
+    """Load the target in bf16."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the command has one of its own
+    logging.disable_progress_bar()  # the command has its own progress bar
     auto_class = auto_class_of(AutoConfig.from_pretrained(target, trust_remote_code=False))
     model = auto_class.from_pretrained(target, dtype=torch.bfloat16, trust_remote_code=False).to(device).eval()
     return HiddenStateReader(model, aux_layers)
@@ -85,16 +82,14 @@ def states_of(
     batch_tokens: int = BATCH_TOKENS,
     to: torch.device | str = "cpu",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Aux [T, A * H] and last [T, H] of each sample, in bf16.
+    """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16.
 
-    How samples are batched may change the last bit of a state, as it does in every engine.
+    As in every engine, batching may change the last bit of a state.
 
     Args:
-        samples: documents.
-        reader: the target on `device`.
         device: of the target.
-        batch_tokens: padded tokens the target sees at once; a longer document is seen alone.
-        to: where they are wanted.
+        batch_tokens: maximum padded tokens per batch; a longer document gets its own batch.
+        to: device of the results.
     """
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for batch in _batches_by_length(samples, batch_tokens):
@@ -107,11 +102,11 @@ def states_of(
     return [states[i] for i in range(len(samples))]
 
 
-def _keeper(seen: list[torch.Tensor]) -> Callable[..., None]:
-    def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _input_hook(seen: list[torch.Tensor]) -> Callable[..., None]:
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
-    return keep
+    return hook
 
 
 def _compact(states: torch.Tensor, to: torch.device | str) -> torch.Tensor:
@@ -119,7 +114,7 @@ def _compact(states: torch.Tensor, to: torch.device | str) -> torch.Tensor:
 
 
 def _batches_by_length(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of documents of like length, so that little is padding."""
+    """Yield indices of documents of similar length, to minimise padding."""
     batch: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids)):
         if batch and (len(batch) + 1) * len(samples[index].token_ids) > batch_tokens:
@@ -135,12 +130,12 @@ SHARD_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureJob:
-    """The states to store, and where.
+    """An extraction of states.
 
     Attributes:
         target: folder of the target.
-        samples: documents in an order that does not change between attempts.
-        spec: of the target and the samples; a store with another one is refused.
+        samples: documents, in an order that does not change between attempts.
+        spec: describes the target and the samples; a store with another spec is rejected.
         folder: the store.
         device: for the target.
     """
@@ -153,19 +148,19 @@ class FeatureJob:
 
 
 def target_fingerprint(target: Path) -> str:
-    """SHA-256 over the target's config.json and weight files.
+    """Return the SHA-256 of the target's config.json and weight files.
 
     Raises:
-        InputError: no target there.
+        InputError: the folder has no target.
     """
     files = [target / "config.json", *sorted(target.glob("*.safetensors"))]
     if not files[0].is_file() or len(files) == 1:
-        raise InputError(f"{target}: no config.json with safetensors weights")
+        raise InputError(f"{target}: must have a config.json and safetensors weights")
     return _digest(sha256(file).encode() for file in files)
 
 
 def samples_fingerprint(samples: Sequence[Sample]) -> str:
-    """SHA-256 over the documents, in order."""
+    """Return the SHA-256 of the documents, in order."""
     return _digest(json.dumps([sample.token_ids, sample.num_prompt_tokens]).encode() for sample in samples)
 
 
@@ -186,11 +181,11 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """Open the store as far as it exists; also list the missing shards' numbers.
+    """Open or create a store; return its writer and the samples of the missing shards by number.
 
     Raises:
-        ConfigError: the store holds the features of something else.
-        CapacityError: the disk cannot hold what is left to be written.
+        ConfigError: the store has the features of other documents or of another target.
+        CapacityError: the missing shards do not fit on the disk.
     """
     shards = plan_shards(samples)
     writer = StoreWriter(folder, spec, num_shards=len(shards))
@@ -202,7 +197,7 @@ def open_store(
 
 
 def extract(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
-    """Do `job` in this process; see `extract_features`."""
+    """Run a job in this process."""
     extract_features(
         job.samples,
         lambda: load_reader(job.target, job.spec.aux_layers, job.device),
@@ -223,20 +218,20 @@ def extract_features(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill `store` with the states of all samples; shards that are there already stay.
+    """Fill `store` with the states of all samples, keeping existing shards.
 
     Args:
-        samples: documents in an order that does not change between attempts.
-        load_reader: loads the target; not called when nothing is missing.
-        spec: of the target and the samples; a store with another one is refused.
+        samples: documents, in an order that does not change between attempts.
+        load_reader: loads the target; only called if shards are missing.
+        spec: describes the target and the samples; a store with another spec is rejected.
         store: folder to write.
         device: of the target.
-        batch_tokens: padded tokens the target sees at once.
-        progress: called with (shards done, shards in all) after each.
+        batch_tokens: maximum padded tokens per batch.
+        progress: called after each shard with the number of finished and of all shards.
 
     Raises:
-        ConfigError: the store holds the features of something else.
-        CapacityError: the disk cannot hold what is left to be written.
+        ConfigError: the store has the features of other documents or of another target.
+        CapacityError: the missing shards do not fit on the disk.
     """
     writer, missing = open_store(samples, spec, store)
     reader = load_reader() if missing else None
@@ -253,7 +248,7 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a shard, made of its samples."""
+    """Compute the tensors of a shard from its samples."""
     states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),
@@ -268,9 +263,9 @@ def _check_disk(store: Path, num_tokens: int, spec: FeatureSpec) -> None:
     needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(store).free
     if needed > free:
         raise CapacityError(
-            f"{store}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need {needed / 2**30:.1f} GiB,"
-            f" {free / 2**30:.1f} GiB are free",
-            hint="free some, name a larger disk with --features, or store nothing: --on-the-fly",
+            f"{store}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need {needed / 2**30:.1f} GiB, but"
+            f" only {free / 2**30:.1f} GiB are free",
+            hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
         )
 
 
@@ -282,14 +277,12 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 class ComputedFeatures:
-    """The features of `samples`, computed on demand.
+    """The features of `samples`, computed on demand. Only documents that were read ahead are kept.
 
     Args:
-        samples: documents.
-        load_reader: loads the target, at the first demand.
-        spec: of the target and the samples.
-        device: for the target.
-        batch_tokens: padded tokens the target sees at once.
+        load_reader: loads the target, on first use.
+        device: for the target and the states.
+        batch_tokens: maximum padded tokens per batch.
     """
 
     def __init__(
@@ -309,24 +302,20 @@ class ComputedFeatures:
         return len(self._samples)
 
     def num_tokens(self, index: int) -> int:
-        """Length of a document."""
         return len(self._samples[index].token_ids)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Compute the documents together and keep them until the next call."""
-        self._ahead = self._computed(list(dict.fromkeys(indices)))
+        """Compute documents together and keep them until the next call."""
+        self._ahead = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """The documents with these indices, computed together.
+        """Return documents, computing those together that were not read ahead."""
+        documents = self._ahead | self._compute([index for index in indices if index not in self._ahead])
+        return [documents[index] for index in indices]
 
-        Their states stay on the target's device.
-        """
-        found = self._ahead | self._computed([index for index in indices if index not in self._ahead])
-        return [found[index] for index in indices]
-
-    def _computed(self, indices: Sequence[int]) -> dict[int, Document]:
+    def _compute(self, indices: Sequence[int]) -> dict[int, Document]:
         samples = [self._samples[index] for index in indices]
-        with torch.autocast(self._device.type, enabled=False):  # it is for the head, and would change the target
+        with torch.autocast(self._device.type, enabled=False):  # autocast is for the head and would change the target
             states = states_of(
                 samples, self._reader, device=self._device, batch_tokens=self.tokens_ahead, to=self._device
             )

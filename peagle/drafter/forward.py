@@ -1,16 +1,13 @@
-"""The heads' forward passes over a batch, and their loss.
+"""Forward passes of the heads over a batch, and their loss.
 
-Pure functions over the modules of `speculators`' models.
+These functions use the modules of `speculators`' models. The library's own forward passes pack documents into one
+square mask, sample rows themselves and store the logits of every row. These take the rows as arguments, attend
+document by document, and compute logits only for rows under the loss. For the same rows the results are equal
+(tests/unit/drafter/test_forward.py).
 
-Its own forward passes pack documents into one square mask, sample by themselves and hold the logits of every row.
-These take the rows as given, attend document by document, and score only rows under the loss; for the same rows
-they agree with the library's (tests/unit/drafter/test_forward.py).
-
-A P-EAGLE head takes all depths in one pass; an EAGLE-3 head takes one depth after the other (eagle3.py).
-
-A row at depth d holds the token that stands d behind its anchor's, and the head's own state at depth d - 1 of the same
-chain. In training that token is the document's (teacher forcing, as `speculators` trains); in an engine it is the token
-that the head drafted.
+A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. There, the row at depth d reads
+the token d places after its anchor's, and the head's own state at depth d - 1 of the same chain. In training this token
+is the document's (teacher forcing, like `speculators`); in an engine the head drafted it.
 
 Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 """
@@ -26,7 +23,6 @@ from peagle.drafter.attention import DocumentPlan, parallel_plan, sequential_pla
 from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.loss import (
     CHUNK_ROWS,
-    DEFAULT_LOSS,
     RowLosses,
     Targets,
     Weighting,
@@ -39,12 +35,10 @@ from peagle.drafter.loss import (
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
-    """All rows' states before the norm, [S, H].
+    """Return the states of all rows before the norm, [S, H], of an EAGLE-3 head.
 
     Args:
-        head: an Eagle3DraftModel.
-        batch: rows whose chains are nested, as COD samples them.
-        free_run: feed the head's own drafts rather than the document's tokens.
+        free_run: feed the head's own drafts instead of the document's tokens.
     """
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     cache = _Cache()
@@ -85,17 +79,15 @@ def _one_depth(
 
 
 def _parents(batch: TrainingBatch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The place in `previous` (one depth before) of the row with the same anchor."""
+    """Return the index in `previous` (one depth before) of the row with the same anchor."""
     place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
     place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
     return place[batch.anchor_S[rows]]
 
 
 def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
-    """The target's id of the likeliest token of each state behind the norm, [S].
-
-    The logits of a long document are gigabytes, so no more than `CHUNK_ROWS` rows of them are held.
-    """
+    """Return the most likely token of each state after the norm, [S], as ids of the target's vocabulary."""
+    # In chunks, since the logits of a long document are gigabytes.
     draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
 
@@ -104,13 +96,13 @@ class _Cache:
     """Keys and values of the depths so far, as a cache for transformers' layers."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer in self._kept:
-            old_key, old_value = self._kept[layer]
+        if layer in self._layers:
+            old_key, old_value = self._layers[layer]
             key, value = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)
-        self._kept[layer] = key, value
+        self._layers[layer] = key, value
         return key, value
 
 
@@ -119,15 +111,15 @@ _FLAT = Weighting()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """Loss of a batch and what it was made of, by depth.
+    """The loss of a batch, and counts by depth.
 
     Attributes:
-        loss: scalar with a gradient: the weighted loss over the rows' fixed weight, or the batch's share of it. A mean
-            without D-PACE; with it, only to be compared with itself.
-        correct_D: rows whose likeliest token is the target's.
-        accepted_D: rows of which that is so, and of all rows before them in their chain.
-        rows_D: rows under the loss.
-        divergence_D: sum of their KL divergences, whichever the loss is.
+        loss: scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With
+            D-PACE it is not a mean, and comparable only with itself.
+        correct_D: number of rows whose most likely token is the target's.
+        accepted_D: number of correct rows for which all earlier rows of their chain are correct too.
+        rows_D: number of rows under the loss.
+        divergence_D: sum of their KL divergences.
     """
 
     loss: torch.Tensor
@@ -138,18 +130,16 @@ class BatchLoss:
 
     @classmethod
     def zeros(cls, num_depths: int, device: torch.device | str) -> "BatchLoss":
-        """No rows."""
-        nothing = [torch.zeros(num_depths, device=device) for _ in range(4)]
         return cls(
             loss=torch.zeros((), device=device),
-            correct_D=nothing[0],
-            accepted_D=nothing[1],
-            rows_D=nothing[2],
-            divergence_D=nothing[3],
+            correct_D=torch.zeros(num_depths, device=device),
+            accepted_D=torch.zeros(num_depths, device=device),
+            rows_D=torch.zeros(num_depths, device=device),
+            divergence_D=torch.zeros(num_depths, device=device),
         )
 
     def __add__(self, other: "BatchLoss") -> "BatchLoss":
-        """Both together, without a gradient."""
+        """Add two batches, without a gradient."""
         return BatchLoss(
             loss=self.loss.detach() + other.loss.detach(),
             correct_D=self.correct_D + other.correct_D,
@@ -160,13 +150,11 @@ class BatchLoss:
 
 
 def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> torch.Tensor:
-    """The head's states after its norm, [R, H], for rows under the loss and padding.
+    """Return the head's states after its norm, [R, H], for rows under the loss and padding.
 
     Args:
-        head: P-EAGLE or EAGLE-3.
-        batch: the rows.
-        free_run: an EAGLE-3 head goes on from its own drafts, as in an engine, rather than from the document's tokens.
-            For a P-EAGLE head, which reads no token behind the anchor, the two are the same.
+        free_run: an EAGLE-3 head continues its own drafts, like in an engine, instead of the document's tokens. It has
+            no effect on a P-EAGLE head, which reads no token after the anchor.
     """
     states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])
@@ -174,7 +162,7 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
 
 
 def is_parallel(head: Any) -> bool:
-    """Whether the head drafts all its tokens in one pass (P-EAGLE)."""
+    """Return whether the head drafts all tokens in one pass (P-EAGLE)."""
     return bool(head.config.speculators_model_type == "peagle")
 
 
@@ -183,11 +171,10 @@ class ParallelRows:
     """The inputs of a P-EAGLE head's layers.
 
     Attributes:
-        states: [1, S, 2 H], embedding and state side by side: at depth 0 a row's token and the projected aux states,
-            deeper the mask token and the learnt state.
-        places: [1, S].
-        rotary: cosines and sines of the places.
-        plan: who attends to whom.
+        states: [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other
+            depths the mask token and the learnt state.
+        places: positions, [1, S].
+        rotary: cosines and sines of the positions.
     """
 
     states: torch.Tensor
@@ -196,7 +183,7 @@ class ParallelRows:
     plan: DocumentPlan
 
     def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
-        """The rows behind a layer, [1, S, H]."""
+        """Return the output of a layer, [1, S, H]."""
         output: torch.Tensor = layer(
             states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
         )
@@ -204,7 +191,7 @@ class ParallelRows:
 
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
-    """The rows of a batch as they enter the first layer."""
+    """Return the inputs of the first layer."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]
@@ -217,7 +204,7 @@ def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
 
 
 def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
-    """All rows' states before the norm in one pass, [S, H]."""
+    """Return the states of all rows before the norm, [S, H], of a P-EAGLE head."""
     rows = parallel_rows(head, batch)
     states = rows.states
     for layer in head.layers:
@@ -231,23 +218,19 @@ def batch_loss(
     *,
     num_depths: int,
     weighting: Weighting = _FLAT,
-    loss: str = DEFAULT_LOSS,
     total_weight: torch.Tensor | None = None,
 ) -> BatchLoss:
-    """Weighted sum of the rows' losses over `total_weight`.
+    """Return the weighted sum of the rows' losses over `total_weight`.
 
     Args:
-        head: P-EAGLE or EAGLE-3.
-        batch: the rows.
         num_depths: K_train.
-        weighting: what each row counts.
-        loss: of a row, one of `LOSSES`.
-        total_weight: fixed weight of the whole step that the batch is a part of; None when it is all of it, for the
-            mean.
+        total_weight: fixed weight of the step that the batch is a part of; None if the batch is the whole step.
     """
     states = head_states(head, batch)
-    dtype = torch.get_autocast_dtype(states.device.type) if _autocast_on(states) else states.dtype
-    states = states.to(dtype)
+    dtype = states.dtype
+    if torch.is_autocast_enabled(states.device.type):
+        dtype = torch.get_autocast_dtype(states.device.type)
+        states = states.to(dtype)
     with torch.no_grad():
         target_states = head.verifier_norm(batch.last_PH.to(head.verifier_norm.weight.dtype))
     targets = Targets(target_states.to(dtype), head.verifier_lm_head.weight, head.verifier_softcap)
@@ -256,7 +239,7 @@ def batch_loss(
     if weighting.dpace:
         confidence = greedy_confidence(states, head.lm_head.weight, targets, batch.target_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total, loss=loss)
+    rows: RowLosses = linear_loss(states, head.lm_head.weight, targets, batch.target_R, weight / total)
     real = slice(batch.num_loss_rows)
     row, correct = batch.row_R[real], rows.correct_R[real].float()
     depth = batch.depth_S[row]
@@ -268,10 +251,6 @@ def batch_loss(
         rows_D=_sum_by_depth(torch.ones_like(correct), depth, num_depths),
         divergence_D=_sum_by_depth(rows.divergence_R[real], depth, num_depths),
     )
-
-
-def _autocast_on(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
 
 
 def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) -> torch.Tensor:

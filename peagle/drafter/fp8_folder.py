@@ -1,10 +1,8 @@
-"""Convert head folders to FP8 and back, and report the error of that.
+"""Convert head folders to FP8 and back, and report the error of the weights.
 
-The other folder is one that vLLM loads.
-
-The output appears whole or not at all; everything of the head that is no weight is copied, and its card gains a line.
-The way back holds the values that FP8 holds, so that a machine without FP8 can measure what they do to acceptance; it
-does not repeat what FP8 does to activations. It knows files; the arithmetic is `peagle/fp8.py`'s.
+The output is written atomically. Files other than weights are copied, and the model card gets an additional line. A
+head converted back to bf16 has the values of the FP8 head, so that a machine without FP8 can measure their effect on
+acceptance; the quantisation of activations is not reproduced.
 """
 
 import json
@@ -36,7 +34,7 @@ from peagle.fp8 import (
 )
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-_MODEL_TYPES = ("llama", "qwen3")  # the drafters that vLLM has a quantised class for
+_MODEL_TYPES = ("llama", "qwen3")  # drafters for which vLLM has a quantised class
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
@@ -46,10 +44,10 @@ class Conversion:
 
     Attributes:
         output: its folder.
-        num_bytes_before: of the weight files read.
-        num_bytes_after: of the weight file written.
-        errors: of each matrix that changed its format: against the head that was read.
-        kept: why each of the other tensors stayed as it was, by name.
+        num_bytes_before: size of the original weight files.
+        num_bytes_after: size of the new weight file.
+        errors: the error of each converted matrix, relative to the original.
+        kept: why a tensor was not converted, by name.
     """
 
     output: Path
@@ -59,7 +57,6 @@ class Conversion:
     kept: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As data for a report."""
         return {
             "output": str(self.output),
             "num_bytes_before": self.num_bytes_before,
@@ -74,52 +71,50 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
     Args:
         source: a P-EAGLE or EAGLE-3 head, in either layout that `catalog.fit` reads.
-        output: must not exist, or be empty.
-        keep: modules of `fp8.OPTIONAL` that stay as they are.
+        output: must be empty or not exist.
+        keep: modules of `fp8.OPTIONAL` that are not converted.
 
     Raises:
-        DrafterError: not a head, quantised already, or of an architecture that vLLM has no FP8 drafter for.
-        ConfigError: the output exists, or `keep` names something else.
-        CapacityError: the output cannot be written, such as for a full disk.
+        DrafterError: not a head, already quantised, or vLLM has no FP8 drafter for its architecture.
+        ConfigError: the output exists, or `keep` has an unknown module.
+        CapacityError: the output cannot be written.
     """
     for module in keep:
         if module not in OPTIONAL:
-            raise ConfigError(f"{module!r} cannot be kept apart", hint=did_you_mean(module, OPTIONAL))
+            raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
     config, tensors = _read(source, output)
     stated = next((config[key] for key in _CONFIG_KEYS if config.get(key)), None)
     if stated or any(tensor.dtype == FP8 for tensor in tensors.values()):
         method = (stated or {}).get("quant_method", "FP8")
-        raise DrafterError(f"{source} is quantised already ({method})", hint="--dequantize makes a bf16 head of it")
+        raise DrafterError(f"{source} is already quantised ({method})", hint="convert it to bf16 with --dequantize")
     kept = {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep)) is not None}
     written, errors = dict(tensors), []
     for name in tensors.keys() - kept.keys():
         written[name], written[name + SCALE] = stored, scale = quantize(name, tensors[name])
         errors.append(weight_error(name, tensors[name], dequantize(stored, scale), scale))
     if not errors:
-        raise DrafterError(f"{source} has no weights that vLLM can load in FP8")
+        raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
     config["quantization_config"] = quantization_config(tensors, kept)
     line = (
-        f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale for each output channel, activations by token"
+        f"**FP8**: {len(errors)} matrices in float8_e4m3fn with a scale per output channel; the engine quantises"
+        f" activations per token (compressed-tensors); {_unconverted(kept, tensors)}. Written by `peagle"
+        " quantize-drafter`; acceptance figures below are those of the original head."
     )
-    line += f" as the engine runs (compressed-tensors); {_others(kept, tensors)}. Written by `peagle quantize-drafter`"
-    line += "; figures of acceptance below are those of the head before."
     return _write(source, output, config, written, line, errors, kept)
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    """Write the FP8 head in `source` as a bf16 head of the same values.
-
-    Each is rounded to bf16 (2^-9 at most).
+    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9).
 
     Raises:
         DrafterError: not an FP8 head in the format that `quantize_head` writes.
         ConfigError: the output exists.
-        CapacityError: it cannot be written.
+        CapacityError: the output cannot be written.
     """
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
-    hint = "give a folder that `peagle quantize-drafter` wrote"
+    hint = "use a folder written by `peagle quantize-drafter`"
     if stated.get("quant_method") != "compressed-tensors" or not names:
         raise DrafterError(f"{source} is not an FP8 head", hint=hint)
     try:
@@ -131,31 +126,30 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
         exact = dequantize(tensors[name], tensors[name + SCALE])
         errors.append(weight_error(name, exact, written[name], tensors[name + SCALE]))
     kept = dict.fromkeys(written.keys() - set(names), "not in FP8")
-    line = "**bf16 again**: the values that the FP8 head holds, rounded to bf16. Written by `peagle quantize-drafter"
-    line += " --dequantize`, to measure what FP8 weights do to acceptance."
+    line = (
+        "**Converted back to bf16**: the values of the FP8 head, rounded to bf16. Written by `peagle quantize-drafter"
+        " --dequantize`, to measure the effect of FP8 weights on acceptance."
+    )
     return _write(source, output, config, written, line, errors, kept)
 
 
 def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read the configuration and weights of a head that can be converted.
-
-    `output` is where the converted head goes.
-    """
+    """Read the configuration and weights of a head that can be converted to `output`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(f"{output} exists", hint="name a folder that does not, or remove it")
+        raise ConfigError(f"{output} already exists", hint="use another folder, or remove it")
     config = read_config(source, DrafterError)
     read_head(config)
     layers = config.get("transformer_layer_config") or config
     if (model_type := layers.get("model_type", "llama")) not in _MODEL_TYPES:
         raise DrafterError(
-            f"{source} is a head of type {model_type!r}", hint=f"vLLM loads FP8 heads of {', '.join(_MODEL_TYPES)}"
+            f"{source} is a head of type {model_type!r}", hint=f"vLLM loads FP8 heads of type {', '.join(_MODEL_TYPES)}"
         )
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise DrafterError(f"{source} holds no *.safetensors", hint="save the head's weights as safetensors first")
+        raise DrafterError(f"{source} has no *.safetensors files", hint="save the head's weights as safetensors first")
     try:
         return config, {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:
@@ -171,11 +165,11 @@ def _write(
     errors: list[WeightError],
     kept: dict[str, str],
 ) -> Conversion:
-    """Write beside `output` and rename, so that a reader never sees half a head."""
+    """Write a temporary folder next to `output` and rename it."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with writing(output, SafetensorError, hint="free some space, or name another --output"):
+    with writing(output, SafetensorError, hint="free some space, or use another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
@@ -201,13 +195,13 @@ def _write(
 
 
 def _note(card: Path, line: str) -> None:
-    """Put a line under the card's title; a head without a card gets one."""
+    """Insert a line after the card's title; create a card if there is none."""
     lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
     title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
     lines[title + 1 : title + 1] = ["", line]
     card.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _others(kept: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
+def _unconverted(kept: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
     matrices = sorted(name.removesuffix(".weight") for name in kept if is_matrix(name, tensors[name]))
-    return f"{', '.join(matrices)} as before" if matrices else "nothing else is a matrix"
+    return f"{', '.join(matrices)} not converted" if matrices else "there are no other matrices"

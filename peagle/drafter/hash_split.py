@@ -1,4 +1,4 @@
-"""Splitting by a hash: a share to hold out, or to answer in another way."""
+"""Stable random splits by a hash."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def part_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
-    """Part items into those outside and inside of a share, by a hash of their text.
+    """Split items into those outside and inside a share, by a hash of their text.
 
-    The choice stays when items are added.
+    Adding items does not change the split of the others.
     """
     parts: tuple[list[T], list[T]] = ([], [])
     for item in items:

@@ -1,8 +1,6 @@
-"""Build a P-EAGLE or EAGLE-3 head for a target, with its first weights.
+"""Build a P-EAGLE or EAGLE-3 head for a target.
 
-They are the target's last layers, a saved head, or random.
-
-The networks are `speculators`' models. Their form on disk is `head_folder.py`'s.
+Its initial weights are the target's last layers, a saved head, or random. The networks are `speculators`' models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,46 +25,42 @@ _COPIED = {
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 }
-_NO_WEIGHT = "self_attn.rotary_emb.inv_freq"  # which old Llama checkpoints hold
-# What a layer may have besides: without it a head's attention differs from the target's, but begins near it.
+_NO_WEIGHT = "self_attn.rotary_emb.inv_freq"  # in old Llama checkpoints
+# Optional weights of a target's layer. A head does not have them, so its attention only starts near the target's.
 _LEFT_OUT = {
     **{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"},
     **{f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"},
 }
 
 
-def what_hinders(weights: TargetWeights, architecture: Architecture, num_layers: int) -> str | None:
-    """Why the target's last layers cannot start a head; None where they can."""
+def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_layers: int) -> str | None:
+    """Return why a head cannot start from the target's last layers; None if it can."""
     if architecture.hidden_act != "silu":
-        return f"its MLPs have {architecture.hidden_act}, a head's silu"
+        return f"the target's MLPs use {architecture.hidden_act}, a head's silu"
     if architecture.norm_offset:
-        return f"its norms add {architecture.norm_offset} to their weights"
+        return f"the target's norms add {architecture.norm_offset} to their weights"
     for index in _last_layers(architecture, num_layers):
         names = weights.names_in_layer(index)
         if missing := sorted(_COPIED - names):
-            return f"its layer {index} has no {missing[0]}"
-        if further := sorted(names - _COPIED - _LEFT_OUT.keys() - {_NO_WEIGHT}):
-            return f"its layer {index} has {further[0]}, a head's has not"
-        if odd := sorted(
-            name for name, shape in _shapes(architecture).items() if _shape(weights, index, name) != shape
-        ):
-            return f"its layer {index} has {odd[0]} of {_shape(weights, index, odd[0])}, config.json says otherwise"
+            return f"the target's layer {index} has no {missing[0]}"
+        if unsupported := sorted(names - _COPIED - _LEFT_OUT.keys() - {_NO_WEIGHT}):
+            return f"the target's layer {index} has {unsupported[0]}, which a head does not have"
+        for name, expected in sorted(_shapes(architecture).items()):
+            if (shape := weights.shape(f"layers.{index}.{name}")) != expected:
+                return f"the target's layer {index} has {name} of {shape}, but config.json implies {expected}"
     return None
 
 
 def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Callable[[str], None]) -> str:
-    """The `init` of a head: the one asked for, or "random" where "warm" cannot be.
-
-    `say` is told of the difference.
-    """
+    """Return the requested `init`, or "random" with a warning if "warm" is not possible."""
     if spec.init != "warm":
         return spec.init
     weights = TargetWeights(target, architecture)
-    if hindrance := what_hinders(weights, architecture, spec.num_layers):
-        say(f"the head starts at random, not from the target's last layers: {hindrance}")
+    if obstacle := warm_start_obstacle(weights, architecture, spec.num_layers):
+        say(f"the head starts at random instead of from the target's last layers: {obstacle}")
         return "random"
     names = set().union(*map(weights.names_in_layer, _last_layers(architecture, spec.num_layers)))
-    if left_out := [called for name, called in _LEFT_OUT.items() if name in names]:
+    if left_out := [label for name, label in _LEFT_OUT.items() if name in names]:
         say(f"the head starts from the target's last layers without their {', '.join(left_out)}")
     return spec.init
 
@@ -75,9 +69,8 @@ def init_for(target: Path, architecture: Architecture, spec: HeadSpec, say: Call
 def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
     """Copy the target's last layers and norm into a head.
 
-    The first layer's projections keep noise for the embeddings' half.
-
-    The first layer reads [embedding, state] side by side: the state's half takes the target's weights.
+    The first layer's input is [embedding, state]. The target's weights go to the state's half; the embedding's half
+    keeps noise.
     """
     hidden = architecture.hidden_size
     head.fc.weight.zero_()
@@ -93,16 +86,13 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
 
 
 def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Tensor:
-    """A projection's heads side by side as often as it takes for so many rows."""
+    """Repeat the heads of a projection until it has `num_rows` rows."""
     heads = projection.view(-1, head_dim, projection.shape[1])
     return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
 
 
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    """Copy the target's weight, with KV heads repeated to the head's number.
-
-    The rest of a wider input is noise.
-    """
+    """Copy the target's weight, with KV heads repeated to the head's number; additional inputs get noise."""
     if own.shape[0] != target.shape[0]:
         target = repeated(target, own.shape[0], head_dim)
     if own.shape != target.shape:
@@ -115,12 +105,7 @@ def _last_layers(architecture: Architecture, num_layers: int) -> Sequence[int]:
     return range(architecture.num_hidden_layers - num_layers, architecture.num_hidden_layers)
 
 
-def _shape(weights: TargetWeights, index: int, name: str) -> list[int]:
-    return weights.shape(f"layers.{index}.{name}")
-
-
 def _shapes(architecture: Architecture) -> dict[str, list[int]]:
-    """Of the matrices that a head of these sizes has."""
     hidden, wide = architecture.hidden_size, architecture.intermediate_size
     rows = [
         architecture.head_dim * heads for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
@@ -142,20 +127,21 @@ _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """A new float32 PEagleDraftModel or Eagle3DraftModel for the target.
+    """Return a new float32 PEagleDraftModel or Eagle3DraftModel.
 
-    `target` is its folder.
+    Args:
+        target: folder of the target.
 
     Raises:
-        ConfigError: there can be no such head for it, or the head to go on from is another one.
-        DrafterError: rows of lm_head are missing from the head to go on from, and are not an embedded target's.
+        ConfigError: the target does not support such a head, or the saved head has another shape.
+        DrafterError: the saved head has no lm_head, and the target is not an embedded one that could provide it.
     """
     silence_library()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
-    hindrance = None if spec.init == "random" else what_hinders(weights, architecture, spec.num_layers)
-    if spec.init == "warm" and hindrance:
-        raise ConfigError(f"{target}: a head cannot start from its last layers: {hindrance}", hint="give --init random")
+    obstacle = None if spec.init == "random" else warm_start_obstacle(weights, architecture, spec.num_layers)
+    if spec.init == "warm" and obstacle:
+        raise ConfigError(f"{target}: a head cannot start from its last layers: {obstacle}", hint="use --init random")
     torch.manual_seed(seed)
     head = (
         model_class_of(spec.algorithm)
@@ -176,8 +162,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     )
     share_output(head, weights, architecture)
     if spec.algorithm == "peagle":
-        # Real states are hundreds long and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps: from zero,
-        # what attention brings decides a mask row, from a mean of real states it would be lost beside that mean.
+        # Real states have norms of hundreds, and a learning rate of 1e-3 moves the mask state by 1 in 1,000 steps. From
+        # zero, the attention output dominates a mask row; from a mean of real states it would be negligible.
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
@@ -186,9 +172,9 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     elif spec.init != "random":
         folder = whole_head(Path(spec.init))
         saved = _read_weights(folder)
-        if _num_layers(saved) < spec.num_layers and not hindrance:
+        if _num_layers(saved) < spec.num_layers and not obstacle:
             warm_start(head, weights, architecture)
-        _go_on_from(head, folder, saved)
+        _load_saved(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     if spec.num_frozen_layers:
         _freeze(head, spec.num_frozen_layers)
@@ -196,21 +182,21 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 
 
 def _freeze(head: Any, num_layers: int) -> None:
-    """Freeze the first layers and their inputs, so that their outputs stay."""
+    """Freeze the first layers and their inputs, so that their outputs stay the same."""
     for name, parameter in head.named_parameters():
         if name.startswith(("fc.", "mask_hidden", *(f"layers.{index}." for index in range(num_layers)))):
             parameter.requires_grad_(requires_grad=False)
 
 
 @torch.no_grad()
-def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Take the weights of the head saved in `folder`.
+def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy the weights of the head saved in `folder`.
 
-    A mask state that it has not learnt, as an EAGLE-3 head, starts where all do. Layers behind its last one keep what
-    they have, but add nothing to what passes through them until they are trained: the head drafts what it drafted.
+    The mask state of an EAGLE-3 head is initialised as usual. Additional layers start as the identity, so that the
+    drafts stay the same.
 
     Raises:
-        ConfigError: it has another shape; names the first weight that differs.
+        ConfigError: the saved head has another shape; names the first weight that differs.
     """
     own = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
@@ -226,14 +212,14 @@ def _go_on_from(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
         shapes = [tuple(side[name].shape) if name in side else None for side in (weights, own)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"{folder}: its {name} is {shapes[0]}, the head to train wants {shapes[1]}",
-                hint="give the algorithm, layers and vocabulary of that head, or another init",
+                f"{folder}: its {name} has shape {shapes[0]}, but the head to train needs {shapes[1]}",
+                hint="use the algorithm, layers and vocabulary of that head, or another --init",
             )
         own[name].copy_(weights[name])
 
 
 def _with_kv_heads(tensor: torch.Tensor, name: str, own: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
-    """A saved weight with its KV heads repeated to the head's multiple of them."""
+    """Repeat the KV heads of a saved weight to the head's number, if that is a multiple."""
     if not name.endswith(_KV_PROJECTIONS) or name not in own or own[name].shape[0] % tensor.shape[0]:
         return tensor
     return repeated(tensor, own[name].shape[0], head.config.transformer_layer_config.head_dim)

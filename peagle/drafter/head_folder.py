@@ -1,7 +1,7 @@
-"""A head on disk: saved as vLLM takes it, and read back.
+"""Save a head in the format that vLLM loads, and load it again.
 
-What the target has already (embeddings, unless they are trained, its own norm and lm_head) is never saved; with a draft
-vocabulary, the few rows of lm_head that it needs are, since vLLM cannot take them from the target.
+The target's own weights (norm, lm_head, and embeddings unless they are trained) are never saved. With a draft
+vocabulary, the rows of lm_head are saved, because vLLM cannot take them from the target.
 """
 
 import json
@@ -21,13 +21,12 @@ _OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
 
 def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens: int | None = None) -> None:
-    """Write `config.json` and `model.safetensors` (bf16) as vLLM loads them.
+    """Write `config.json` and `model.safetensors` (bf16) in the format that vLLM loads.
 
     Args:
-        head: the trained head.
-        folder: created when missing.
-        verifier: the target's public name, which takes the place of the path it was trained with.
-        num_speculative_tokens: the default K of whoever serves the head without naming one.
+        folder: created if missing.
+        verifier: the target's public name, which replaces the path it was trained with.
+        num_speculative_tokens: the default K for serving the head.
     """
     from safetensors.torch import save
 
@@ -40,16 +39,16 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
         for method in config["speculators_config"]["proposal_methods"]:
             method["speculative_tokens"] = num_speculative_tokens
     tensors = {name: _as_saved(tensor) for name, tensor in head.state_dict().items() if is_saved(head, name)}
-    # `save_file` would make a file that only its owner may read.
+    # `save_file` would create a file that only its owner can read.
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_head(folder: Path, target: Path) -> Any:
-    """Read a saved head back, with what it shares taken from the target's folder.
+    """Load a saved head, with the shared weights from the target's folder.
 
     Raises:
-        DrafterError: not a head in this format, or weights are missing.
+        DrafterError: the folder is not a head in this format, or weights are missing.
     """
     from safetensors.torch import load_file
 
@@ -57,10 +56,10 @@ def load_head(folder: Path, target: Path) -> Any:
     raw = json.loads((folder / "config.json").read_text())
     algorithm = raw.get("speculators_model_type")
     if algorithm not in ALGORITHMS:
-        raise DrafterError(f"{folder}: neither a P-EAGLE nor an EAGLE-3 head in speculators' format")
+        raise DrafterError(f"{folder}: not a P-EAGLE or EAGLE-3 head in speculators' format")
     if raw.get("quantization_config"):
         raise DrafterError(
-            f"{folder} is quantised", hint="`peagle quantize-drafter --dequantize` makes a bf16 head of it"
+            f"{folder} is quantised", hint="convert it to bf16 with `peagle quantize-drafter --dequantize`"
         )
     model_class = model_class_of(algorithm)
     config = model_class.config_class.from_pretrained(folder)
@@ -73,11 +72,11 @@ def load_head(folder: Path, target: Path) -> Any:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
     missing, _ = head.load_state_dict(tensors, strict=False)
-    # The library's default for this is true, also in heads that share the target's embeddings.
+    # The library's default is True, even for heads that share the target's embeddings.
     head.config.embed_requires_grad = "embed_tokens.weight" in tensors
-    lost = [name for name in missing if is_saved(head, name) and name != "lm_head.weight"]
-    if lost:
-        raise DrafterError(f"{folder}: weights are missing: {', '.join(lost)}")
+    required = [name for name in missing if is_saved(head, name) and name != "lm_head.weight"]
+    if required:
+        raise DrafterError(f"{folder}: weights are missing: {', '.join(required)}")
     head.load_verifier_weights()
     architecture = read_architecture(target)
     share_output(head, TargetWeights(target, architecture), architecture)
@@ -85,7 +84,6 @@ def load_head(folder: Path, target: Path) -> Any:
 
 
 def model_class_of(algorithm: str) -> Any:
-    """`speculators`' class of such a head."""
     if algorithm == "peagle":
         from speculators.models.peagle import PEagleDraftModel
 
@@ -96,14 +94,14 @@ def model_class_of(algorithm: str) -> Any:
 
 
 def silence_library() -> None:
-    """It logs every tensor of the target that it looks up."""
+    """Disable the logs of `speculators`, which name every tensor of the target."""
     from loguru import logger
 
     logger.disable("speculators")
 
 
 def is_saved(head: Any, name: str) -> bool:
-    """Whether a weight is the head's own, rather than its target's."""
+    """Return whether a weight is the head's own, not its target's."""
     if name == "embed_tokens.weight":
         return bool(head.config.embed_requires_grad)
     shared = name == "lm_head.weight" and not head.use_draft_vocab and not head.lm_head.weight.requires_grad

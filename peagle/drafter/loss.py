@@ -1,21 +1,16 @@
-"""Losses between the head's distribution and the target's, in chunks of logits.
+"""The loss between the head's and the target's distributions over the draft vocabulary, and the weight of each row.
 
-Also how much each row counts.
+The loss is KL(target || draft), fused with the projection: the gradient of each chunk of rows is computed while the
+chunk's logits are in the cache. An unfused loss would store several [R, V] float32 tensors, 32 KiB per row each at
+V = 8,192.
 
-The losses are those of `speculators.losses` over the draft vocabulary, by its names. KL(target || draft), the default,
-is fused with the projection: rows are taken in chunks, and the gradient of each chunk is formed while its logits are in
-the cache. A plain computation holds several [R, V] float32 tensors: 32 KiB a row each at V = 8,192. The others are the
-library's own functions, chunk by chunk.
+A draft is discarded after its first rejected token, so the value of a row depends on the earlier rows of its chain.
+D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's confidence
+at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is its share of the
+gradient by log c_d: the sum of the products that contain c_d. Weights move during training, from the first depths to
+the later depths of chains whose beginning is learnt.
 
-Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary.
-
-A draft is thrown away behind its first wrong token, so what a row is worth depends on the rows before it in its chain.
-D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) takes the weights from that: with c_d the head's
-confidence at depth d, the expected length of the accepted draft is the sum over d of c_0 * ... * c_d, and a row's share
-in its gradient, by log c_d, is the sum of those products that it is part of. The weights move with the head: to the
-first depths while these are unsure, to the later ones of chains whose beginning is learnt.
-
-Shapes: R rows under the loss, T tokens, D depths.
+Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -27,10 +22,9 @@ import torch
 
 from peagle.drafter.batch import TrainingBatch
 
-LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")  # by the library's names
-DEFAULT_LOSS = "kl_div"
 CHUNK_ROWS = 256
-_GPU_LOGITS = 2**25  # at once, where a GPU's kernels are short and its memory large: 128 MiB each time they are copied
+_GPU_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
+_SMOOTHING = 0.5  # from the paper: confidence c counts as (1 - s) c + s, so that no chain is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +32,9 @@ class Targets:
     """The target's side of the loss.
 
     Attributes:
-        state_PH: the target's states AFTER its final norm.
+        state_PH: the target's states after its final norm.
         weight_VH: rows of the target's lm_head for the draft vocabulary.
-        softcap: logits are softcap * tanh(logits / softcap), as Gemma's; None where they stay as they are.
+        softcap: logits are softcap * tanh(logits / softcap), as in Gemma; None disables it.
     """
 
     state_PH: torch.Tensor
@@ -50,12 +44,12 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class RowLosses:
-    """The losses of the rows, in their order.
+    """Losses by row.
 
     Attributes:
-        loss: scalar, weighted sum of the rows' losses; the only one with a gradient.
-        divergence_R: each row's KL divergence, unweighted, whichever the loss is.
-        correct_R: bool, whether the head's likeliest token is the target's.
+        loss: scalar, weighted sum of the rows' divergences; the only field with a gradient.
+        divergence_R: unweighted KL divergence.
+        correct_R: bool, whether the head's most likely token is the target's.
     """
 
     loss: torch.Tensor
@@ -69,21 +63,17 @@ def linear_loss(
     targets: Targets,
     position_R: torch.Tensor,
     row_weight_R: torch.Tensor,
-    *,
-    loss: str = DEFAULT_LOSS,
 ) -> RowLosses:
-    """Weighted loss over rows between logits hidden @ W and state @ W_target.
+    """Return the weighted KL divergence between the logits hidden @ W and state @ W_target.
 
     Args:
-        hidden_RH: the head's states after its norm; receives a gradient. Its dtype is that of the products.
-        weight_VH: the head's lm_head; receives a gradient when it requires one.
-        targets: the target's side.
-        position_R: for each row the index in `targets.state_PH`; ascending order saves work.
+        hidden_RH: the head's states after its norm; receives a gradient. Matrix products use its dtype.
+        weight_VH: the head's lm_head; receives a gradient if it requires one.
+        position_R: index in `targets.state_PH` of each row; ascending order is faster.
         row_weight_R: float32 weights.
-        loss: one of `LOSSES`.
     """
     outcome = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R, loss
+        hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R
     )
     return RowLosses(*outcome)
 
@@ -92,26 +82,23 @@ def linear_loss(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """[R] float32 or wider, the head's probability of the target's likeliest token.
-
-    `linear_loss` computes the same logits once more: a trained lm_head's gradient wants the rows' weights, which these
-    confidences decide.
+    """Return the head's probability of the target's most likely token, [R] float32 or wider.
 
     Args:
         hidden_RH: the head's states after its norm.
         weight_VH: the head's lm_head.
-        targets: the target's side.
-        position_R: for each row the index in `targets.state_PH`; ascending order saves work.
+        position_R: index in `targets.state_PH` of each row; ascending order is faster.
     """
-    confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_wide(hidden_RH))
-    for rows, which, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
-        likeliest = target_logits.argmax(-1)[which]
-        confidence[rows] = (logits.gather(1, likeliest[:, None])[:, 0] - logits.logsumexp(-1)).exp()
+    # `linear_loss` computes these logits again, because the gradient of lm_head depends on the weights.
+    confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
+    for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
+        most_likely = target_logits.argmax(-1)[index]
+        confidence[rows] = (logits.gather(1, most_likely[:, None])[:, 0] - logits.logsumexp(-1)).exp()
     return confidence
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Forward computes the gradients too; backward only scales them."""
+    """Computes the gradients in forward; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -123,100 +110,70 @@ class _LinearLoss(torch.autograd.Function):
         target_softcap: float | None,
         position_R: torch.Tensor,
         row_weight_R: torch.Tensor,
-        loss: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
+        dtype, wide = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
         weight = weight_VH.to(dtype)
         grad_hidden = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if ctx.needs_input_grad[1] else None
         divergence = hidden_RH.new_empty(len(hidden_RH), dtype=wide)
-        row_loss = divergence if loss == "kl_div" else torch.empty_like(divergence)
         correct = hidden_RH.new_empty(len(hidden_RH), dtype=torch.bool)
         targets = Targets(state_PH, target_weight_VH, target_softcap)
-        for rows, which, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
+        for rows, index, target_logits, logits in _chunks(hidden_RH, weight, targets, position_R):
             target_log_p = target_logits.log_softmax(-1)
             target_p = target_log_p.exp()
             negative_entropy = (target_p * target_log_p).sum(-1)
-            correct[rows] = logits.argmax(-1) == target_logits.argmax(-1)[which]
+            correct[rows] = logits.argmax(-1) == target_logits.argmax(-1)[index]
             log_q = logits.log_softmax(-1)
-            row_p = target_p[which]
-            divergence[rows] = negative_entropy[which] - (row_p * log_q).sum(-1)
-            if loss == "kl_div":
-                grad_logits = log_q.exp_().sub_(row_p)
-            else:
-                row_loss[rows], grad_logits = _of_the_library(loss, logits, target_logits[which])
+            row_p = target_p[index]
+            divergence[rows] = negative_entropy[index] - (row_p * log_q).sum(-1)
             if grad_hidden is not None:
-                grad_logits = grad_logits.mul_(row_weight_R[rows, None]).to(dtype)
+                grad_logits = log_q.exp_().sub_(row_p).mul_(row_weight_R[rows, None]).to(dtype)
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:
                     grad_weight += (grad_logits.T @ hidden_RH[rows]).to(wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(divergence, correct)
-        return (row_loss * row_weight_R).sum(), divergence, correct
+        return (divergence * row_weight_R).sum(), divergence, correct
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
         weight = None if grad_weight is None else grad_weight * grad_loss
-        return hidden, weight, None, None, None, None, None, None
-
-
-@torch.enable_grad()
-def _of_the_library(
-    loss: str, logits_RV: torch.Tensor, target_logits_RV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] losses by one of speculators' functions, and gradients by logits [R, V]."""
-    from speculators.losses import resolve_loss_config
-
-    ((function, _),) = resolve_loss_config(loss, "eager").values()
-    logits_RV = logits_RV.detach().requires_grad_()
-    loss_R = function(logits_RV[None], target_logits_RV[None])[0]
-    (gradient_RV,) = torch.autograd.grad(loss_R.sum(), logits_RV)
-    return loss_R.detach(), gradient_RV
+        return hidden, weight, None, None, None, None, None
 
 
 def _chunks(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Chunks of rows with the target's logits, each row's index, the head's logits."""
-    dtype, wide = hidden_RH.dtype, _wide(hidden_RH)
+    """Yield chunks of rows: the rows, their index in the target's logits, the target's logits, the head's logits."""
+    dtype, wide = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
     num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_LOGITS // len(weight))
     for start in range(0, len(hidden_RH), num_rows):
         rows = slice(start, start + num_rows)
-        positions, which = torch.unique_consecutive(position_R[rows], return_inverse=True)
-        target_logits = (targets.state_PH[_rounded_up(positions)].to(dtype) @ target_weight.T).to(wide)
+        positions, index = torch.unique_consecutive(position_R[rows], return_inverse=True)
+        # Rounded up to a multiple of 32: few shapes mean few kernels to build.
+        positions = torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
+        target_logits = (targets.state_PH[positions].to(dtype) @ target_weight.T).to(wide)
         if targets.softcap is not None:
             target_logits = targets.softcap * torch.tanh(target_logits / targets.softcap)
-        yield rows, which, target_logits, (hidden_RH[rows] @ weight.T).to(wide)
+        yield rows, index, target_logits, (hidden_RH[rows] @ weight.T).to(wide)
 
 
-def _wide(states: torch.Tensor) -> torch.dtype:
-    """Of sums and of the softmax."""
+def _accumulation_dtype(states: torch.Tensor) -> torch.dtype:
     return torch.promote_types(states.dtype, torch.float32)
-
-
-def _rounded_up(positions: torch.Tensor) -> torch.Tensor:
-    """Positions, the last one repeated up to a multiple of 32.
-
-    Few shapes mean few kernels to build.
-    """
-    return torch.cat([positions, positions[-1:].expand(-len(positions) % 32)])
-
-
-_SMOOTHING = 0.5  # the paper's: confidence c counts as (1 - s) c + s, so that no chain is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """How the rows of a training are weighted.
+    """The weights of a training's rows.
 
     Attributes:
-        depth_decay: a row at depth d counts depth_decay ** d.
-        dpace: times its D-PACE weight.
-        cod_ratio: share of the chains that COD sampling takes from one depth to the next. D-PACE's products are
-            divided by its powers, for the chains that were cut.
+        depth_decay: a row at depth d weighs depth_decay ** d.
+        dpace: multiply by the row's D-PACE weight.
+        cod_ratio: share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by
+            powers of it, to account for the chains that were cut.
     """
 
     depth_decay: float = 1.0
@@ -225,19 +182,17 @@ class Weighting:
 
 
 def fixed_weight(batch: TrainingBatch, weighting: Weighting) -> torch.Tensor:
-    """[R] what a row counts by its depth alone, 0 for padding."""
+    """Return the weight of each row by its depth, [R]; 0 for padding."""
     weight = weighting.depth_decay ** batch.depth_S[batch.row_R].float()
     weight[batch.num_loss_rows :] = 0
     return weight
 
 
 def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch.Tensor) -> torch.Tensor:
-    """[R] D-PACE's weights; those of padding mean nothing.
+    """Return the D-PACE weight of each row, [R]; undefined for padding.
 
     Args:
-        batch: the rows.
-        weighting: for its COD ratio.
-        confidence_R: the head's probability of the target's likeliest token.
+        confidence_R: the head's probability of the target's most likely token.
     """
     rows = batch.row_R[: batch.num_loss_rows]
     smoothed_TD = by_chain(batch, (1 - _SMOOTHING) * confidence_R[: batch.num_loss_rows] + _SMOOTHING)
@@ -250,10 +205,9 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
 
 
 def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
-    """[T, D] values of rows by anchor and depth, 0 where no row is under the loss.
+    """Arrange values of rows by anchor and depth, [T, D]; 0 where no row is under the loss.
 
     Args:
-        batch: the rows.
         value_R: without padding.
     """
     rows = batch.row_R[: batch.num_loss_rows]

@@ -1,11 +1,9 @@
-"""The figures of a training by step, in metrics.jsonl, and their plot.
+"""The metrics of a training by step, in metrics.jsonl, and their plot.
 
-Written by the training, cut back when it resumes, followed by whoever shows progress while it grows, and read whole for
-the plot. It knows lines; it knows nothing of how a step is computed.
+The training appends to the file and truncates it when it resumes.
 
-The loss of a step is that of its few documents and jumps: so each point is the mean of a run of steps, as many as it
-takes for a curve of at most `_MAX_POINTS`. Depths have an order rather than names: one colour, paler with the depth,
-and the depth's number where its curve ends.
+The loss of single steps is noisy, so each point of the plot is the mean of several steps, as many as needed for at most
+`_MAX_POINTS` points. Depths share one colour, paler with the depth, and are numbered at the end of their curve.
 """
 
 import json
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from peagle.charts import HEIGHT, LEFT, RIGHT, WIDTH, apart, drawing, grid_line, standalone, text, x_axis_name
-from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.plain_json import to_json
 
 METRICS = "metrics.jsonl"
@@ -24,15 +21,15 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """One step, as it stands in metrics.jsonl.
+    """A line of metrics.jsonl.
 
     Attributes:
-        accuracy: by depth, share of rows whose likeliest token is the target's; None where there were no rows.
-        accepted: by depth, share of rows of which that is so and of all rows before them in their chain. An engine
-            takes the drafts up to the first wrong one.
+        accuracy: by depth, share of rows whose most likely token is the target's; None without rows.
+        accepted: by depth, share of rows that are correct like all earlier rows of their chain. An engine accepts
+            drafts up to the first wrong one.
         divergence: by depth, mean KL divergence.
-        loss: with D-PACE only to be compared with itself: the weights move.
-        tokens_per_s: of the documents, over this attempt.
+        loss: with D-PACE comparable only with itself, since the weights change.
+        tokens_per_s: document tokens per second of this attempt.
     """
 
     step: int
@@ -49,7 +46,6 @@ class TrainingProgress:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "TrainingProgress":
-        """Parse a line of the file."""
         return cls(**{**raw, **{name: tuple(raw[name]) for name in ("accuracy", "accepted", "divergence")}})
 
 
@@ -61,19 +57,15 @@ class Metrics:
 
     @property
     def num_bytes(self) -> int:
-        """Its length; 0 where there is none."""
+        """The length of the file; 0 if it does not exist."""
         return self._file.stat().st_size if self._file.exists() else 0
 
     def append(self, progress: TrainingProgress) -> None:
-        """Add a step."""
         with self._file.open("a") as stream:
             stream.write(to_json(asdict(progress)) + "\n")
 
     def cut(self, num_bytes: int) -> None:
-        """Drop what stands behind `num_bytes`: steps that will be done again.
-
-        A file that was lost begins anew.
-        """
+        """Truncate the file to `num_bytes`, dropping steps that will be repeated; create it if it is missing."""
         if not num_bytes or not self._file.exists():
             self._file.write_bytes(b"")
             return
@@ -81,10 +73,10 @@ class Metrics:
             stream.truncate(min(num_bytes, self.num_bytes))
 
     def read(self, start: int = 0) -> tuple[list[TrainingProgress], int]:
-        """The steps behind byte `start`, and the byte behind the last of them.
+        """Return the steps after byte `start`, and the offset for the next call.
 
-        A line that is still being written is left for the next call. A resume cuts the file back and writes on, also
-        beyond `start`, which may then lie within a line: reading goes on from the next one.
+        An incomplete last line is left for the next call. After a resume has truncated the file, `start` may be within
+        a line; reading continues with the next line.
         """
         start = min(start, self.num_bytes)
         if not self._file.exists():
@@ -101,7 +93,7 @@ class Metrics:
 PLOT = "metrics.svg"
 
 _MAX_POINTS = 100
-_TOP, _BOTTOM, _GAP = 24, 18, 12  # of a panel: its name, its steps; between panels
+_TOP, _BOTTOM, _GAP = 24, 18, 12  # space for a panel's name, for its steps, between panels
 _LOSS_HEIGHT, _ACCURACY_HEIGHT, _RATE_HEIGHT = HEIGHT - 60, HEIGHT - 20, 96
 _NUMBER_WIDTH = 16  # at the right, for the numbers of the depths
 _PALEST = 0.3
@@ -110,22 +102,16 @@ _NICE = (1, 2, 2.5, 5, 10)
 Curve = list[tuple[float, float | None]]
 
 
-def training_plot(steps: Sequence[TrainingProgress], *, loss_name: str = DEFAULT_LOSS) -> str:
-    """The plot as an SVG file.
-
-    Args:
-        steps: one or more, in their order.
-        loss_name: one of `LOSSES`.
-    """
+def training_plot(steps: Sequence[TrainingProgress]) -> str:
+    """Return the plot of one or more steps as an SVG file."""
     last = steps[-1]
     runs = _runs(steps)
     loss = _curve(runs, [step.loss for step in steps])
     rate = _curve(runs, [1000 * step.learning_rate for step in steps])
     depths = [_curve(runs, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
     averaged = f", mean of {len(runs[0])} steps" if len(runs[0]) > 1 else ""
-    unit = "KL divergence, nats" if loss_name == "kl_div" else loss_name
     panels = [
-        (_panel(f"loss ({unit}){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
+        (_panel(f"loss (KL divergence, nats){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
         (_panel(f"accuracy by depth, share of rows{averaged}", depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
         (_panel("learning rate, thousandths", [rate], last.step, _RATE_HEIGHT), _RATE_HEIGHT),
     ]
@@ -140,13 +126,13 @@ def training_plot(steps: Sequence[TrainingProgress], *, loss_name: str = DEFAULT
 
 
 def _runs(steps: Sequence[TrainingProgress]) -> list[range]:
-    """Steps that become a point each: places in `steps`."""
+    """Return the ranges of steps that are averaged into one point each."""
     length = math.ceil(len(steps) / _MAX_POINTS)
     return [range(start, min(start + length, len(steps))) for start in range(0, len(steps), length)]
 
 
 def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
-    """A point a run: the middle of its steps and the mean of known values, or None."""
+    """Return a point per run: the middle of its steps and the mean of known values, or None."""
     curve: Curve = []
     for run in runs:
         known = [value for place in run if (value := values[place]) is not None]
@@ -155,7 +141,7 @@ def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
 
 
 def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> str:
-    """A chart with its name above, and numbers at the right for several curves."""
+    """Draw a chart with its name at the top and, for several curves, their numbers at the right."""
     known = [value for curve in curves for _, value in curve if value is not None]
     ticks = _ticks(min(known, default=0.0), max(known, default=1.0), 2 if height < HEIGHT / 2 else 4)
 
@@ -181,7 +167,7 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
 
 
 def _pieces(places: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple[float, float]]]:
-    """The curve between its gaps."""
+    """Split a curve at its gaps."""
     piece: list[tuple[float, float]] = []
     for x, y in places:
         if y is not None:
@@ -194,7 +180,7 @@ def _pieces(places: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple
 
 
 def _line(piece: Sequence[tuple[float, float]], opacity: float) -> str:
-    """A line; a lone point is a dot, since a line of one would not be seen."""
+    """Draw a line, or a dot for a single point."""
     if len(piece) == 1:
         ((x, y),) = piece
         return f'<circle class="series-0" cx="{x:.1f}" cy="{y:.1f}" r="3" opacity="{opacity:.2f}"/>'
@@ -203,7 +189,7 @@ def _line(piece: Sequence[tuple[float, float]], opacity: float) -> str:
 
 
 def _ticks(low: float, high: float, num_steps: int) -> list[float]:
-    """Round values that enclose `low` to `high`, about `num_steps` apart.
+    """Return round values from at most `low` to at least `high`, in about `num_steps` steps.
 
     >>> _ticks(1.9, 8.3, 4)
     [0, 2, 4, 6, 8, 10]
@@ -216,7 +202,7 @@ def _ticks(low: float, high: float, num_steps: int) -> list[float]:
 
 
 def _step_ticks(last_step: int) -> list[int]:
-    """The first step, and round ones up to the last.
+    """Return the first step and round steps up to the last.
 
     >>> _step_ticks(1182)
     [1, 250, 500, 750, 1000]

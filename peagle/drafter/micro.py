@@ -1,10 +1,8 @@
-"""A step in pieces that fit into memory: micro-batches of whole documents.
+"""Micro-batches: split a step so that it fits into memory.
 
-Long documents come in parts.
-
-Sequence partitioning (P-EAGLE, arXiv 2602.01469, algorithm 1): the loss of a document is a sum over its rows, and a
-chain attends to the known tokens up to its anchor and to itself. So the chains can be dealt out in parts: each part
-computes the known tokens before it again and its own chains; the gradients of the parts add up to those of the whole.
+Sequence partitioning (P-EAGLE, arXiv 2602.01469, algorithm 1) splits a long document. Its loss is a sum over rows,
+and a chain attends to the known tokens up to its anchor and to itself. So each part computes some of the chains and
+the known tokens before them, and the gradients of the parts add up to those of the whole.
 """
 
 import itertools
@@ -22,10 +20,7 @@ from peagle.drafter.store import Document, Features
 def micro_batches(
     store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int
 ) -> Iterator[TrainingBatch]:
-    """The batches of a step, as few as `config.micro_batch_tokens` allows.
-
-    They hold the rows drawn for that step.
-    """
+    """Yield the batches of a step, as few as `config.micro_batch_tokens` allows."""
     limit = config.micro_batch_tokens
     packed: list[int] = []
     for index in documents:
@@ -44,13 +39,12 @@ def micro_batches(
 
 
 def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
-    """Split a document's rows into `num_parts` of equal length, by anchor ranges.
+    """Split a document's rows by ranges of anchors into parts of about equal length.
 
-    Each part holds the known tokens up to its last anchor, since its chains attend to them, and the chains of its own
-    anchors; `Rows.first_anchor` says from which anchor on the rows count.
+    Each part contains the chains of its anchors and the known tokens up to its last anchor. Rows before
+    `Rows.first_anchor` bear no loss.
     """
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
-    # A row costs what it holds; so parts are cut where the rows, not the anchors, are evenly spread.
     by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
     goals = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
     cuts = [0, *torch.searchsorted(by_anchor, goals).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
@@ -65,7 +59,7 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
 
 
 def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:
-    """The parts as batches, which share the document's features in memory."""
+    """Yield a batch for each part. The batches share the document's features in memory."""
     first = make_batch([document], [parts[0]])
     yield first
     for rows in parts[1:]:
@@ -74,17 +68,14 @@ def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBat
 
 
 def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> TrainingBatch:
-    """Whole documents side by side, with the rows drawn by COD sampling for a step."""
+    """Pack whole documents, with the rows that COD sampling draws for a step."""
     loaded = store.documents(documents)
     rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
     return make_batch(loaded, rows)
 
 
 def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
-    """Draw the rows of a document at a step.
-
-    They depend neither on the rest of the step nor on the worker.
-    """
+    """Draw the rows of a document at a step, independently of other documents and workers."""
     seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
     return sample_rows(
         loss_mask_T[1:],

@@ -1,12 +1,10 @@
-"""The steps of `peagle train`: from responses to a head that vLLM serves.
+"""The steps of `peagle train`, from responses to a head that vLLM serves. Each step can be resumed.
 
-Each is resumable by itself.
+`prepare` reads the documents and computes the target's hidden states. `train_prepared` trains, in one process or as one
+of several workers. `finish` estimates the acceptance and saves the head. `train_head` runs all three in one process.
 
-`prepare` reads the documents and has the target's states computed; `train_prepared` trains, alone or as one of several
-workers; `finish` estimates the acceptance and saves the head. `train_head` is the three in one process.
-
-Layout of the output folder: `features/` (the target's states), `training/` (checkpoint.pt, metrics.jsonl,
-metrics.svg), `head/` (config.json, model.safetensors, README.md), `run.json` (configuration, data and figures).
+The output folder contains `features/` (hidden states), `training/` (checkpoint.pt, metrics.jsonl, metrics.svg), `head/`
+(config.json, model.safetensors, README.md) and `run.json` (configuration, data and results).
 """
 
 import hashlib
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peagle.drafter.checkpoint import has_checkpoint, load_checkpoint
+from peagle.drafter.checkpoint import load_checkpoint
 from peagle.drafter.checks import check_training, head_spec
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.estimate import estimate_acceptance
@@ -37,7 +35,6 @@ from peagle.drafter.features import (
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import INITS, HeadSpec
 from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
-from peagle.drafter.micro import sampled_batch
 from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig, plan_batches
@@ -45,7 +42,6 @@ from peagle.drafter.spending import training_spending
 from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.target import Target, end_tokens
 from peagle.drafter.training import TrainingOutcome, train
-from peagle.drafter.unroll import unroll
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.drafter.workers import Workers
 from peagle.errors import DivergedError
@@ -54,21 +50,20 @@ from peagle.hardware import detect
 from peagle.machine import identified
 
 _RECIPE = (
-    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight", "loss",
+    "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight",
     "optimizer", "learning_rate", "muon_learning_rate", "final_learning_rate", "warmup_steps", "weight_decay",
     "clip_norm", "precision", "seed",
 )  # fmt: skip
 
-_TOKENS_PER_DIMENSION = 8  # of documents that further layers are fitted to
-_ESTIMATED_TOKENS = 2**16  # of documents that the acceptance is estimated on
+_ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate
 
-# Has a store filled, and tells how far it is: shards done, and in all.
+# Fills a store, and calls the function with the number of finished shards and of all shards.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told what happens: sentences, shards extracted, training steps."""
+    """Callbacks for messages, extracted shards and training steps."""
 
     say: Callable[[str], None] = lambda message: None
     shard: Callable[[int, int], None] = lambda done, total: None
@@ -77,7 +72,7 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a training starts from."""
+    """The inputs of a training."""
 
     config: TrainConfig
     target: Target
@@ -88,17 +83,15 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint and the metrics are."""
+        """The folder of the checkpoint and the metrics."""
         return self.config.output / "training"
 
     @cached_property
     def spec(self) -> HeadSpec:
-        """The shape of the head."""
         return head_spec(self.config, self.target)
 
     @cached_property
     def recipe(self) -> TrainingConfig:
-        """How it is trained."""
         config = self.config
         lengths = [self.store.num_tokens(index) for index in self.corpus.trained]
         steps_per_epoch = len(plan_batches(lengths, batch_tokens=config.batch_tokens, seed=config.seed))
@@ -109,11 +102,11 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for a training to go on, beside the recipe."""
+        """The settings, besides the recipe, that must be equal to resume a training."""
         init = self.config.init
         head = asdict(self.spec)
         if not self.spec.num_frozen_layers:
-            del head["num_frozen_layers"]  # so that trainings from before there were any go on
+            del head["num_frozen_layers"]  # checkpoints of earlier versions do not have it
         return {
             "features": asdict(self.store.spec),
             "head": head,
@@ -121,24 +114,12 @@ class Prepared:
             "vocabulary": hashlib.sha256(repr(self.vocabulary.token_ids).encode()).hexdigest(),
         }
 
-    def new_head(self, *, is_told: bool = False) -> Any:
-        """The head with its first weights.
-
-        Args:
-            is_told: another worker tells them, so that what takes long to compute is left out; as where a checkpoint
-                takes their place.
-
-        Raises:
-            ConfigError: layers cannot be unrolled on these documents.
-        """
-        head = build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
-        if self.spec.further_layers == "unrolled" and not is_told and not has_checkpoint(self.folder):
-            chosen = self.sample(self.corpus.trained, _TOKENS_PER_DIMENSION * self.target.hidden_size)
-            unroll(head, sampled_batch(self.store, chosen, self.recipe, step=0).to(self.device))
-        return head
+    def new_head(self) -> Any:
+        """Return the head with its initial weights."""
+        return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
     def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
-        """Some of the documents, drawn by the seed until they hold so many tokens, or all."""
+        """Draw documents with the seed until they have `num_tokens` tokens together, or all are drawn."""
         chosen: list[int] = []
         for index in random.Random(self.config.seed).sample(documents, len(documents)):
             if num_tokens <= 0:
@@ -149,13 +130,13 @@ class Prepared:
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head as `config` says and save it; the figures of the run.
+    """Train a head and save it; return the contents of run.json.
 
     Raises:
-        ConfigError: something asked for cannot be; says what.
+        ConfigError: the configuration is not possible.
         DivergedError: the loss is not finite; the head of the last checkpoint is saved.
         CapacityError: the disk is full.
-        PriceError: a price was asked for and there is none.
+        PriceError: a price is required but unknown.
     """
     on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
     num_devices = 1 if on_gpu else hardware.num_cpus
@@ -179,23 +160,23 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
 
 def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extract, verify: bool = True) -> Prepared:
-    """Read the documents and compute the target's missing states.
-
-    `extract` computes them.
+    """Read the documents, and compute the target's missing states with `extract`.
 
     Args:
-        verify: compare stored states with their checksums. Of several processes one does it for all.
+        verify: compare stored states with their checksums. Only one of several processes needs to.
 
     Raises:
-        ConfigError: there can be no such training, or the folder holds the features of something else.
-        InputError: no document is left to train on.
-        CapacityError: the disk cannot hold the features.
+        ConfigError: the training is not possible, or the folder has the features of other documents.
+        InputError: there are no documents to train on.
+        CapacityError: the features do not fit on the disk.
     """
     config, target, device = check_training(config, listener.say)
     corpus = read_corpus(config, target, listener.say)
     store = _features(config, target, corpus, device, listener, extract, verify=verify)
     vocabulary = _vocabulary(config, target, corpus)
-    listener.say(f"draft vocabulary of {vocabulary.size:,} tokens covers {vocabulary.coverage:.2%} of the documents'")
+    listener.say(
+        f"draft vocabulary: {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the documents"
+    )
     return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
 
 
@@ -208,11 +189,12 @@ def train_prepared(
     progress: Callable[[TrainingProgress], None],
     saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
-    """Train `head` in place, from the last checkpoint when there is one.
+    """Train `head` in place, starting from the last checkpoint if there is one.
 
     Args:
-        identity: what a checkpoint must be a training of, where another process has said it; None for `prepared`'s own.
-        progress, saved: called after every step, and after every checkpoint.
+        identity: the identity that a checkpoint must have; None uses that of `prepared`.
+        progress: called after every step.
+        saved: called after every checkpoint.
     """
     return train(
         head,
@@ -231,17 +213,15 @@ def train_prepared(
 
 
 def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
-    """Plot the training, estimate acceptance, and save the head with its card.
-
-    The estimate is over documents held out, not more of them than tell it.
+    """Plot the training, estimate the acceptance on held-out documents, and save the head with its card.
 
     Returns:
-        What run.json says.
+        The contents of run.json.
     """
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
-    if steps:  # none where the file was lost after the last of them
-        write_atomic(prepared.folder / PLOT, training_plot(steps, loss_name=config.loss).encode())
+    if steps:  # the file may have been lost after the last step
+        write_atomic(prepared.folder / PLOT, training_plot(steps).encode())
     with torch.autocast(prepared.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
         estimate = estimate_acceptance(
             head.eval(),
@@ -265,20 +245,16 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
-    """`finish` with the head of the last checkpoint.
-
-    Other processes trained it, or this one before it diverged.
+    """Finish with the head of the last checkpoint.
 
     Raises:
-        DivergedError: `diverged`, once the head is saved, with how to go on from it: the same training would come to
-            the same step again, and its checkpoint is refused to another recipe.
+        DivergedError: `diverged`, after saving the head, with a hint how to continue it. The same training would
+            diverge at the same step again, and another recipe cannot resume its checkpoint.
     """
     checkpoint = load_checkpoint(prepared.folder)
     if checkpoint is None:
         assert diverged is not None
-        raise DivergedError(
-            diverged.message, hint="there was no checkpoint yet: give lower learning rates"
-        ) from diverged
+        raise DivergedError(diverged.message, hint="there is no checkpoint yet; use lower learning rates") from diverged
     head = prepared.new_head()
     checkpoint.copy_to(head)
     outcome = TrainingOutcome(
@@ -289,7 +265,7 @@ def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = 
     )
     result = finish(prepared, head, outcome)
     if diverged is not None:
-        hint = f"go on from the last checkpoint with --init {result['head']}, lower learning rates and another --output"
+        hint = f"continue the last checkpoint with --init {result['head']}, lower learning rates and another --output"
         raise DivergedError(diverged.message, hint=hint) from diverged
     return result
 
@@ -304,7 +280,7 @@ def _features(
     *,
     verify: bool,
 ) -> Features:
-    """The features of the documents: the finished store, or what computes them."""
+    """Return the features of the documents, stored or computed on the fly."""
     samples = corpus.samples
     spec = FeatureSpec(
         target=target_fingerprint(target.folder),
@@ -314,12 +290,12 @@ def _features(
     )
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     listener.say(
-        f"states entering layers {', '.join(map(str, spec.aux_layers))} and the final norm: {num_tokens:,} tokens,"
+        f"hidden states before layers {', '.join(map(str, spec.aux_layers))} and the final norm: {num_tokens:,} tokens,"
         f" {spec.bytes_per_token:,} bytes each, {num_tokens * spec.bytes_per_token / 2**30:.1f} GiB"
-        + (", not stored but computed in each pass" if config.on_the_fly else "")
+        + (", computed in each pass instead of stored" if config.on_the_fly else "")
     )
     if config.on_the_fly:
-        large = device.type != "cpu" and config.micro_batch_tokens is None  # which saves memory
+        large = device.type != "cpu" and config.micro_batch_tokens is None  # micro-batches are there to save memory
         batch_tokens = GPU_BATCH_TOKENS if large else BATCH_TOKENS
         reader = partial(load_reader, target.folder, spec.aux_layers, device)
         return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)
@@ -331,11 +307,8 @@ def _features(
 
 
 def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) -> DraftVocabulary:
-    """The draft vocabulary, counted over prompts too.
-
-    Responses repeat their prompts, and other prompts will repeat other words.
-    """
     text = target.model.config.get("text_config") or target.model.config
+    # Prompts count too: responses repeat words of their prompts.
     token_ids = (token for index in corpus.trained for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
         return vocabulary_of_head(Path(config.init), token_ids, target_size=target.vocab_size)

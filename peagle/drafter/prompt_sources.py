@@ -1,9 +1,4 @@
-"""The prompts and documents of a training, without evaluation problems.
-
-A target answers the prompts; documents are trained on, or held out.
-
-It knows files and the source that ships; it knows neither the target nor who has it answer.
-"""
+"""The prompts and documents of a training, without evaluation problems."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +11,7 @@ from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Rejected, Sample, build_samples, id_of, row_text
-from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, index_of, tell_dropped
+from peagle.drafter.decontamination import Decontaminated, Dropped, NgramIndex, decontaminate, index_of, report_dropped
 from peagle.drafter.prompts import (
     Material,
     TrainingPrompt,
@@ -32,65 +27,61 @@ from peagle.runs.directory import unit_files
 from peagle.storage import place
 
 MESSAGES = "messages"
-PROMPT = "prompt"  # whatever the source calls it: that name may be one of a run's own, such as `response`
+PROMPT = "prompt"  # always this name: the source's may conflict with a column of the run, such as `response`
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Read rows with `id` and either `messages` or `prompt`, alike for all.
+    """Read rows with `id` and either `messages` or `prompt`, the same for all. Reports rows that are dropped.
 
-    Rows that are left out are reported.
-
-    A limit is shared out evenly among the sources; where one holds fewer, the others give more.
+    A limit is divided evenly among the sources; if one has too few rows, the others provide more.
 
     Raises:
-        InputError: a source is unreadable, or no row has a prompt that may be answered.
+        InputError: a source is unreadable, or no prompts are left.
     """
     index = index_of(config.exclude)
-    held: list[list[Row]] = []
+    rows_by_source: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
         if is_shipped_source(source):
-            found, own = _shipped(source, config, index)
+            source_rows, source_dropped = _shipped(source, config, index)
         else:
-            found, own = _file(source, config.prompt_column, index)
-        held.append(found)
-        dropped += own
-    shares = share_out(config.limit, [len(found) for found in held])
-    rows = [row for found, share in zip(held, shares, strict=True) for row in found[:share]]
+            source_rows, source_dropped = _file(source, config.prompt_column, index)
+        rows_by_source.append(source_rows)
+        dropped += source_dropped
+    shares = share_out(config.limit, [len(source_rows) for source_rows in rows_by_source])
+    rows = [row for source_rows, share in zip(rows_by_source, shares, strict=True) for row in source_rows[:share]]
     say(f"{len(rows):,} prompts, {len(dropped)} dropped for overlap")
-    _tell_shares(config, shares, say)
-    tell_dropped(dropped, say)
+    _report_shares(config, shares, say)
+    report_dropped(dropped, say)
     if not rows:
         sources = ", ".join(config.prompts)
-        raise InputError(f"{sources}: no prompt is left; all {len(dropped)} overlap {', '.join(config.exclude)}")
-    return _alike(rows)
+        raise InputError(f"{sources}: no prompts left; all {len(dropped)} overlap {', '.join(config.exclude)}")
+    return _in_one_column(rows)
 
 
 def read_responses(source: str | Path) -> Iterator[Row]:
-    """Rows of a run directory or a corpus; local or `s3://`.
+    """Yield the rows of a run directory or a corpus, local or `s3://`.
 
     Raises:
-        InputError: nothing there, an unknown format, a row that is none, or no `response` column.
+        InputError: the source does not exist, has an unknown format or an invalid row, or has no `response` column.
     """
     for number, row in enumerate(read_all(source_files(source))):
         if number == 0 and "response" not in row:
-            raise InputError(f"{source}: no column 'response'", hint=did_you_mean("response", row))
+            raise InputError(f"{source}: has no column 'response'", hint=did_you_mean("response", row))
         yield row
 
 
 def source_files(source: str | Path) -> list[SourceFile]:
-    """The committed units of a run directory, or the files of a corpus.
-
-    A corpus as `peagle generate` finds it.
+    """Return the committed units of a run directory, or the files of a corpus.
 
     Raises:
-        InputError: nothing there, or nothing of a known format.
-        StorageError: the store refuses, or does not answer.
+        InputError: there are no files of a known format.
+        StorageError: the store rejects the request or does not respond.
     """
     try:
         units = unit_files(place(str(source)))
     except ConfigError:
-        units = {}  # a whole bucket, say
+        units = {}  # not a run directory: for example a whole bucket
     if units:
         in_order = (units[number] for number in sorted(units))
         return [SourceFile(path=str(unit), format="parquet", size=unit.stat().st_size) for unit in in_order]
@@ -98,24 +89,22 @@ def source_files(source: str | Path) -> list[SourceFile]:
         return find(str(source))
     except InputError as error:
         raise InputError(
-            f"{source}: no prompts or responses there: {error.message.removeprefix(f'input {str(source)!r}: ')}",
-            hint="give the directory of a bulk run, or a corpus that peagle generate reads",
+            f"{source}: has no prompts or responses: {error.message.removeprefix(f'input {str(source)!r}: ')}",
+            hint="use the directory of a bulk run, or a corpus in a format that `peagle generate` reads",
         ) from error
 
 
-def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
-    """Numbers to take of each source, as even as their sizes allow.
-
-    Without a limit, all.
+def share_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
+    """Return how many rows to take from each source, as evenly as possible; all without a limit.
 
     >>> share_out(300, [594, 50, 200])
     [125, 50, 125]
     """
     if limit is None:
-        return list(held)
-    left, shares = limit, [0] * len(held)
-    for num_done, index in enumerate(sorted(range(len(held)), key=held.__getitem__)):
-        shares[index] = min(held[index], left // (len(held) - num_done))
+        return list(sizes)
+    left, shares = limit, [0] * len(sizes)
+    for num_done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        shares[index] = min(sizes[index], left // (len(sizes) - num_done))
         left -= shares[index]
     return shares
 
@@ -123,12 +112,10 @@ def share_out(limit: int | None, held: Sequence[int]) -> list[int]:
 def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:
-    """The prompts of a shipped source, and its materials.
-
-    Every material once, or as many prompts as are asked for.
+    """Return `limit` prompts of a shipped source (default: one per material), and its materials.
 
     Raises:
-        ConfigError: no such source, or it holds fewer prompts.
+        ConfigError: the source does not exist or has fewer prompts.
     """
     checked = _materials(source, index)
     limit = len(checked.kept) if limit is None else limit
@@ -160,21 +147,21 @@ def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row]
 
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
-    """The question of each row, without a response that stands beside it."""
+    """Yield the prompt of each row, without its response."""
     number = -1
-    for number, row in enumerate(map(_of_request, read_all(source_files(source)))):
+    for number, row in enumerate(map(_without_request, read_all(source_files(source)))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
-                f"{source}: neither a column {prompt_column!r} nor {MESSAGES!r}",
-                hint=f"name it with --prompt-column; {did_you_mean(prompt_column, row)}",
+                f"{source}: has neither a column {prompt_column!r} nor {MESSAGES!r}",
+                hint=f"set --prompt-column; {did_you_mean(prompt_column, row)}",
             )
-        asked = {MESSAGES: row[MESSAGES]} if row.get(MESSAGES) else {PROMPT: row.get(prompt_column)}
-        yield {"id": id_of(row, number), **asked}
+        prompt = {MESSAGES: row[MESSAGES]} if row.get(MESSAGES) else {PROMPT: row.get(prompt_column)}
+        yield {"id": id_of(row, number), **prompt}
     if number < 0:
-        raise InputError(f"{source}: there is no row in it")
+        raise InputError(f"{source}: has no rows")
 
 
-def _of_request(row: Row) -> Row:
+def _without_request(row: Row) -> Row:
     """The row, or the prompt or messages of an OpenAI batch request.
 
     The request's `custom_id` is its id.
@@ -187,26 +174,23 @@ def _of_request(row: Row) -> Row:
     if body.template:
         names = ", ".join(sorted(body.template))
         raise InputError(
-            f"request {row['custom_id']!r} has {names}: prompts of a training are messages alone",
-            hint="leave these requests out; an answer without them would be another one",
+            f"request {row['custom_id']!r} has {names}, but training prompts can only have messages",
+            hint="remove these requests; their answers depend on these fields",
         )
     return {"id": row["custom_id"], MESSAGES if body.is_chat else PROMPT: body.content}
 
 
-def _tell_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
+def _report_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
     """Report the shares of several sources, and a shortage."""
     if len(shares) > 1:
         for source, share in zip(config.prompts, shares, strict=True):
-            say(f"  {share:,} of {source}")
+            say(f"  {share:,} from {source}")
     if config.limit is not None and sum(shares) < config.limit:
-        say(f"  --limit {config.limit:,}: there are no more")
+        say(f"  there are fewer prompts than --limit {config.limit:,}")
 
 
-def _alike(rows: list[Row]) -> list[Row]:
-    """Rows all with messages where one has them.
-
-    A bulk run takes its prompts from one column.
-    """
+def _in_one_column(rows: list[Row]) -> list[Row]:
+    """Convert all rows to messages if one row has messages, because a bulk run reads one column."""
     if not any(MESSAGES in row for row in rows):
         return rows
     return [
@@ -217,7 +201,7 @@ def _alike(rows: list[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocuments:
-    """The documents of a training, and what was left out.
+    """The documents of a training, and the rows without one.
 
     Attributes:
         held_out: indices of the documents that are not trained on.
@@ -230,18 +214,15 @@ class TrainingDocuments:
 
     @property
     def trained(self) -> list[int]:
-        """Indices of the documents that are trained on."""
         return [index for index in range(len(self.samples)) if index not in self.held_out]
 
 
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
-    """Read, check and tokenise the responses, and hold out a share.
-
-    A hash of their ids chooses them.
+    """Read, check and tokenise the responses, and hold out a share by a hash of their ids.
 
     Raises:
-        InputError: a source is unreadable, or no row gives a document.
-        ConfigError: the tokenizer gives tokens that the target does not have.
+        InputError: a source is unreadable, or no row yields a document.
+        ConfigError: the tokenizer produces tokens that the target does not have.
     """
     column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
@@ -252,10 +233,10 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
-        raise InputError(f"{sources}: no row gives a document; the first: {reason}")
+        raise InputError(f"{sources}: no row yields a document; the first: {reason}")
     target.require_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
-    tell_dropped(checked.dropped, say)
+    report_dropped(checked.dropped, say)
     num_held_out = round(len(samples) * config.held_out)
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
     return TrainingDocuments(

@@ -1,7 +1,6 @@
-"""The shipped prompts of a training: code, and text of many kinds.
+"""The shipped training prompts: code, and text of many kinds.
 
-A source gives materials, each of which can be put as a request in several wordings. Nothing here knows models, tokens
-or evaluation sets (see decontamination.py).
+A source has materials, and each material has several wordings of a request.
 """
 
 import hashlib
@@ -24,34 +23,31 @@ HELD_OUT = "content:held-out"
 
 
 class Material(Protocol):
-    """Something to ask about: a documented function, a passage of text, a table."""
+    """The subject of a prompt: a documented function, a passage of text, a table."""
 
     @property
     def module(self) -> str:
-        """Where it was found."""
+        """The module or package that contains it."""
 
     @property
     def name(self) -> str:
-        """Its name there."""
+        """Its name in that module."""
 
     @property
     def text(self) -> str:
-        """The part that is searched for evaluation problems."""
+        """The text to compare with evaluation sets."""
 
     @property
     def num_wordings(self) -> int:
-        """The number of requests about it."""
+        """The number of different requests."""
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """The category and text of one of the requests.
-
-        Their order depends on the seed.
-        """
+        """Return the category and text of a request. The seed determines their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPrompt:
-    """One chat request and where it came from.
+    """A chat request and its origin.
 
     Attributes:
         category: the kind of task: "code", "summary", ...
@@ -65,18 +61,15 @@ class TrainingPrompt:
 
 
 def is_shipped_source(source: str) -> bool:
-    """Whether the prompts of a source are made here.
-
-    `stdlib`, `package:NAME` of an installed package, `content` and `content:held-out` are.
-    """
+    """Return whether a source is `stdlib`, `package:NAME`, `content` or `content:held-out`."""
     return source in (STDLIB, CONTENT, HELD_OUT) or source.startswith(PACKAGE)
 
 
 def source_materials(source: str) -> Sequence[Material]:
-    """The materials of a shipped source.
+    """Return the materials of a shipped source.
 
     Raises:
-        ConfigError: no such source, or no installed package of Python files.
+        ConfigError: the source does not exist, or the package is not installed or has no Python files.
     """
     if source in (CONTENT, HELD_OUT):
         return content_materials(held_out=source == HELD_OUT)
@@ -86,31 +79,30 @@ def source_materials(source: str) -> Sequence[Material]:
     spec = find_spec(name) if source.startswith(PACKAGE) and name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"{source}: no such source of prompts",
-            hint="stdlib, content, content:held-out, or package:NAME with the import name of an installed package",
+            f"{source}: unknown source of prompts",
+            hint="use stdlib, content, content:held-out, or package:NAME with the import name of an installed package",
         )
     return folder_snippets(Path(next(iter(spec.submodule_search_locations))))
 
 
 def num_available(materials: Sequence[Material]) -> int:
-    """The number of prompts: every material in every wording."""
+    """Count every wording of every material."""
     return sum(material.num_wordings for material in materials)
 
 
 def generate_prompts(
     materials: Sequence[Material], *, source: str = STDLIB, seed: int = 0, limit: int | None = None
 ) -> Iterator[TrainingPrompt]:
-    """Prompts in an order that depends on `seed` and the materials alone.
+    """Yield up to `limit` prompts, in an order that depends only on `seed` and the materials.
 
-    Every material is asked about once before any is asked about again, each time in another wording, until
-    `limit` prompts are out or all wordings of all materials are (which is where no limit ends).
+    Every material occurs once before one occurs again in another wording.
 
     Raises:
-        ConfigError: `limit` is more than there are wordings of materials.
+        ConfigError: `limit` exceeds the number of prompts.
     """
     available = num_available(materials)
     if limit is not None and limit > available:
-        raise ConfigError(f"--limit {limit:,}: the source holds {available:,} prompts", hint="ask for fewer")
+        raise ConfigError(f"--limit {limit:,}: the source has only {available:,} prompts", hint="decrease --limit")
     left = available if limit is None else limit
     for round_index in range(max((material.num_wordings for material in materials), default=0)):
         order = [index for index, material in enumerate(materials) if round_index < material.num_wordings]

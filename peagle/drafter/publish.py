@@ -13,7 +13,6 @@ from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.head_folder import save_head
 from peagle.drafter.head_spec import INITS
-from peagle.drafter.loss import DEFAULT_LOSS
 from peagle.drafter.prompt_sources import TrainingDocuments
 from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
@@ -24,14 +23,14 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """The figures of a training.
+    """The figures on a model card.
 
     Attributes:
         verifier: public name of the target.
-        licence: of the head, as of its target; None when unknown.
-        num_parameters: trained ones.
-        num_passes: over the documents, as far as the training went.
-        held_out: estimated acceptance on documents that were not trained on.
+        licence: the target's; None if unknown.
+        num_parameters: trained parameters.
+        num_passes: finished passes over the documents.
+        held_out: estimated acceptance on held-out documents.
     """
 
     verifier: str
@@ -52,11 +51,11 @@ class CardFacts:
 
 
 _METHODS = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
-_HOW = {"peagle": "all in one pass", "eagle3": "one after the other"}
+_HOW = {"peagle": "all in one pass", "eagle3": "one after another"}
 
 
 def render_card(facts: CardFacts) -> str:
-    """The card as Markdown, with the front matter that model hubs read."""
+    """Return the card as Markdown, with the front matter that model hubs read."""
     config = facts.config
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
     if config.num_key_value_heads is not None:
@@ -71,7 +70,7 @@ tags: [speculative-decoding, {method.lower()}, speculators]
 ---
 # {method} head for {facts.verifier}
 
-Drafts tokens {_HOW[config.algorithm]} for `{facts.verifier}`. The folder is what vLLM takes as it is:
+Drafts tokens {_HOW[config.algorithm]} for `{facts.verifier}`. vLLM loads this folder directly:
 
 ```python
 speculative_config = {{
@@ -85,13 +84,13 @@ speculative_config = {{
 |---|---|
 | Architecture | {method}, {layers}, {facts.num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, facts.aux_layers))} of the target |
-| Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents' |
+| Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
-| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else "; those of the head that it goes on from come on top"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens a step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
+| Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
-| Licence | {facts.licence or "as its target's"} |
+| Licence | {facts.licence or "that of its target"} |
 
 ## Acceptance
 
@@ -100,41 +99,38 @@ speculative_config = {{
 
 
 def _frozen(config: TrainConfig) -> str:
-    return f", the first {config.num_frozen_layers} of its layers frozen" if config.num_frozen_layers else ""
+    return f", the first {config.num_frozen_layers} layers frozen" if config.num_frozen_layers else ""
 
 
 def _responses(config: TrainConfig) -> str:
     if config.responses == "given":
-        return "responses, taken as they were given"
+        return "existing responses"
     return (
-        f"responses of the target itself (of the prompts {config.sampled_share:.0%} at temperature {config.temperature:g}, the"
+        f"responses of the target ({config.sampled_share:.0%} of the prompts at temperature {config.temperature:g}, the"
         " others greedy)"
     )
 
 
 def _by_name(sources: Sequence[str]) -> str:
-    """Files and folders by name alone."""
+    """Join the names of files and folders, without their paths."""
     return ", ".join(Path(source).absolute().name for source in sources)
 
 
 def _start(config: TrainConfig) -> str:
-    """Whose folder it was is nobody's business: cards are published."""
-    if config.init in INITS:
-        return f"{config.init} start"
-    unrolled = config.further_layers == "unrolled"
-    return f"start from an earlier {'EAGLE-3 head, its steps unrolled into layers' if unrolled else 'head'}"
+    # Cards are published, so they do not name the user's folders.
+    return f"{config.init} start" if config.init in INITS else "start from an earlier head"
 
 
 def _loss(config: TrainConfig) -> str:
     decay = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
     pace = ", D-PACE" if config.depth_weight == "dpace" else ""
-    return decay + pace + (f", loss {config.loss}" if config.loss != DEFAULT_LOSS else "")
+    return decay + pace
 
 
 def _embeddings(config: TrainConfig) -> str:
     if config.train_embeddings:
-        return "Embeddings are the head's own."
-    return "Embeddings are the target's and not in the file."
+        return "The head has its own embeddings."
+    return "The head shares the target's embeddings; the file does not contain them."
 
 
 def _optimizer(config: TrainConfig) -> str:
@@ -145,12 +141,12 @@ def _optimizer(config: TrainConfig) -> str:
 
 def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:
     if stats.acceptance_length is None:
-        return "No documents were held out, so none is known."
+        return "Unknown, because no documents were held out."
     positions = " | ".join(f"{rate:.3f}" for rate in stats.acceptance_rates)
     heading = " | ".join(str(position + 1) for position in range(len(stats.acceptance_rates)))
     return (
-        f"Estimated without an engine on held-out documents, K={num_speculative_tokens}; by position, the share of drafts in"
-        f" which that token was accepted.\n\n| acceptance length | {heading} |\n|---|{'---|' * len(stats.acceptance_rates)}\n"
+        f"Estimated without an engine on held-out documents, K={num_speculative_tokens}; by position, the share of drafts"
+        f" whose token at that position was accepted.\n\n| acceptance length | {heading} |\n|---|{'---|' * len(stats.acceptance_rates)}\n"
         f"| **{stats.acceptance_length:.2f}** | {positions} |"
     )
 
@@ -168,11 +164,11 @@ def publish(
     num_passes: float,
     estimate: SpeculationStats,
 ) -> dict[str, Any]:
-    """Save head, model card and run.json in `config.output`; what run.json says.
+    """Save head, model card and run.json in `config.output`; return the contents of run.json.
 
     Args:
-        device: that it was trained on, by a single process.
-        num_passes: over the documents, as far as the training went.
+        device: the device of a single-process training.
+        num_passes: finished passes over the documents.
     """
     verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
@@ -217,7 +213,6 @@ def publish(
 
 
 def _hardware(config: TrainConfig, device: torch.device) -> str:
-    """The hardware of a training; for workers on unlike machines, number and kind."""
     if config.workers > 1:
         return f"{config.workers} workers with a {'GPU' if config.device == 'cuda' else 'CPU'} each"
     if device.type == "cuda":

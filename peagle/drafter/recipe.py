@@ -1,9 +1,7 @@
-"""The recipe of a training: every number that a step depends on.
+"""The recipe of a training: every number that a step depends on, and the documents of each step.
 
-Also the documents that each step takes.
-
-The order of documents is a pure function of the seed and the step, so a resumed training and every worker of several
-find the same documents without being told.
+The order of documents is a pure function of the seed and the step, so that a resumed training and every worker process
+the same documents without communication.
 """
 
 import math
@@ -11,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.drafter.loss import DEFAULT_LOSS, LOSSES, Weighting
+from peagle.drafter.loss import Weighting
 from peagle.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp32")
@@ -21,29 +19,26 @@ DEPTH_WEIGHTS = ("fixed", "dpace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """How a head is trained; the defaults are the best recipe found so far.
+    """The recipe; its defaults are the best found so far.
 
     Attributes:
         num_steps: optimizer steps, over which the learning rate rises and falls.
-        batch_tokens: documents are added to a step until it holds that many tokens.
-        micro_batch_tokens: most tokens of documents whose gradients are computed at once; a document of N times as many
-            is computed in N parts (micro.py). It saves memory and changes nothing else. None: a step at once.
+        batch_tokens: documents are added to a step until it has this many tokens.
+        micro_batch_tokens: maximum tokens whose gradients are computed together; a longer document is split
+            (`micro.py`). Saves memory; the gradients stay the same. None: a whole step.
         num_depths: K_train.
-        cod_ratio: share of the chains that go on from one depth to the next.
-        depth_decay: weight of a row at depth d is depth_decay ** d.
-        depth_weight: "dpace" multiplies it by what the row adds to the length of an accepted draft (weighting.py),
-            "fixed" leaves it.
-        loss: of a row, one of `LOSSES` (loss.py).
+        cod_ratio: share of chains that continue from one depth to the next.
+        depth_decay: the weight of a row at depth d is depth_decay ** d.
+        depth_weight: "dpace" multiplies it by the row's D-PACE weight (`loss.py`), "fixed" does not.
         optimizer: "muon" for the matrices of the layers and AdamW for the rest, or "adamw" for all.
         learning_rate: AdamW's peak.
         muon_learning_rate: Muon's peak, for updates of AdamW's size (Moonlight's scale, `match_rms_adamw`).
         final_learning_rate: share of the peak at the end of the cosine.
-        warmup_steps: of linear rise.
-        weight_decay: of matrices; norms and the mask state have none.
-        clip_norm: of the gradient.
+        warmup_steps: steps of linear rise.
+        weight_decay: for matrices; norms and the mask state have none.
+        clip_norm: maximum gradient norm.
         precision: "bf16" autocast or "fp32".
-        seed: of data order and sampling.
-        checkpoint_every_s: seconds between checkpoints.
+        seed: for data order and sampling.
     """
 
     num_steps: int
@@ -53,7 +48,6 @@ class TrainingConfig:
     cod_ratio: float = 0.8
     depth_decay: float = 1.0
     depth_weight: str = "fixed"
-    loss: str = DEFAULT_LOSS
     optimizer: str = "muon"
     learning_rate: float = 7e-4
     muon_learning_rate: float = 3.5e-3
@@ -73,22 +67,17 @@ class TrainingConfig:
             raise ConfigError(f"cod_ratio must be above 0 and at most 1, got {self.cod_ratio}")
         if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens must be positive, got {self.micro_batch_tokens}")
-        for name, known in (
-            ("precision", PRECISIONS),
-            ("optimizer", OPTIMIZERS),
-            ("depth_weight", DEPTH_WEIGHTS),
-            ("loss", LOSSES),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        choices = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "depth_weight": DEPTH_WEIGHTS}
+        for name, valid in choices.items():
+            if getattr(self, name) not in valid:
+                raise ConfigError(f"{name} must be one of {', '.join(valid)}, got {getattr(self, name)!r}")
 
     @property
     def weighting(self) -> Weighting:
-        """The weight of a row in the loss."""
         return Weighting(depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio)
 
     def learning_rate_at(self, step: int) -> float:
-        """AdamW's: linear rise, then a cosine down to `final_learning_rate` of the peak."""
+        """Return AdamW's learning rate: a linear rise, then a cosine to `final_learning_rate` of the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
@@ -97,14 +86,10 @@ class TrainingConfig:
 
 
 def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> list[list[int]]:
-    """One epoch's batches of at least `batch_tokens`, except the last.
-
-    Every document once, shuffled.
+    """Shuffle one epoch's documents into batches of at least `batch_tokens`; the last may be smaller.
 
     Args:
         num_tokens: length of each document.
-        batch_tokens: when a batch is full.
-        seed: of the order.
     """
     order = list(range(len(num_tokens)))
     random.Random(seed).shuffle(order)
@@ -120,12 +105,10 @@ def plan_batches(num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> 
 
 
 class EpochOrder:
-    """The batches of all epochs in order, each epoch shuffled anew.
+    """The batches of all epochs in order, with a new shuffle per epoch.
 
     Args:
         num_tokens: length of each document.
-        batch_tokens: when a batch is full.
-        seed: of the training.
     """
 
     def __init__(self, num_tokens: Sequence[int], *, batch_tokens: int, seed: int) -> None:
@@ -133,7 +116,7 @@ class EpochOrder:
         self._epochs: list[list[list[int]]] = []
 
     def documents(self, step: int) -> list[int]:
-        """The places of the documents of a step, counting through the epochs."""
+        """Return the indices of a step's documents; steps count through all epochs."""
         epoch = 0
         while step >= len(self._epoch(epoch)):
             step -= len(self._epoch(epoch))

@@ -1,11 +1,9 @@
-"""Spending of a training, as records of the one ledger.
+"""The cost of a training, as ledger records.
 
-An attempt is a session in OUTPUT/ledger, from its start to its end, on all devices that it holds. It loads until the
-first work; then all is work: states, steps, the estimate and saving the head. Work counts when it is kept: a shard with
-its file, steps with their checkpoint. What a killed attempt did since then is lost, and the next attempt is another
-session. A training has neither requests nor output tokens.
-
-It knows no Ray. The answers to prompts are bulk runs, with ledgers of their own.
+Each attempt is a session in OUTPUT/ledger, on all devices that it uses. Time until the first work is loading; then
+computing states, training steps, the estimate and saving the head are work. Work is recorded when its result is
+saved: a shard with its file, steps with their checkpoint. Unsaved work of a killed attempt is lost. A training has
+neither requests nor output tokens. The bulk runs that answer prompts have separate ledgers.
 """
 
 import contextlib
@@ -30,18 +28,19 @@ from peagle.files import make_folder, writing
 from peagle.hardware import Hardware
 
 _BEAT_S = 5.0
-_FULL = "free some space; the same command goes on from the last checkpoint"
+_FULL = "free some space, then repeat the command to resume from the last checkpoint"
 
 
 class TrainingSpending:
-    """The records of one attempt at a training.
+    """Records one attempt of a training.
 
-    An attempt that ends well ends with what it kept last, one that fails with what it lost. Nothing is written before
-    the first work: a refused training leaves nothing. Where the disk is full, each method raises CapacityError.
+    A successful attempt ends with its last saved work, a failed one includes the lost work. Nothing is written before
+    the first work, so that a rejected training leaves no files. Every method raises CapacityError if the disk is
+    full.
 
     Args:
-        folder: of the ledger.
-        now: Unix time.
+        folder: the ledger.
+        now: returns the Unix time.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:
@@ -58,11 +57,11 @@ class TrainingSpending:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._work_from is None:
             return
-        with contextlib.suppress(CapacityError):  # its last heartbeat stands, and what ended it is said
+        with contextlib.suppress(CapacityError):  # the last heartbeat remains; report the original error
             self._write(ended=True) if error is None else self._advance(ended=True)
 
     def start(self) -> None:
-        """Loading is over; later calls change nothing."""
+        """Mark the end of loading. Later calls have no effect."""
         if self._work_from is None:
             with writing(self._folder, hint=_FULL):
                 make_folder(self._folder)
@@ -70,25 +69,25 @@ class TrainingSpending:
             self._write()
 
     def beat(self) -> None:
-        """Say now and then that the attempt is alive."""
+        """Write a heartbeat every few seconds."""
         if self._now() - self._seen_at >= _BEAT_S:
             self._advance()
 
     def keep(self) -> None:
-        """All work since the last time is safe from a kill."""
-        self._advance()  # before the line that names it
+        """Record that all work since the last call has been saved."""
+        self._advance()  # write the session before a record that refers to it
         if self._seen_at > self._kept_at:
             with writing(self._folder, hint=_FULL):
                 append_request(self._folder, self._kept_work())
             self._kept_at = self._seen_at
 
     def drop(self) -> None:
-        """All work since the last time is lost."""
+        """Record that all work since the last call is lost."""
         self._advance()
         self._kept_at = self._seen_at
 
     def counting(self, extract: Callable[[Any, Callable[[int, int], None]], None]) -> Callable[..., None]:
-        """The same extraction of states, each shard kept as it is done."""
+        """Wrap an extraction so that each finished shard is recorded."""
 
         def counted(job: Any, progress: Callable[[int, int], None]) -> None:
             def stored(done: int, total: int) -> None:
@@ -111,7 +110,7 @@ class TrainingSpending:
         return self._facts.unbilled(f"{self._session_id}-{self._num_kept}", usage)
 
     def _advance(self, *, ended: bool = False) -> None:
-        self._seen_at = max(self._now(), self._seen_at)  # a clock may be set back
+        self._seen_at = max(self._now(), self._seen_at)  # the clock may be set back
         self._write(ended=ended)
 
     def _write(self, *, ended: bool = False) -> None:
@@ -137,15 +136,15 @@ class TrainingSpending:
 def training_spending(
     config: TrainConfig, hardware: Hardware, say: Callable[[str], None], *, on_gpu: bool, num_devices: int
 ) -> TrainingSpending:
-    """The records of an attempt, not begun.
+    """Return the records of an attempt that has not started.
 
     Args:
-        hardware: of a node that trains.
-        on_gpu: its GPUs are paid for, else its vCPUs.
-        num_devices: that the training holds.
+        hardware: of a training node.
+        on_gpu: count GPUs; otherwise vCPUs.
+        num_devices: number of devices that the training uses.
 
     Raises:
-        PriceError: a price was asked for and there is none. Where none was, the dollars are unknown.
+        PriceError: a price option is set, but the price is unknown. Without price options the cost is unknown.
     """
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)
@@ -163,9 +162,9 @@ def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callabl
     except PriceError as error:
         if any(name in config.model_fields_set for name in PRICE_KEYS):
             raise
-        say(f"the dollars of the training are unknown: {error.message}")
+        say(f"the cost of the training is unknown: {error.message}")
         return None
-    if price.device != device:  # answers may have been priced on GPUs, and the training was sent to CPUs
-        say(f"the dollars of the training are unknown: the price is per {price.device}, and it runs on a {device}")
+    if price.device != device:  # for example, responses were generated on GPUs and the training runs on CPUs
+        say(f"the cost of the training is unknown: the price is per {price.device}, but it runs on a {device}")
         return None
     return price

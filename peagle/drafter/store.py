@@ -1,7 +1,7 @@
-"""The feature store: safetensors shards and an index that describes them.
+"""The feature store: safetensors shards and an index.
 
-A shard is written whole, by whoever computes it, and then named in the index with its checksum, by the one process
-that fills the store; readers map shards into memory, so the page cache decides what stays. It knows nothing of models.
+The process that computes a shard writes it; the single process that fills the store then adds it to the index, with its
+checksum. Readers map shards into memory, so the page cache manages them.
 
 Shapes: T tokens of a shard or document, H hidden size, A aux layers.
 """
@@ -22,17 +22,16 @@ from peagle.files import sha256, write_json, writing
 INDEX = "index.json"
 _BYTES_PER_STATE = 2  # bfloat16
 _PARTIAL = ".partial"
-_FULL = "free some space, or store nothing: --on-the-fly"
+_FULL = "free some space, or use --on-the-fly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    """The source of stored states. Two stores are alike when their specs are equal.
+    """The source of stored states. Stores with equal specs are interchangeable.
 
     Attributes:
         target: fingerprint of the target's configuration and weights.
-        aux_layers: indices of the layers whose inputs are kept, ascending.
-        hidden_size: H.
+        aux_layers: indices of the layers whose inputs are stored, ascending.
         samples: fingerprint of the documents.
     """
 
@@ -43,7 +42,6 @@ class FeatureSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size on disk of one token's states."""
         return (len(self.aux_layers) + 1) * self.hidden_size * _BYTES_PER_STATE
 
 
@@ -54,8 +52,8 @@ class Document:
     Attributes:
         token_ids_T: int64.
         loss_mask_T: bool, True for the response.
-        aux_TAH: [T, A * H], states entering the aux layers.
-        last_TH: [T, H], state entering the final norm.
+        aux_TAH: [T, A * H], states before the aux layers.
+        last_TH: [T, H], state before the final norm.
     """
 
     token_ids_T: torch.Tensor
@@ -68,30 +66,27 @@ class Features(Protocol):
     """Documents with their states, stored or computed.
 
     Attributes:
-        spec: of the target and the documents.
-        tokens_ahead: of documents that are best read together; 0 where that gains nothing.
+        tokens_ahead: number of tokens to read ahead; 0 if there is no benefit.
     """
 
     spec: FeatureSpec
     tokens_ahead: int
 
     def __len__(self) -> int:
-        """How many documents."""
+        """Return the number of documents."""
 
     def num_tokens(self, index: int) -> int:
-        """Length of a document."""
+        """Return the length of a document."""
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Be ready for documents that are asked for soon."""
+        """Prepare documents that will be requested soon."""
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """The documents with these indices."""
+        """Return documents by index."""
 
 
 def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a shard by rename; its checksum.
-
-    Of several writers of one shard the last wins.
+    """Write a shard atomically and return its checksum. The last of several writers wins.
 
     Raises:
         CapacityError: the disk is full.
@@ -115,60 +110,57 @@ class StoreWriter:
     """An unfinished store.
 
     Args:
-        folder: created when missing.
-        spec: of what will be written.
-        num_shards: how many make it whole.
+        folder: created if missing.
+        num_shards: number of shards of the finished store.
 
     Raises:
-        ConfigError: the folder holds the features of something else.
+        ConfigError: the folder has the features of other documents or of another target.
     """
 
     def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._index = _open_index(folder, spec, num_shards)
-        # A damaged shard is repaired by deleting it: what is named but gone is not there.
+        # A damaged shard is repaired by deleting its file, so ignore entries without a file.
         self._index["shards"] = {
             name: checksum for name, checksum in self._index["shards"].items() if (folder / name).is_file()
         }
 
     @property
     def num_shards(self) -> int:
-        """Shards that make it whole."""
         return int(self._index["num_shards"])
 
     @property
     def num_written(self) -> int:
-        """Shards that are there."""
         return len(self._index["shards"])
 
     def has(self, number: int) -> bool:
-        """Whether that shard is there."""
         return _shard_name(number) in self._index["shards"]
 
     def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write a shard, then name it in the index."""
-        self._name(_shard_name(number), write_shard(self._folder, number, tensors))
+        """Write a shard and add it to the index."""
+        self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
     def take(self, number: int, checksum: str) -> None:
-        """Name a shard in the index that another process has written.
+        """Add a shard to the index that another process has written.
 
         Raises:
-            PeagleError: it is not here, or not what was written.
+            PeagleError: the file is missing or has another checksum.
         """
         file = self._folder / _shard_name(number)
         if not file.is_file() or sha256(file) != checksum:
             raise PeagleError(
-                f"{file}: is not here as a worker wrote it", hint="every node has to see this folder at the same path"
+                f"{file}: missing or different from the file that a worker wrote",
+                hint="every node must have access to this folder at the same path",
             )
-        self._name(file.name, checksum)
+        self._add_to_index(file.name, checksum)
 
     def clear(self) -> None:
-        """Delete what killed writers left; only while nobody writes."""
+        """Delete files left by killed writers. Call it only while no process writes."""
         for leftover in self._folder.glob(f"*{_PARTIAL}"):
             leftover.unlink(missing_ok=True)
 
-    def _name(self, shard: str, checksum: str) -> None:
+    def _add_to_index(self, shard: str, checksum: str) -> None:
         shards = {**self._index["shards"], shard: checksum}
         self._index["shards"] = dict(sorted(shards.items()))
         with writing(self._folder / INDEX, hint=_FULL):
@@ -176,34 +168,36 @@ class StoreWriter:
 
 
 class FeatureStore:
-    """A finished store, read document by document through the page cache.
+    """A finished store.
 
     Args:
-        folder: what `extract_features` filled.
-        verify: check every shard against its checksum first.
+        folder: filled by `extract_features`.
+        verify: compare every shard with its checksum.
 
     Raises:
-        InputError: no store, an unfinished one, or a damaged shard.
+        InputError: the store is missing or unfinished, or a shard is damaged.
     """
 
     tokens_ahead = 0
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         if not (folder / INDEX).is_file():
-            raise InputError(f"{folder}: no features there", hint="extract them first")
+            raise InputError(f"{folder}: no features found", hint="extract them first")
         index = json.loads((folder / INDEX).read_text())
         if len(index["shards"]) != index["num_shards"]:
             done = f"{len(index['shards'])} of {index['num_shards']} shards"
-            raise InputError(f"{folder}: extraction is not finished ({done})", hint="run it again to go on")
+            raise InputError(
+                f"{folder}: the extraction is not finished ({done})", hint="repeat the command to resume it"
+            )
         self.spec = _spec_from(index["spec"])
         self._shards = []
         for name in sorted(index["shards"]):
             file = folder / name
             if not file.is_file():
-                raise InputError(f"{file}: is not there any more", hint="the same command extracts it again")
+                raise InputError(f"{file}: not found", hint="repeat the command to extract it again")
             if verify and sha256(file) != index["shards"][name]:
                 raise InputError(
-                    f"{file}: does not match its checksum", hint="delete it; the same command extracts it again"
+                    f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
                 )
             self._shards.append(_load(file))
         self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
@@ -213,7 +207,6 @@ class FeatureStore:
         return len(self._places)
 
     def num_tokens(self, index: int) -> int:
-        """Length of a document."""
         shard, place = self._places[index]
         return int(self._shards[shard]["lengths"][place])
 
@@ -230,14 +223,13 @@ class FeatureStore:
         )
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Nothing to do."""
+        pass
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """The documents with these indices."""
         return [self[index] for index in indices]
 
     def response_token_ids(self) -> Iterator[int]:
-        """Every token under the loss, for counting."""
+        """Yield every token under the loss."""
         for index in range(len(self)):
             document = self[index]
             yield from document.token_ids_T[document.loss_mask_T].tolist()
@@ -257,8 +249,8 @@ def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, An
     if stored != spec:
         other = [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]
         raise ConfigError(
-            f"{store}: holds the features of something else: {', '.join(other)} differ",
-            hint="give another directory, or delete this one",
+            f"{store}: has other features: {', '.join(other)} differ",
+            hint="use another folder, or delete this one",
         )
     return index
 

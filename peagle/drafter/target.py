@@ -1,7 +1,4 @@
-"""The target of a training, and early refusals of it.
-
-It reads configuration and tokenizer; it loads no weights.
-"""
+"""The target of a training, with early checks of its configuration and tokenizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +20,8 @@ class Target:
     """A target in a local folder.
 
     Attributes:
-        tokenizer: with a chat template.
+        tokenizer: has a chat template.
         aux_layers: indices of the layers whose inputs a head reads, ascending.
-        hidden_size: H.
-        vocab_size: tokens that it has states for.
     """
 
     model: ResolvedModel
@@ -37,66 +32,62 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        """Where its weights are."""
         return Path(self.model.path)
 
     def require_tokens(self, samples: Sequence[Sample]) -> None:
-        """Make sure that the target has every token of the documents.
+        """Check that the target has every token of the documents.
 
         Raises:
-            ConfigError: it does not, so the tokenizer is another model's.
+            ConfigError: a token is missing, so the tokenizer belongs to another model.
         """
         for sample in samples:
             if (largest := max(sample.token_ids)) >= self.vocab_size:
                 raise ConfigError(
-                    f"{self.folder}: its tokenizer gives token {largest} for row {sample.id}; the target has tokens"
-                    f" 0 to {self.vocab_size - 1}",
-                    hint="put the target's own tokenizer there",
+                    f"{self.folder}: the tokenizer produces token {largest} for row {sample.id}, but the target only"
+                    f" has tokens 0 to {self.vocab_size - 1}",
+                    hint="replace it by the target's own tokenizer",
                 )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers 2, L/2 and L-1 (arXiv 2602.01469)."""
+    """Return layers 2, L/2 and L-1 (arXiv 2602.01469)."""
     return tuple(sorted({min(2, num_layers - 1), num_layers // 2, num_layers - 1}))
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Require the layers to be read, each of them once.
+    """Check that the layers exist and occur once.
 
     Raises:
-        ConfigError: it is not so.
+        ConfigError: a layer does not exist or is repeated.
     """
     if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
-        raise ConfigError(f"aux layers {repeated} are named twice; an engine reads each layer once")
+        raise ConfigError(f"aux layers {repeated} are repeated; an engine reads each layer once")
     if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
         raise ConfigError(f"aux layers {beyond}: the target has layers 0 to {num_layers - 1}")
 
 
 def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text by these configurations, ascending.
-
-    Each may state none, one or several.
-    """
+    """Return the end-of-text tokens of configurations, ascending."""
     stated = [config.get("eos_token_id") for config in configs]
     return sorted({token for ids in stated if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
 
 
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
-    """The target that `name` stands for.
+    """Load a target's configuration and tokenizer.
 
     Args:
         name: catalog name, folder or `s3://` folder.
-        aux_layers: layers to read; None for the default ones.
-        announce: told what takes long, such as converting a model.
+        aux_layers: layers to read; None for the default layers.
+        announce: receives messages about slow operations, such as converting a model.
 
     Raises:
-        ConfigError: no local folder, none that there can be heads for, no such layers, no tokenizer, or none with a
-            chat template and the target's end of a text.
+        ConfigError: there is no local folder, the architecture does not support heads, a layer does not exist, or the
+            tokenizer is missing, has no chat template or another end-of-text token.
     """
     model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(f"{model.path}: a head is trained from a local folder", hint="download the target first")
+        raise ConfigError(f"{model.path}: training requires a local folder", hint="download the target first")
     shape = read_architecture(folder)
     layers = tuple(sorted(aux_layers or default_aux_layers(shape.num_hidden_layers)))
     require_layers(layers, shape.num_hidden_layers)
@@ -114,21 +105,21 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder}: no tokenizer there ({_first_line(error)})", hint="put the target's own beside its weights"
+            f"{folder}: has no tokenizer ({_first_line(error)})", hint="add the target's own tokenizer"
         ) from error
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"{folder}: its tokenizer has no chat template, so prompts cannot be put to the target",
-            hint="add chat_template to tokenizer_config.json: for plain text, the messages' contents side by side",
+            f"{folder}: the tokenizer has no chat template, which is needed to prompt the target",
+            hint="add chat_template to tokenizer_config.json; for plain text, join the contents of the messages",
         )
     _require_end(folder, tokenizer.eos_token_id, config)
     return tokenizer
 
 
 def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> None:
-    """Require that the tokenizer's end of text is one of the target's, if stated.
+    """Check that the tokenizer's end-of-text token is one of the target's.
 
-    Responses are trained with it as their last token, and another model's tokenizer mostly has another.
+    Responses are trained with it as their last token. It usually differs for a tokenizer of another model.
     """
     configs = [config, config.get("text_config") or {}]
     if (folder / _GENERATION).is_file():
@@ -136,8 +127,8 @@ def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> No
     stated = end_tokens(*configs)
     if own is None or (stated and own not in stated):
         raise ConfigError(
-            f"{folder}: a text ends with token {own} by its tokenizer, with {stated or 'one not stated'} by the target",
-            hint="put the target's own tokenizer there, with its eos_token",
+            f"{folder}: the tokenizer's end-of-text token is {own}, the target's {stated or 'unknown'}",
+            hint="replace it by the target's own tokenizer, with its eos_token",
         )
 
 

@@ -1,7 +1,4 @@
-"""A target's weights, read one at a time from its folder.
-
-Its head starts from them or is measured against them.
-"""
+"""Read single weights from a target's folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +14,13 @@ _LM_HEAD = "lm_head.weight"
 
 
 class TargetWeights:
-    """A target's safetensors by the names of Llama's checkpoints.
+    """A target's safetensors by Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
 
-    For example `norm.weight` and `layers.3.mlp.up_proj.weight`.
-
-    What stands before these names differs: `model.`, or `model.language_model.` where there are images as well. It is
-    what stands before the embeddings of the target's vocabulary.
+    The prefix of these names differs (`model.`, `model.language_model.` in multimodal models); it is that of the
+    embeddings.
 
     Raises:
-        ConfigError: no such embeddings there, or no lm_head where they are not used in its place.
+        ConfigError: embeddings or lm_head are missing.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -36,12 +31,11 @@ class TargetWeights:
             self._name_of(_LM_HEAD)
 
     def names_in_layer(self, index: int) -> set[str]:
-        """Names of a layer's weights, without what says which layer it is."""
+        """Return the names of a layer's weights, relative to the layer."""
         prefix = f"{self._prefix}layers.{index}."
         return {name.removeprefix(prefix) for name in self._file_of if name.startswith(prefix)}
 
     def shape(self, name: str) -> list[int]:
-        """Of a weight that is there."""
         return self._shape(self._prefix + name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -49,25 +43,25 @@ class TargetWeights:
 
         file = self._file_of.get(self._prefix + name)
         if file is None:
-            raise ConfigError(f"{self._folder}: no {self._prefix}{name} in its safetensors files")
+            raise ConfigError(f"{self._folder}: its safetensors files have no {self._prefix}{name}")
         with safe_open(file, "pt") as weights:
             tensor: torch.Tensor = weights.get_tensor(self._prefix + name)
         return tensor
 
     def final_norm(self) -> torch.Tensor:
-        """The factors of the final norm, [H]."""
+        """Return the factors of the final norm, [H]."""
         return self["norm.weight"].float() + self._architecture.norm_offset
 
     def _name_of(self, ending: str) -> str:
-        """Of a matrix with a row for each token."""
+        """Return the name of a matrix with a row for each token."""
         shape = [self._architecture.vocab_size, self._architecture.hidden_size]
-        found = [name for name in self._file_of if name.endswith(ending) and self._shape(name) == shape]
-        if not found:
+        names = [name for name in self._file_of if name.endswith(ending) and self._shape(name) == shape]
+        if not names:
             raise ConfigError(
-                f"{self._folder}: no {ending} of {shape[0]} x {shape[1]} in its safetensors files",
-                hint="give the folder of the whole target, as transformers saves it",
+                f"{self._folder}: its safetensors files have no {ending} of {shape[0]} x {shape[1]}",
+                hint="use the folder of a complete target, as saved by transformers",
             )
-        return min(found, key=len)
+        return min(names, key=len)
 
     def _shape(self, name: str) -> list[int]:
         from safetensors import safe_open
@@ -79,9 +73,9 @@ class TargetWeights:
 
 @torch.no_grad()
 def share_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
-    """Give a head the end of its target: the final norm, and what happens to logits.
+    """Set a head's copy of the target's final norm and its soft cap of logits.
 
-    The library reads the norm by its name, as if all were Llama's, and does not know of soft-capped logits.
+    The library only supports Llama's name of the norm, and no soft-capped logits.
     """
     head.verifier_norm.weight.copy_(weights.final_norm())
     head.verifier_softcap = architecture.logit_softcap

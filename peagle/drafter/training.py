@@ -1,14 +1,11 @@
-"""The training loop of a head, with its optimizer; resumable at every step.
+"""The training loop of a head, with its optimizer.
 
-On any device, alone or as one of several workers.
+The documents (`recipe.py`), the rows (COD, seeded by step and document) and the learning rate of a step are a pure
+function of the seed and the step. So a training that resumes from a checkpoint repeats the uninterrupted curve, and
+several workers, each with a share of a step's documents, repeat the curve of one.
 
-A step is a pure function of the seed and its number: which documents (`recipe.py`), which rows (COD, seeded by step and
-document), which learning rate. So a killed training that goes on from its checkpoint retraces the uninterrupted
-curve, and several workers, each with a share of a step's documents, retrace that of one. This file knows
-features and a head; it knows nothing of prompts, engines or Ray.
-
-Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix orthogonal, so that no direction of it lags
-behind. Its authors leave embeddings, lm_head and vectors to AdamW.
+Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix orthogonal. Following its authors, AdamW
+trains embeddings, lm_head and vectors.
 """
 
 import time
@@ -22,12 +19,12 @@ import torch
 
 from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.forward import BatchLoss, batch_loss
-from peagle.drafter.loss import DEFAULT_LOSS, fixed_weight
+from peagle.drafter.loss import fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.micro import micro_batches
 from peagle.drafter.recipe import EpochOrder, TrainingConfig
 from peagle.drafter.store import Features
-from peagle.drafter.workers import Alone, Workers
+from peagle.drafter.workers import SingleProcess, Workers
 from peagle.errors import DivergedError
 from peagle.files import writing
 from peagle.malloc import trim_malloc
@@ -37,7 +34,7 @@ _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeadOptimizer:
-    """One optimizer or two, stepped and saved together."""
+    """AdamW and, optionally, Muon, stepped and saved together."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
@@ -47,7 +44,7 @@ class HeadOptimizer:
         by_adamw = [tables if is_muon else tables + matrices, vectors]
         decays = (config.weight_decay, 0.0)
         groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
-        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # each with its learning rate's ratio to AdamW's
+        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # with the ratio of its learning rate to AdamW's
         if groups:
             self._optimizers[torch.optim.AdamW(groups, betas=_BETAS)] = 1.0
         if is_muon and matrices:
@@ -55,40 +52,36 @@ class HeadOptimizer:
             self._optimizers[muon] = config.muon_learning_rate / config.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of AdamW; Muon's keeps its ratio to it."""
+        """Set AdamW's learning rate, and Muon's in proportion."""
         for optimizer, ratio in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * ratio
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Move the parameters."""
         for optimizer in self._optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {type(optimizer).__name__: optimizer.state_dict() for optimizer in self._optimizers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint of the same recipe and head."""
         for optimizer in self._optimizers:
             optimizer.load_state_dict(state[type(optimizer).__name__])
 
 
-_FULL = "free some space; the same command goes on from the last checkpoint"
+_FULL = "free some space, then repeat the command to resume from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """How a training ended.
+    """The result of a training.
 
     Attributes:
-        finished: False when the time budget ran out first; the same call goes on.
+        finished: False if the time budget ran out first; the same call resumes.
     """
 
     step: int
@@ -112,29 +105,26 @@ def train(
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
-    """Train `head` in place, from the checkpoint in `folder` when there is one.
+    """Train `head` in place, starting from the checkpoint in `folder` if there is one.
 
     Args:
         head: from `build_head`, on `device`.
-        store: features of the target that the head is for, stored or computed.
         documents: indices in the store to train on.
-        config: the recipe.
         folder: for checkpoint.pt and metrics.jsonl.
-        fingerprint: whatever else must be equal for a resume: target, features, shape of the head.
-        device: of the head.
-        workers: this process among those that train together, each with the same arguments; None when it is alone.
-        time_budget_s: stop after that many seconds of this attempt.
-        name_of: what to call a document, by its index in the store.
-        progress: called after every step, by the first worker.
+        fingerprint: settings, besides the recipe, that must be equal to resume: target, features, shape of the head.
+        workers: the process group, if several processes train together; all have the same arguments.
+        time_budget_s: maximum seconds of this attempt.
+        name_of: returns the name of a document, given its index in the store.
+        progress: called by the first worker after every step.
         saved: called after every checkpoint.
 
     Raises:
-        ConfigError: the folder holds another training.
-        DivergedError: the loss is not finite; the last checkpoint is from before.
-        CapacityError: the disk is full; the last checkpoint stays.
+        ConfigError: the folder has another training.
+        DivergedError: the loss is not finite; the last checkpoint is from an earlier step.
+        CapacityError: the disk is full; the last checkpoint is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    workers = workers or Alone()
+    workers = workers or SingleProcess()
     trainer = _Trainer(head, store, documents, config, folder, fingerprint, torch.device(device), workers, name_of)
     started = saved_at = time.monotonic()
     while trainer.step < config.num_steps:
@@ -162,10 +152,7 @@ def train(
 
 @contextmanager
 def _flushing_denormals() -> Iterator[None]:
-    """Take numbers below 1e-38 as zero.
-
-    Attention to a single row leaves many, and a CPU is slow with them.
-    """
+    """Treat numbers below 1e-38 as zero. Attention to a single row produces many, and they are slow on a CPU."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -173,8 +160,8 @@ def _flushing_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-# What changes how a step is computed, not what comes out of it: a resume may differ in it.
-_HOW_ONLY = ("checkpoint_every_s", "micro_batch_tokens")
+# These do not change the result of a step, so a resumed training may change them.
+_NON_SEMANTIC_KEYS = ("checkpoint_every_s", "micro_batch_tokens")
 
 
 class _Trainer:
@@ -195,9 +182,7 @@ class _Trainer:
         self.head, self.store, self.config, self.folder, self.device = head, store, config, folder, device
         self.workers, self.name_of = workers, name_of
         self.documents = list(documents)
-        recipe = {name: value for name, value in asdict(config).items() if name not in _HOW_ONLY}
-        if config.loss == DEFAULT_LOSS:
-            del recipe["loss"]  # so that trainings from before there was another go on
+        recipe = {name: value for name, value in asdict(config).items() if name not in _NON_SEMANTIC_KEYS}
         self.fingerprint = {**fingerprint, **recipe, "documents": len(self.documents)}
         self.parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.optimizer = HeadOptimizer(self.parameters, config)
@@ -207,16 +192,16 @@ class _Trainer:
         self.step = self.num_tokens = 0
         self.train_s = 0.0
         self._restore()
-        workers.tell(list(self.parameters.values()))  # unlike processors compute unlike first weights
+        workers.broadcast_(list(self.parameters.values()))  # initial weights differ between kinds of processors
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
     def advance(self) -> TrainingProgress:
-        """One optimizer step."""
+        """Run one optimizer step."""
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
         self.optimizer.set_learning_rate(learning_rate)
         self._read_ahead()
-        chosen = self._chosen(self.step)
+        chosen = self._documents(self.step)
         self.optimizer.zero_grad()
         outcome, num_tokens = self._gradients(chosen)
         self._check_finite(outcome.loss, chosen)
@@ -225,29 +210,28 @@ class _Trainer:
         self.optimizer.step()
         return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
 
-    def _chosen(self, step: int) -> list[int]:
+    def _documents(self, step: int) -> list[int]:
         return [self.documents[place] for place in self.order.documents(step)]
 
     def _read_ahead(self) -> None:
-        """Have the target read the documents of as many steps at once as suits it.
+        """Have the target read the documents of several steps together.
 
-        Which steps go together depends on their numbers alone, so that a resumed training reads as one that never
-        stopped.
+        The grouping depends only on the step numbers, so that a resumed training reads the same groups.
         """
         num_steps = self.store.tokens_ahead * self.workers.size // self.config.batch_tokens
         if num_steps < 2 or not (self.step % num_steps == 0 or self._attempt_tokens == 0):
             return
         first = self.step - self.step % num_steps
         steps = range(first, min(first + num_steps, self.config.num_steps))
-        self.store.read_ahead([index for step in steps for index in self._mine(self._chosen(step))])
+        self.store.read_ahead([index for step in steps for index in self._own_share(self._documents(step))])
 
-    def _mine(self, chosen: list[int]) -> list[int]:
-        """This worker's share of a step's documents."""
+    def _own_share(self, chosen: list[int]) -> list[int]:
+        """Return this worker's share of a step's documents."""
         return chosen[self.workers.rank :: self.workers.size]
 
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
-        """Gradients and figures of a step, summed over micro-batches and workers."""
-        batches = list(micro_batches(self.store, self._mine(chosen), self.config, step=self.step))
+        """Compute the gradients and counts of a step, summed over micro-batches and workers."""
+        batches = list(micro_batches(self.store, self._own_share(chosen), self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
             total_weight += fixed_weight(batch, self.config.weighting).sum().to(self.device)
@@ -260,23 +244,22 @@ class _Trainer:
                     batch.to(self.device),
                     num_depths=self.config.num_depths,
                     weighting=self.config.weighting,
-                    loss=self.config.loss,
                     total_weight=total_weight,
                 )
             outcome.loss.backward()  # type: ignore[no-untyped-call]
             total = total + outcome
             if len(batches) > 1 and self.device.type == "cpu":
-                trim_malloc()  # a tensor of one part rarely fits where a tensor of the part before lay
+                trim_malloc()  # tensor sizes differ between parts, which fragments memory
         num_tokens = sum(self.store.num_tokens(index) for index in chosen)
         for parameter in self.parameters.values():
-            if parameter.grad is None:  # no document of this step fell to this worker
+            if parameter.grad is None:  # this worker has no document in this step
                 parameter.grad = torch.zeros_like(parameter)
         self.workers.sum_([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
         self.workers.sum_([total.loss, total.correct_D, total.accepted_D, total.rows_D, total.divergence_D])
         return total, num_tokens
 
     def save(self) -> None:
-        """Write the checkpoint of this step, if this is the first worker."""
+        """Write a checkpoint, if this is the first worker."""
         if self.workers.rank:
             return
         checkpoint = Checkpoint(
@@ -293,7 +276,7 @@ class _Trainer:
 
     def _restore(self) -> None:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
-        self.workers.barrier()  # nobody writes before all have read
+        self.workers.barrier()  # all workers have read before one writes
         if self.workers.rank == 0:
             self.metrics.cut(checkpoint.metrics_bytes if checkpoint else 0)
         if checkpoint is None:
@@ -307,7 +290,7 @@ class _Trainer:
         if not torch.isfinite(value):
             raise DivergedError(
                 f"step {self.step}: the loss is not finite; documents {', '.join(map(self.name_of, documents))}",
-                hint=f"a checkpoint in {self.folder} is from before",
+                hint=f"the checkpoint in {self.folder} is from an earlier step",
             )
 
     def _record(

@@ -1,9 +1,7 @@
-"""The draft vocabulary: the most frequent response tokens and their two maps.
+"""The draft vocabulary: the most frequent tokens, and their mapping to the target's vocabulary.
 
-The maps lead to the target's vocabulary and back.
-
-A head that scores 8,192 tokens instead of 49,152 trains several times faster and drafts nearly the same. A
-token outside is never drafted, and so never accepted: the coverage bounds the acceptance.
+A head with 8,192 tokens instead of 49,152 trains several times faster and drafts nearly the same. Tokens outside the
+draft vocabulary are never drafted, so its coverage limits the acceptance.
 """
 
 from collections import Counter
@@ -20,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftVocabulary:
-    """The token ids that the head can draft, in ascending order.
+    """The token ids that the head can draft.
 
     Attributes:
-        token_ids: target token ids; the draft id of a token is its index.
+        token_ids: token ids of the target, ascending; the draft id of a token is its index.
         target_size: size of the target's vocabulary.
-        coverage: share of the counted tokens that are in it; 1.0 when nothing was counted.
+        coverage: share of the counted tokens that can be drafted; 1.0 if no tokens were counted.
     """
 
     token_ids: tuple[int, ...]
@@ -40,22 +38,19 @@ class DraftVocabulary:
 
     @property
     def size(self) -> int:
-        """Number of tokens that can be drafted."""
         return len(self.token_ids)
 
     def d2t(self) -> "torch.Tensor":
-        """[size] int64 offsets, as in EAGLE-3 checkpoints.
+        """Return int64 offsets, [size], in the format of EAGLE-3 checkpoints: target id = draft id + d2t[draft id].
 
-        Target id = draft id + d2t[draft id].
-
-        Example: the tokens 1, 4, 5 give offsets 1, 3, 3.
+        Example: the offsets of the tokens 1, 4, 5 are 1, 3, 3.
         """
         import torch
 
         return torch.tensor(self.token_ids) - torch.arange(self.size)
 
     def t2d(self) -> "torch.Tensor":
-        """[target_size] bool: whether a target token can be drafted."""
+        """Return [target_size] bool: whether a token of the target can be drafted."""
         import torch
 
         mask = torch.zeros(self.target_size, dtype=torch.bool)
@@ -66,12 +61,10 @@ class DraftVocabulary:
 def frequent_vocabulary(
     token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """The `size` most frequent tokens, with `always` among them.
-
-    The smaller id comes first where counts are equal.
+    """Return the `size` most frequent tokens, including `always`. Of equally frequent tokens, smaller ids come first.
 
     Raises:
-        ConfigError: `size` is not within 1 and `target_size`.
+        ConfigError: `size` is not between 1 and `target_size`.
     """
     if not 1 <= size <= target_size:
         raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
@@ -82,9 +75,7 @@ def frequent_vocabulary(
 
 
 def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
-    """A saved head's draft vocabulary, with its coverage of `token_ids`.
-
-    All of the target's where the head has none.
+    """Return a saved head's draft vocabulary (default: the target's), with its coverage of `token_ids`.
 
     Raises:
         DrafterError: there is no head in `folder`.
@@ -93,7 +84,7 @@ def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: i
 
     weights = folder / "model.safetensors"
     if not weights.is_file():
-        raise DrafterError(f"{folder}: no model.safetensors there, hence no head to go on from")
+        raise DrafterError(f"{folder}: has no model.safetensors, so there is no head to continue")
     with safe_open(weights, "pt") as file:
         offsets = file.get_tensor("d2t").tolist() if "d2t" in file.keys() else [0] * target_size  # noqa: SIM118
     chosen = [draft_id + offset for draft_id, offset in enumerate(offsets)]

@@ -1,7 +1,4 @@
-"""A process among those that train a head, and its requests to the others.
-
-Whoever starts the processes (Ray Train, torchrun) sets up torch.distributed; this file only uses it.
-"""
+"""Communication between the worker processes of a training."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +7,7 @@ import torch
 
 
 class Workers(Protocol):
-    """The workers of a training, seen from one of them."""
+    """The process group of a training, as one of its workers sees it."""
 
     rank: int
     size: int
@@ -18,38 +15,37 @@ class Workers(Protocol):
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by its sum over all workers."""
 
-    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the first worker's."""
 
     def agree(self, stop: bool) -> bool:
-        """The first worker's value, so that all of them stop at the same step."""
+        """Return the first worker's value, so that all workers stop at the same step."""
 
     def barrier(self) -> None:
-        """Wait until all are here."""
+        """Wait until all workers have called this."""
 
 
-class Alone:
-    """The only worker."""
+class SingleProcess:
+    """A training without other workers."""
 
     rank = 0
     size = 1
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to add."""
+        pass
 
-    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nobody to tell."""
+    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
 
     def agree(self, stop: bool) -> bool:
-        """Its own word."""
         return stop
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        pass
 
 
-class Distributed:
-    """A worker of torch.distributed's process group (gloo on CPU, nccl on CUDA)."""
+class ProcessGroup:
+    """A worker of torch.distributed's default process group (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.rank = torch.distributed.get_rank()
@@ -57,11 +53,8 @@ class Distributed:
         self._device = torch.device(device)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """All-reduce, one message for each dtype.
-
-        Many small messages would cost more than their bytes.
-        """
-        # In the tensors' order: that of a set differs from process to process, and their messages would not match.
+        # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors: the order
+        # of a set may differ between processes, and the messages would not match.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in same])
@@ -70,17 +63,14 @@ class Distributed:
                 for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
                     tensor.copy_(summed.view_as(tensor))
 
-    def tell(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast from the first worker."""
+    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.detach(), src=0)
 
     def agree(self, stop: bool) -> bool:
-        """Broadcast from the first worker."""
-        word = torch.tensor([float(stop)], device=self._device)
-        torch.distributed.broadcast(word, src=0)
-        return bool(word.item())
+        value = torch.tensor([float(stop)], device=self._device)
+        torch.distributed.broadcast(value, src=0)
+        return bool(value.item())
 
     def barrier(self) -> None:
-        """Wait until all are here."""
         torch.distributed.barrier()

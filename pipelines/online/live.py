@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from peagle.bench.record import percentile
+import numpy as np
+
 from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
 from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
@@ -205,7 +206,7 @@ def _rate(cells: Collection[_Cell], num_steps: int) -> float:
 
 def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
     values = [value for cell in cells for value in cell.ttft_s]
-    return percentile(values, percent) if values else None
+    return float(np.percentile(values, percent)) if values else None
 
 
 _WINDOW_S = 600.0

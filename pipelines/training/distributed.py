@@ -34,7 +34,7 @@ from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, 
 from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
 from peagle.drafter.store import write_shard
-from peagle.drafter.workers import Distributed
+from peagle.drafter.workers import ProcessGroup
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
 from peagle.storage import place
@@ -267,8 +267,8 @@ def _work(told: dict[str, Any]) -> DivergedError | None:
     """
     keep_private()
     prepared = prepare(TrainConfig(**told["settings"]), Listener(), extract=_leave, verify=False)
-    workers = Distributed(prepared.device)
-    head = prepared.new_head(is_told=workers.rank > 0)
+    workers = ProcessGroup(prepared.device)
+    head = prepared.new_head()
     try:
         train_prepared(prepared, head, workers=workers, identity=told["identity"], progress=lambda _: None)
     except DivergedError as error:

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import httpx
+import numpy as np
 
-from peagle.bench.record import percentile
 from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Size
 
@@ -47,9 +47,9 @@ def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[
         "outcomes": tally.outcomes(),
         "share_refused": len(refusals) / max(1, len(tally.asked)),
         "alone_s": size.tokens * size.token_s,
-        "latency_p50_s": percentile(latencies, 50) if latencies else None,
-        "latency_p95_s": percentile(latencies, 95) if latencies else None,
+        "latency_p50_s": float(np.percentile(latencies, 50)) if latencies else None,
+        "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "latency_max_s": max(latencies, default=None),
-        "refusal_p95_s": percentile(refusals, 95) if refusals else None,
+        "refusal_p95_s": float(np.percentile(refusals, 95)) if refusals else None,
         "seen": sorted({one.seen for one in tally.asked if one.seen}),
     }

@@ -168,7 +168,7 @@ def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> 
 
 
 def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run: Any, head: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="drafted nothing") as failed:
+    with pytest.raises(EngineError, match="produced no drafts") as failed:
         run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
     assert "--max-tokens" in failed.value.hint
     assert list((tmp_path / "out" / "cells").iterdir()) == []
@@ -210,7 +210,7 @@ def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
     assert all(engine.is_down for engine in dying.engines)
     assert [cell["k"] for cell in report["cells"]] == [2, 4]
     assert report["failed"] == {"head K=3": "the vLLM engine process died"}
-    words = "Not measured: head K=3, whose engine failed: the vLLM engine process died"
+    words = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
     assert report["notes"] == [words]
     assert words in (tmp_path / "out" / "report.md").read_text()
     after = run(again, drafter=str(head()), num_speculative_tokens="2,3,4")
@@ -223,7 +223,7 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, 
         run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [cell["k"] for cell in left["cells"]] == [2]
-    assert left["notes"] == ["Not finished: 1 cells are left."]
+    assert left["notes"] == ["Not finished: 1 cells remain."]
 
 
 def test_refused_requests_are_counted_and_the_others_measured(run: Any, head: Any) -> None:
@@ -252,14 +252,14 @@ def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run: A
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
         assert by_engine["cells"][0][name] == by_request["cells"][0][name]
     assert by_engine["cells"][0]["by_category"] == {}
-    assert "categories cannot be told apart" in by_engine["notes"][0]
+    assert "acceptance by category is unknown" in by_engine["notes"][0]
 
 
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
         ({"drafter": "no/such/head"}, DrafterError, "no such drafter"),
-        ({"drafter": "auto"}, DrafterError, "without drafts nothing can be accepted"),
+        ({"drafter": "auto"}, DrafterError, "resolves to no drafter"),
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
@@ -274,7 +274,7 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
 
 
 def test_the_same_head_twice_is_refused(run: Any, head: Any) -> None:
-    with pytest.raises(ConfigError, match="given twice"):
+    with pytest.raises(ConfigError, match="occurs twice"):
         run(Starter(), drafter=[str(head()), str(head())])
 
 

@@ -109,5 +109,7 @@ def test_the_values_of_many_drafters_stand_apart(report: dict[str, Any]) -> None
 
 
 def test_axes_are_named_with_their_units(report: dict[str, Any]) -> None:
-    assert {">tokens a verify step<", ">draft tokens a step (K)<"} <= set(re.findall(">[^<>]+<", length_plot(report)))
+    assert {">tokens per verification step<", ">draft tokens per step (K)<"} <= set(
+        re.findall(">[^<>]+<", length_plot(report))
+    )
     assert {">share of drafts<", ">position in the draft<"} <= set(re.findall(">[^<>]+<", position_plot(report)))

@@ -72,9 +72,9 @@ def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl: Callable[...
     ("lines", "message"),
     [
         ([], "the file is empty"),
-        ([""], "there is no row in it"),
+        ([""], "has no rows"),
         ([{"text": "a"}], "neither a column 'prompt' nor 'messages'"),
-        ([{"prompt": 3}], "no row gives a prompt; the first: column 'prompt' holds a int"),
+        ([{"prompt": 3}], "no row yields a prompt; the first: column 'prompt' holds a int"),
         (["{"], "not valid JSON"),
     ],
 )

@@ -1,7 +1,6 @@
 import json
 import statistics
 
-import numpy as np
 import pytest
 
 from peagle.bench.closed_loop import Answer, Loop
@@ -14,7 +13,6 @@ from peagle.bench.record import (
     RequestTimes,
     by_category,
     make_record,
-    percentile,
     spread,
     step_s,
     summarise,
@@ -28,13 +26,6 @@ from .conftest import drafts, record, setup
 
 def times(num_output_tokens: int, elapsed_s: float, decode_s: float | None) -> RequestTimes:
     return RequestTimes(num_output_tokens=num_output_tokens, elapsed_s=elapsed_s, decode_s=decode_s)
-
-
-@pytest.mark.parametrize("percent", [0, 50, 95, 99, 100])
-@pytest.mark.parametrize("count", [1, 2, 7, 100])
-def test_percentiles_are_those_of_numpy(percent: float, count: int) -> None:
-    values = np.random.default_rng(count).exponential(size=count).tolist()
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
 def test_spread_is_the_range_over_the_median() -> None:

@@ -15,7 +15,7 @@ def config(**keys: Any) -> BenchConfig:
 
 
 def test_a_concurrency_that_no_pass_would_reach_is_refused() -> None:
-    with pytest.raises(ConfigError, match="concurrency 4: there are 3 prompts") as refused:
+    with pytest.raises(ConfigError, match="concurrency 4 cannot be reached with 3 prompts") as refused:
         require_prompts(config(), 3)
     assert "--requests-per-slot" in refused.value.hint
     require_prompts(config(), 4)
@@ -35,7 +35,7 @@ def test_a_concurrency_that_no_pass_would_reach_is_refused() -> None:
 def test_passes_that_are_short_for_their_concurrency_are_told(keys: dict[str, Any], num_prompts: int, few: str) -> None:
     found = few_prompts(config(**keys), num_prompts)
     assert bool(found) is bool(few)
-    assert all(f"at once at {few}: " in note for note in found)
+    assert all(f"requests per slot at {few}: " in note for note in found)
 
 
 def passes(**runners: str | None) -> list[PassRecord]:

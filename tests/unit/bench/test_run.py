@@ -188,9 +188,9 @@ def test_an_engine_that_fails_is_left_out_and_named_and_the_same_command_tries_i
     ]  # fmt: skip
     assert report["failed"] == {"P-EAGLE K=2": "the vLLM engine process died"}
     assert report["num_passes_left"] == 3
-    assert "  P-EAGLE K=2 is left out: the vLLM engine process died" in said
+    assert "  skipping P-EAGLE K=2: the vLLM engine process died" in said
     assert "left" not in said[-1], "what is left out is not in the time that is left"
-    words = "Not complete: P-EAGLE K=2, whose engine failed: the vLLM engine process died"
+    words = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
     assert words in (tmp_path / "out" / "report.md").read_text()
     after = run(again)
     assert again.ks == [2]
@@ -222,10 +222,10 @@ def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run: An
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
     assert unfinished["num_passes_left"] == 5
-    assert unfinished["caveats"][-1] == "Not finished: 5 passes are left."
+    assert unfinished["caveats"][-1] == "Not finished: 5 passes remain."
     assert unfinished["notes"][0].startswith("P-EAGLE: ")
     assert unfinished["notes"][1:] == unfinished["caveats"], "what is said of heads is not of figures"
-    assert "Not finished: 5 passes are left." in (tmp_path / "out" / "report.md").read_text()
+    assert "Not finished: 5 passes remain." in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_requests_for_each_at_once_make_passes_of_like_length(run: Any) -> None:
@@ -285,7 +285,7 @@ def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run: 
     said: list[str] = []
     report = run(OnRunners(), repeats=1)
     assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
-    words = "vLLM took different model runners: V1 ran P-EAGLE; V2 ran no speculation."
+    words = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
     assert words in (tmp_path / "out" / "report.md").read_text()
     run(Starter(), said, repeats=1)
     assert any(words in line for line in said), "the same command says it of what is there"
@@ -293,13 +293,13 @@ def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run: 
 
 def test_a_concurrency_beyond_the_prompts_is_refused_before_an_engine_starts(run: Any, tmp_path: Path) -> None:
     refused = Starter()
-    with pytest.raises(ConfigError, match="concurrency 8: there are 6 prompts"):
+    with pytest.raises(ConfigError, match="concurrency 8 cannot be reached with 6 prompts"):
         run(refused, concurrency="1,8")
     assert refused.specs == []
     assert not (tmp_path / "out").exists()
     said: list[str] = []
     report = run(refused, said, repeats=1)
-    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests for each")]
+    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests per slot")]
     assert "concurrency 3:" in note
     assert f"  {note}" in said
 
@@ -315,7 +315,7 @@ def test_another_price_needs_no_new_measurement(run: Any) -> None:
 def test_progress_says_how_much_is_left(run: Any) -> None:
     said: list[str] = []
     run(Starter(), said)
-    assert "  12 passes in 5 engine starts; 0 passes are done already" in said
+    assert "  12 passes in 5 engine starts; 0 already finished" in said
     passes = [line for line in said if line.startswith("[")]
     assert [line.split("]")[0] for line in passes] == [f"[{n}/12" for n in range(1, 13)]
     assert "[1/12] no speculation, concurrency 1, repeat 1: " in passes[0]

@@ -189,4 +189,4 @@ def test_the_cost_plot_has_a_step_by_k_and_a_level_line_without_drafts(report: d
     assert titles[:2] == ["no speculation, K=3: 100.0", "no speculation, K=5: 100.0"]
     assert titles[-1] == "P-EAGLE, K=5: 119.0"
     assert "Time of a whole step, concurrency 1, tiny" in plot
-    assert "ms a step, drafting and verifying included" in plot
+    assert "ms per step, including drafting and verification" in plot

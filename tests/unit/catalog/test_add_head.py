@@ -153,22 +153,22 @@ def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str, shipped_
 def test_a_folder_called_like_a_command_needs_a_name(tmp_path: Path, target: Path) -> None:
     odd = target.rename(tmp_path / "add")
     head = published_head(tmp_path / "head")
-    with pytest.raises(CatalogError, match="cannot be called 'add'"):
+    with pytest.raises(CatalogError, match="a model cannot be called 'add'"):
         add_head(head, target=str(odd))
     assert add_head(head, target=str(odd), name="other").card.name == "other"
 
 
 def test_the_name_of_another_model_is_not_taken(peagle_home: Path, shipped_head: Path) -> None:
-    with pytest.raises(CatalogError, match="has a gpt-oss-20b already, which is another model"):
+    with pytest.raises(CatalogError, match="already has another model named gpt-oss-20b"):
         add_head(shipped_head, name="gpt-oss-20b")
 
 
 def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
     tmp_path: Path, target: Path, peagle_home: Path, shipped_head: Path
 ) -> None:
-    with pytest.raises(DrafterError, match="hidden size is 576, the target's is 2,880"):
+    with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 2,880"):
         add_head(shipped_head, target="gpt-oss-20b")
-    with pytest.raises(DrafterError, match="says 2 layers, the weights hold"):
+    with pytest.raises(DrafterError, match="has 2 layers, but the weights have"):
         add_head(published_head(tmp_path / "a", num_hidden_layers=2), target=str(target))
     with pytest.raises(DrafterError, match="names neither P-EAGLE nor EAGLE-3"):
         add_head(target, target=str(target))
@@ -180,7 +180,7 @@ def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
 
 
 def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="does not say which model") as silent:
+    with pytest.raises(DrafterError, match="does not name its target model") as silent:
         add_head(published_head(tmp_path / "silent"))
     with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
@@ -195,7 +195,7 @@ def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(
     unknown = added.card.architecture.model_copy(update={"hidden_size": None})
     vague = added.card.model_copy(update={"architecture": unknown})
     monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
-    with pytest.raises(DrafterError, match="hidden size is 576, the target's is 8"):
+    with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 8"):
         add_head(shipped_head, target="my-llama")
 
 

@@ -44,7 +44,7 @@ def card(*rows: dict[str, Any], **changes: Any) -> ModelCard:
 
 
 def test_a_model_cannot_be_called_like_a_command() -> None:
-    with pytest.raises(ValidationError, match="cannot be called 'add'"):
+    with pytest.raises(ValidationError, match="the name 'add' is reserved"):
         card(name="add")
 
 

@@ -73,8 +73,8 @@ def test_auto_takes_the_measured_head_and_k(model: ResolvedModel, shipped: Path)
     ("concurrency", "platform", "reason"),
     [
         (4, "cpu", "costs more than it saves (measured here)"),
-        (65, "cpu", "nothing was measured for 65 requests at once on cpu"),
-        (1, "cuda", "nothing was measured for 1 requests at once on cuda"),
+        (65, "cpu", "no measurements for 65 concurrent requests on cpu"),
+        (1, "cuda", "no measurements for 1 concurrent requests on cuda"),
     ],
 )
 def test_auto_drafts_nothing_where_it_does_not_pay_or_nobody_knows(
@@ -107,7 +107,7 @@ def test_a_stated_k_wins(model: ResolvedModel, shipped: Path) -> None:
 
 
 def test_a_k_beyond_the_training_is_warned_of(model: ResolvedModel, shipped: Path) -> None:
-    assert "K=9 is beyond the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
+    assert "K=9 exceeds the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
 
 
 def test_a_k_of_zero_is_refused(model: ResolvedModel, shipped: Path) -> None:

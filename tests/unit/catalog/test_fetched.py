@@ -84,7 +84,7 @@ def test_several_processes_of_a_node_fetch_once(s3, model):
         other = threading.Thread(target=fetch, args=[found], kwargs={"weights": True, "announce": announce})
         other.start()
         assert waits.wait(10)
-        assert told == [f"{URL}: another process of this node fetches it, and is waited for"]
+        assert told == [f"{URL}: waiting for another process of this node that is fetching it"]
         fetched._fetch(
             found.at, list(found.files), other_folder := peagle_home() / "fetched" / f"mine-{found.revision}"
         )
@@ -109,7 +109,7 @@ def test_a_fetch_that_was_killed_goes_on_from_its_last_whole_piece(s3, model, mo
     assert files_of(folder) == files_of(model)
     begun_at = max(0, left - 1) // 50_000
     assert s3.count("GET", "model-1.safetensors") == 6 - begun_at
-    assert "0.00 GB of it there already" in told[0]
+    assert "0.00 GB are already here" in told[0]
     assert not list(folder.glob("*.part"))
 
 
@@ -131,14 +131,14 @@ def test_a_file_that_changes_while_it_is_fetched_gives_no_mixture(s3, model, cha
     for ask in (found.fingerprint, lambda: fetch(found, weights=True)):
         with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
             ask()
-    with pytest.raises(CatalogError, match=r"were replaced|not there"):
+    with pytest.raises(CatalogError, match=r"been replaced|missing files"):
         ensure_fetched(URL, found.revision, weights=True, announce=print)
 
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_fetched(s3, model, monkeypatch):
     found = find_stored(URL)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
-    with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, and 0\.00 GB are free") as caught:
+    with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, but only 0\.00 GB are free") as caught:
         fetch(found, weights=True)
     assert "PEAGLE_HOME" in caught.value.hint
 
@@ -156,10 +156,10 @@ def test_a_disk_that_is_full_is_named(s3, model, monkeypatch):
 @pytest.mark.parametrize(
     ("gone", "message"),
     [
-        ({"config.json"}, "there is no config.json in it"),
-        ({"model-2.safetensors"}, "names 1 files that are not there: model-2.safetensors"),
-        ({"model-1.safetensors", "model-2.safetensors"}, "there are no weights in it"),
-        (None, "there is no file; it has only the folders original"),
+        ({"config.json"}, "has no config.json"),
+        ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
+        ({"model-1.safetensors", "model-2.safetensors"}, "has no weights"),
+        (None, "has no files; it has only the folders original"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_by_what_is_missing(s3, model, gone, message):
@@ -175,7 +175,7 @@ def test_an_index_that_was_forgotten_beside_other_weights_does_not_count(s3, mod
     write_atomic(place(URL) / "pytorch_model.bin.index.json", old)
     assert find_stored(URL).files
     write_atomic(place(URL) / "model.safetensors.index.json", b"[]")
-    with pytest.raises(CatalogError, match="it is not an index of weights"):
+    with pytest.raises(CatalogError, match="not an index of weights"):
         find_stored(URL)
 
 
@@ -183,7 +183,7 @@ def test_an_index_that_was_forgotten_beside_other_weights_does_not_count(s3, mod
     ("url", "kind", "message"),
     [
         ("s3://bucket", ConfigError, "names no folder of a bucket"),
-        ("s3://bucket/nothing/here", CatalogError, "there is no file"),
+        ("s3://bucket/nothing/here", CatalogError, "has no files"),
         ("s3://no-such-bucket/a", StorageError, "NoSuchBucket"),
     ],
 )

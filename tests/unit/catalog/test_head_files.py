@@ -82,9 +82,9 @@ def test_the_state_after_the_last_layer_may_be_read() -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ({"hidden_size": 2048}, "hidden size is 576, the target's is 2,048"),
-        ({"vocab_size": 32000}, "vocabulary is 49,152, the target's is 32,000"),
-        ({"num_hidden_layers": 16}, r"layers \[29\], the target has 16 layers"),
+        ({"hidden_size": 2048}, "hidden size is 576, but the target's is 2,048"),
+        ({"vocab_size": 32000}, "vocabulary is 49,152, but the target's is 32,000"),
+        ({"num_hidden_layers": 16}, r"layers \[29\], but the target has 16 layers"),
     ],
 )
 @pytest.mark.parametrize("make_head", [library_head, hub_head])
@@ -99,11 +99,11 @@ def test_a_head_of_another_model_is_refused(make_head: Any, target: dict[str, in
     ("head", "reason"),
     [
         (library_head(mask_token_id=None), "no mask token"),
-        (library_head(mask_token_id=50000), "mask token 50000 lies outside"),
+        (library_head(mask_token_id=50000), "mask token 50000 is outside"),
         (library_head(fc_norm=True, norm_output=True), "fc_norm and norm_output"),
         (library_head(speculators_model_type="dflash"), "dflash"),
         (library_head(transformer_layer_config={"hidden_size": 576}), "no vocab_size"),
-        ({"architectures": ["LlamaForCausalLM"], **TARGET}, "no drafter head"),
+        ({"architectures": ["LlamaForCausalLM"], **TARGET}, "not a drafter head"),
     ],
 )
 def test_what_cannot_draft_here_is_refused_with_the_reason(head: dict[str, Any], reason: str) -> None:
@@ -156,7 +156,7 @@ def test_shapes_are_read_over_all_files(tmp_path: Path) -> None:
     "content", [b"", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"PK\x03\x04 a zip archive of pickles"]
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(DrafterError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(DrafterError, match=r"has no \*\.safetensors"):
         read_shapes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(DrafterError, match="not a readable safetensors file"):
@@ -174,7 +174,7 @@ def test_whole_heads_pass() -> None:
 @pytest.mark.parametrize(
     ("shapes", "changes", "reason"),
     [
-        (SHAPES, {"num_layers": 4}, r"says 4 layers, the weights hold \[0, 1\]"),
+        (SHAPES, {"num_layers": 4}, r"has 4 layers, but the weights have layers \[0, 1\]"),
         (without("mask_hidden"), {}, "no mask_hidden"),
         (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, fc reads 24"),
         (without("fc.weight"), {}, "fc reads nothing"),

@@ -52,7 +52,7 @@ def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path: P
     name = "model.layers.0.mlp.up_proj.weight"
     folder = make_model(tmp_path / "m", name)
     save_file({name: torch.full((2, 2), float("nan"))}, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(PeagleError, match=rf"{name} holds values that are not finite"):
+    with pytest.raises(PeagleError, match=rf"{name} has values that are not finite"):
         ensure_int8(folder)
     assert [path.name for path in (peagle_home / "targets").iterdir()] == [".m-int8.lock"]
 
@@ -90,7 +90,7 @@ def test_a_target_with_linear_layers_passes(target: Path) -> None:
     ("names", "shape", "reason"),
     [
         ((), (2, 2), r"no \*\.safetensors to convert to int8"),
-        (("transformer.h.0.attn.c_attn.weight",), (2, 2), "no linear layers that int8 is for"),
+        (("transformer.h.0.attn.c_attn.weight",), (2, 2), "no linear layers to convert to int8"),
         (("model.layers.0.mlp.experts.gate_up_proj",), (2, 2, 2), r"in one tensor \(model\.layers\.0\.mlp\.experts"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_target_without_any_is_refused(
 
 def test_experts_need_amx_on_a_cpu(target: Path) -> None:
     for config in ({"num_experts": 128}, {"text_config": {"num_local_experts": 8}}):
-        with pytest.raises(PrecisionError, match="experts in int8 on CPUs with AMX alone; this is CPU"):
+        with pytest.raises(PrecisionError, match="int8 experts only on CPUs with AMX; this is CPU"):
             require_convertible(str(target), config, VNNI)
         require_convertible(str(target), config, AMX)
     require_convertible(str(target), {"num_experts": 0}, VNNI)

@@ -72,12 +72,12 @@ def test_the_library_of_the_format_reads_the_same_values() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_by_name(value: float) -> None:
-    with pytest.raises(ValueError, match=r"model\.x holds values that are not finite"):
+    with pytest.raises(ValueError, match=r"model\.x has values that are not finite"):
         quantize("model.x", torch.tensor([[value, 1.0]]))
 
 
 def test_weights_of_8_bits_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"model\.x is in torch\.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"model\.x is torch\.float8_e4m3fn"):
         quantize("model.x", torch.ones(2, 2).to(torch.float8_e4m3fn))
 
 

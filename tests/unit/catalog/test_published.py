@@ -34,7 +34,7 @@ def table(**changes: Any) -> PublishedTable:
     [
         ({"concurrency": [8, 1]}, "concurrency must ascend"),
         ({"concurrency": [0, 1]}, "concurrency must ascend from 1"),
-        ({"concurrency": [1, 8, 32]}, "a speed for each concurrency"),
+        ({"concurrency": [1, 8, 32]}, "a value per concurrency"),
         ({"speeds": [row("none", 0, 1, 2), row("none", 0, 3, 4)]}, "each method and K once"),
         ({"speeds": [row("none", 3, 1, 2)]}, "0 exactly with method none"),
         ({"speeds": [row("peagle", 0, 1, 2)]}, "0 exactly with method none"),

@@ -29,11 +29,11 @@ def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0]}], "a time for each concurrency"),
+        ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0]}], "a time per concurrency"),
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0, 0.0]}], "above zero"),
-        (TABLE["rows"][1:], "one row of method none"),
-        ([*TABLE["rows"], TABLE["rows"][2]], "one of each other method and K"),
-        ([TABLE["rows"][0] | {"spread": [0.1]}], "a spread for each concurrency, or none"),
+        (TABLE["rows"][1:], "one row with method none"),
+        ([*TABLE["rows"], TABLE["rows"][2]], "one per other method and K"),
+        ([TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
     ],
 )
 def test_a_table_that_is_not_whole_is_refused(rows: list[dict[str, Any]], reason: str) -> None:
@@ -42,7 +42,7 @@ def test_a_table_that_is_not_whole_is_refused(rows: list[dict[str, Any]], reason
 
 
 def test_concurrencies_that_do_not_ascend_are_refused() -> None:
-    with pytest.raises(ValidationError, match="concurrencies ascend"):
+    with pytest.raises(ValidationError, match="concurrencies must ascend"):
         StepTable(**{**TABLE, "concurrency": [8, 1]})
 
 

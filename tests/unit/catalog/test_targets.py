@@ -140,7 +140,7 @@ def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
     [
         (None, "cannot be read"),
         ("{", "not valid JSON"),
-        ('{"hidden_size": 4}', "lacks num_hidden_layers, vocab_size"),
+        ('{"hidden_size": 4}', "has no num_hidden_layers, vocab_size"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None, message: str) -> None:

@@ -117,14 +117,14 @@ def test_a_target_inside_one_that_takes_images_is_read(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"model_type": "t5"}, "'t5' has an encoder"),
-        ({"model_type": "gpt2"}, "'gpt2' names no rms_norm_eps"),
+        ({"model_type": "gpt2"}, "'gpt2' has no rms_norm_eps"),
         ({"model_type": "granite", "logits_scaling": 8.0}, r"'granite' scales its logits \(logits_scaling\)"),
         ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "cannot read .*not a multiple"),
         (
             {"model_type": "qwen3", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 3},
-            "KV heads make",
+            "do not fit a Llama layer",
         ),
-        ({"model_type": "clip_vision_model"}, "names no"),
+        ({"model_type": "clip_vision_model"}, "has no"),
     ],
 )
 def test_a_target_that_no_head_can_be_made_for_is_refused_by_its_configuration(
@@ -141,5 +141,5 @@ def test_a_final_norm_that_is_no_rmsnorm_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     config = {"model_type": "olmo", **sizes, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="its final norm, OlmoLayerNorm, is no RMSNorm"):
+    with pytest.raises(ConfigError, match="its final norm, OlmoLayerNorm, is not an RMSNorm"):
         read_architecture(tmp_path)

@@ -10,12 +10,12 @@ from peagle.drafter.attention import (
     BLOCK_ROWS,
     AttentionPlan,
     DocumentPlan,
+    PaddedPlan,
     document_attention,
     parallel_plan,
     sequential_plan,
 )
 from peagle.drafter.batch import Rows, attention_mask, sample_rows
-from peagle.drafter.padded_attention import PaddedPlan
 
 HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 Form = Callable[[AttentionPlan], DocumentPlan]
@@ -120,7 +120,7 @@ def test_depth_after_depth_equals_one_full_mask(documents: list[Rows], form: For
 def test_blocks_do_not_ask_the_chains_of_others(documents: list[Rows]) -> None:
     plan = parallel_plan(documents)
     answers = sum(keys.stop - keys.start for block in plan.blocks for keys in block.keys)
-    largest = max(len(block.asking) for block in plan.blocks if block.asking is not None)
+    largest = max(len(block.query_rows) for block in plan.blocks if block.query_rows is not None)
     assert largest < BLOCK_ROWS + 4
     assert answers <= sum(len(rows) * (rows.num_known / BLOCK_ROWS + 2) + BLOCK_ROWS for rows in documents)
 

@@ -72,16 +72,16 @@ def test_long_documents_are_cut() -> None:
     [
         ({"response": ""}, "no response"),
         ({"response": None}, "no response"),
-        ({"response": 5}, "its response is no text but int"),
+        ({"response": 5}, "the response must be text, not int"),
         ({"messages": "hi"}, "column 'messages' holds a str, not a list of messages"),
         ({"messages": ["hi"]}, "column 'messages', message 0: it needs a role and a content, both text"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None}]},
             "column 'messages', message 1: it needs a role and a content, both text",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses the row: no role 'tool'"),
-        ({"prompt": None}, "neither 'messages' nor a text in 'prompt'"),
-        ({"prompt": "x" * 10}, "the prompt alone has 12 tokens, the limit is 12"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template rejects the row: no role 'tool'"),
+        ({"prompt": None}, "neither 'messages' nor text in 'prompt'"),
+        ({"prompt": "x" * 10}, "the prompt has 12 tokens, which leaves no room for a response within 12"),
     ],
 )
 def test_rows_without_a_sample_say_why(changes: dict[str, Any], reason: str) -> None:

@@ -92,8 +92,8 @@ def test_parquet_is_read_too(tmp_path: Path) -> None:
     ("names", "message"),
     [
         (["none", "humaneval"], "none and humaneval contradict each other"),
-        (["humanevil"], "humanevil: no such evaluation set"),
-        (["s3://bucket/held.jsonl"], "no such evaluation set"),
+        (["humanevil"], "humanevil: unknown evaluation set"),
+        (["s3://bucket/held.jsonl"], "unknown evaluation set"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(names: list[str], message: str) -> None:
@@ -103,7 +103,7 @@ def test_sets_that_cannot_be_are_refused(names: list[str], message: str) -> None
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [([], "the file is empty"), ([{"prompt": "too short to be found"}], "no text in it has 10 words")],
+    [([], "the file is empty"), ([{"prompt": "too short to be found"}], "an overlap is 10 consecutive words")],
 )
 def test_a_file_that_would_keep_nothing_out_is_refused(
     rows: list[dict[str, str]], message: str, write_jsonl: Write

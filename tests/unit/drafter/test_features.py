@@ -101,7 +101,7 @@ def test_a_store_of_something_else_is_refused(
 
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
-    with pytest.raises(ConfigError, match="something else: target differ"):
+    with pytest.raises(ConfigError, match="has other features: target differ"):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 

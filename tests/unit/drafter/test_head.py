@@ -67,7 +67,7 @@ def test_more_kv_heads_start_as_copies_of_the_targets(
 def test_kv_heads_that_do_not_divide_the_heads_are_refused(
     target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
 ) -> None:
-    with pytest.raises(ConfigError, match="3 KV heads do not divide 4 heads"):
+    with pytest.raises(ConfigError, match="3 KV heads do not divide 4 attention heads"):
         _head(target, spec, vocabulary, num_key_value_heads=3)
 
 
@@ -197,20 +197,20 @@ def test_going_on_from_a_head_of_another_shape_is_refused(
     tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary
 ) -> None:
     save_head(_head(target, spec, vocabulary, num_layers=2), tmp_path, verifier="org/target")
-    with pytest.raises(ConfigError, match="has 2 layers, the head to train 1"):
+    with pytest.raises(ConfigError, match="has 2 layers, but the head to train has 1"):
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
-    with pytest.raises(ConfigError, match="is a P-EAGLE head, the head to train is not"):
+    with pytest.raises(ConfigError, match="is a P-EAGLE head, but the head to train is eagle3"):
         _head(target, spec, vocabulary, num_layers=2, algorithm="eagle3", init=str(tmp_path))
     words = DraftVocabulary(token_ids=tuple(range(40)), target_size=96)
-    with pytest.raises(ConfigError, match=r"lm_head\.weight is \(48, 32\), the head to train wants \(40, 32\)"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \(48, 32\), but .* needs \(40, 32\)"):
         _head(target, spec, words, num_layers=2, init=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask_token_id": 7}, "its mask token is 0, that of the head to train 7"),
-        ({"aux_layers": (0, 1)}, r"reads layers \[2, 3\], the head to train \[0, 1\]"),
+        ({"mask_token_id": 7}, "has mask token 0, but the head to train has 7"),
+        ({"aux_layers": (0, 1)}, r"reads layers \[2, 3\], but the head to train reads \[0, 1\]"),
     ],
 )
 def test_going_on_from_a_head_that_reads_something_else_is_refused(
@@ -268,9 +268,9 @@ def test_frozen_layers_and_what_feeds_them_are_left_as_they_are(
     ("changes", "message"),
     [
         ({"num_layers": 2, "num_frozen_layers": 2}, "num_frozen_layers must be from 0 to 1, got 2"),
-        ({"num_layers": 2, "num_frozen_layers": 1, "train_embeddings": True}, "train_embeddings: they feed"),
-        ({"num_layers": 3, "num_frozen_layers": 2}, "has 1 layers, 2 are to stay as they are"),
-        ({"num_layers": 2, "num_frozen_layers": 1, "init": "warm"}, "init warm has no layers that could stay"),
+        ({"num_layers": 2, "num_frozen_layers": 1, "train_embeddings": True}, "train_embeddings cannot be combined"),
+        ({"num_layers": 3, "num_frozen_layers": 2}, "has 1 layers, fewer than num_frozen_layers=2"),
+        ({"num_layers": 2, "num_frozen_layers": 1, "init": "warm"}, "num_frozen_layers requires a saved head"),
     ],
 )
 def test_layers_that_cannot_stay_as_they_are_are_refused(
@@ -284,6 +284,16 @@ def test_layers_that_cannot_stay_as_they_are_are_refused(
     save_head(_head(target, spec, vocabulary, num_layers=1), tmp_path, verifier="org/target")
     with pytest.raises(ConfigError, match=message):
         _head(target, spec, vocabulary, **{"init": str(tmp_path), **changes})
+
+
+def test_saved_kv_heads_are_repeated_if_the_head_has_more(
+    tmp_path: Path, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore
+) -> None:
+    save_head(_head(target, spec, vocabulary, algorithm="eagle3"), tmp_path, verifier="org/target")
+    few = _head(target, spec, vocabulary, init=str(tmp_path))
+    many = _head(target, spec, vocabulary, init=str(tmp_path), num_key_value_heads=4)
+    assert many.layers[0].self_attn.v_proj.weight.shape[0] == 2 * few.layers[0].self_attn.v_proj.weight.shape[0]
+    torch.testing.assert_close(_logits(many, store), _logits(few, store))
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 0}, {"num_depths": 0}, {"init": "cold"}, {"algorithm": "medusa"}])
@@ -322,11 +332,11 @@ def test_projections_and_norms_of_like_layers_are_taken(
         (
             "qwen3_moe",
             "random",
-            ["at random, not from the target's last layers: its layer 2 has no mlp.down_proj.weight"],
+            ["at random instead of from the target's last layers: the target's layer 2 has no mlp.down_proj.weight"],
         ),
-        ("gpt_oss", "random", ["its layer 2 has no mlp.down_proj.weight"]),
-        ("gemma3_text", "random", ["its MLPs have gelu_pytorch_tanh, a head's silu"]),
-        ("gemma4_text", "random", ["its MLPs have gelu_pytorch_tanh, a head's silu"]),
+        ("gpt_oss", "random", ["the target's layer 2 has no mlp.down_proj.weight"]),
+        ("gemma3_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
+        ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
 def test_a_warm_start_becomes_a_random_one_where_layers_differ_and_says_so(
@@ -350,7 +360,7 @@ def test_a_head_itself_is_not_started_from_layers_that_differ(
 ) -> None:
     with pytest.raises(ConfigError, match=r"a head cannot start from its last layers: .*mlp\.down_proj") as refused:
         build_head(foreign_target("qwen3_moe"), _SHAPE, vocabulary)
-    assert refused.value.hint == "give --init random"
+    assert refused.value.hint == "use --init random"
 
 
 def test_layers_are_added_to_a_head_of_a_target_whose_layers_differ(

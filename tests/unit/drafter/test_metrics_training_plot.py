@@ -57,11 +57,6 @@ def test_many_steps_are_averaged_and_the_panel_says_over_how_many() -> None:
     assert _texts(loss)[0] == "loss (KL divergence, nats), mean of 10 steps"
 
 
-def test_another_loss_is_named() -> None:
-    loss, _, _ = _panels(training_plot(_steps([0.5, 0.4]), loss_name="tv"))
-    assert _texts(loss)[0] == "loss (tv)"
-
-
 def test_a_step_without_rows_at_a_depth_is_left_out_of_the_mean() -> None:
     steps = _steps([4.0] * 200)
     gappy = [replace(step, accuracy=(0.5, 0.2 if step.step % 2 else None, None)) for step in steps]

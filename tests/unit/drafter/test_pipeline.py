@@ -77,7 +77,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target: Path, responses
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
     assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
-    assert any("call its target 'tiny'; for `vllm serve HEAD`" in sentence for sentence in heard.said)
+    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in heard.said)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -156,7 +156,7 @@ def test_a_training_that_diverges_saves_the_head_of_its_last_checkpoint_and_anot
     config, head = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
-        with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there was no checkpoint yet"):
+        with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
             train_head(config, Listener())
         assert not head.exists()
     train_head(config, Listener())
@@ -177,7 +177,7 @@ def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_fea
     heard = Heard()
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
-    assert any("not stored but computed in each pass" in sentence for sentence in heard.said)
+    assert any("computed in each pass instead of stored" in sentence for sentence in heard.said)
     assert not (tmp_path / "out" / "features").exists()
     assert train_head(config, heard.listener)["finished"] is False
     assert [step.step for step in heard.steps] == [1, 2]
@@ -220,7 +220,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(
     tokenizer["model"]["vocab"]["~"] = 120
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "p", "response": "~"}\n')
-    with pytest.raises(ConfigError, match="its tokenizer gives token 120 for row a"):
+    with pytest.raises(ConfigError, match="the tokenizer produces token 120 for row a"):
         train_head(_config(foreign, tmp_path / "rows.jsonl", tmp_path / "out"), Listener())
     assert not (tmp_path / "out").exists()
 
@@ -235,10 +235,10 @@ def test_features_of_another_revision_of_the_target_are_refused(
     weights = load_file(revised / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, revised / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="holds the features of something else: target differ"):
+    with pytest.raises(ConfigError, match="has other features: target differ"):
         train_head(config.model_copy(update={"target": str(revised)}), Listener())
     elsewhere = {"target": str(revised), "features": tmp_path / "features"}
-    with pytest.raises(ConfigError, match="holds a training with another features"):
+    with pytest.raises(ConfigError, match="the training there has a different features"):
         train_head(config.model_copy(update=elsewhere), Listener())
 
 
@@ -249,7 +249,7 @@ def test_a_target_that_is_not_there_is_refused(responses: Path, tmp_path: Path) 
 
 def test_responses_without_a_document_are_refused_with_the_first_reason(speaking_target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
-    with pytest.raises(InputError, match="no row gives a document; the first: no response"):
+    with pytest.raises(InputError, match="no row yields a document; the first: no response"):
         train_head(_config(speaking_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 
@@ -292,4 +292,4 @@ def test_a_target_of_which_vllm_is_not_known_to_serve_heads_is_announced(
     heard = Heard()
     config = _config(foreign_target("gemma3_text"), responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config, heard.listener)
-    assert any("vLLM 0.29 is not known to serve heads for 'gemma3_text' targets" in said for said in heard.said)
+    assert any("vLLM 0.29 may not serve heads for 'gemma3_text' targets" in said for said in heard.said)

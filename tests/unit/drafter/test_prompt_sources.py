@@ -47,14 +47,14 @@ def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_j
         said: list[str] = []
         ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", said=said)]
         assert ids[of_json:] == [f"mine-{number}" for number in range(of_mine)]
-        assert said[1:] == [f"  {of_json} of package:json", f"  {of_mine} of {mine}"]
+        assert said[1:] == [f"  {of_json} from package:json", f"  {of_mine} from {mine}"]
 
 
 def test_all_is_taken_where_the_limit_is_more_than_there_is(write_jsonl: Write) -> None:
     said: list[str] = []
     all_of_json = len(source_materials("package:json")) * len(FORMS)
     assert len(_read("package:json", limit=5000, exclude="none", said=said)) == all_of_json
-    assert said[1:] == ["  --limit 5,000: there are no more"]
+    assert said[1:] == ["  there are fewer prompts than --limit 5,000"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_evaluation_problems_are_left_out_and_told(write_jsonl: Write) -> None:
     assert said[0] == "1 prompts, 2 dropped for overlap"
     assert [sentence.split(":")[1] for sentence in said[1:]] == [" plain", " chat"]
     assert len(_read(write_jsonl(leaks), exclude="none")) == 2
-    with pytest.raises(InputError, match="no prompt is left; all 2 overlap humaneval"):
+    with pytest.raises(InputError, match="no prompts left; all 2 overlap humaneval"):
         _read(write_jsonl(leaks))
 
 
@@ -136,7 +136,7 @@ def test_code_is_a_source() -> None:
     ("content", "message"),
     [
         ("", "the file is empty"),
-        ("\n", "there is no row in it"),
+        ("\n", "has no rows"),
         ('{"promt": "x"}', "neither a column 'prompt' nor 'messages'"),
         ("{", "not valid JSON"),
     ],
@@ -155,7 +155,7 @@ def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root: Place) 
     write_atomic(root / "rows.jsonl", json.dumps(ROW).encode() + b"\n\n")
     assert [row["id"] for row in read_responses(str(root))] == ["b", "a"]
     assert list(read_responses(str(root / "rows.jsonl"))) == [ROW]
-    with pytest.raises(InputError, match="nothing: no prompts or responses there"):
+    with pytest.raises(InputError, match="nothing: has no prompts or responses"):
         list(read_responses(str(root / "nothing")))
 
 
@@ -185,7 +185,7 @@ def test_another_encoding_is_refused_with_the_line_and_a_mark_is_passed_over(tmp
 
 
 def test_a_file_that_is_gone_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rows\.jsonl: no prompts or responses there: .*no such file"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: has no prompts or responses: .*no such file"):
         list(read_responses(tmp_path / "rows.jsonl"))
 
 
@@ -205,5 +205,5 @@ def test_every_corpus_of_a_bulk_run_gives_responses(tmp_path: Path, name: str, c
 
 
 def test_a_folder_without_units_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no prompts or responses there"):
+    with pytest.raises(InputError, match="has no prompts or responses"):
         list(read_responses(tmp_path))

@@ -29,7 +29,7 @@ def test_every_snippet_before_any_again_and_never_the_same_wording() -> None:
 
 def test_limit() -> None:
     assert len(list(generate_prompts(SNIPPETS[:1], limit=3))) == 3
-    with pytest.raises(ConfigError, match="holds 9 prompts"):
+    with pytest.raises(ConfigError, match="has only 9 prompts"):
         list(generate_prompts(SNIPPETS[:1], limit=10))
 
 
@@ -43,7 +43,7 @@ def test_an_installed_package_is_a_source(source: str) -> None:
 
 @pytest.mark.parametrize("source", ["stdlibs", "package:", "package:no_such_package", "package:this", "package:a/b"])
 def test_what_is_no_source_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match="no such source of prompts"):
+    with pytest.raises(ConfigError, match="unknown source of prompts"):
         source_materials(source)
 
 

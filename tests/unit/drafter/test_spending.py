@@ -129,4 +129,4 @@ def test_the_price_is_stated_assumed_or_unknown_and_said(tmp_path: Path) -> None
     other = priced(tmp_path, said, instance_type="p5.48xlarge")
     assert other.usd_per_device_s == 0
     assert "unknown" in said[0]
-    assert "per accelerator, and it runs on a vcpu" in said[1]
+    assert "per accelerator, but it runs on a vcpu" in said[1]

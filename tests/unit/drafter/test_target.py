@@ -36,7 +36,7 @@ def test_a_target_without_the_named_layers_is_refused(speaking_target: Path) -> 
 
 def test_layers_are_read_once_each_and_in_order(speaking_target: Path) -> None:
     assert load_target(str(speaking_target), [3, 0], _silent).aux_layers == (0, 3)
-    with pytest.raises(ConfigError, match=r"aux layers \[1\] are named twice"):
+    with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
         load_target(str(speaking_target), [1, 3, 1], _silent)
 
 
@@ -46,7 +46,7 @@ def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_targe
         Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
     )
     target.require_tokens([fitting])
-    with pytest.raises(ConfigError, match="token 96 for row b; the target has tokens 0 to 95"):
+    with pytest.raises(ConfigError, match="token 96 for row b, but the target only has tokens 0 to 95"):
         target.require_tokens([fitting, foreign])
 
 
@@ -83,11 +83,11 @@ def _without_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_without_tokenizer, "no tokenizer there"),
+        (_without_tokenizer, "has no tokenizer"),
         (_without_template, "no chat template"),
         (_unknown_architecture, "transformers cannot read its config.json"),
-        (_end_elsewhere, r"ends with token 95 by its tokenizer, with \[1, 2\] by the target"),
-        (_without_end, r"ends with token None by its tokenizer, with \[95\] by the target"),
+        (_end_elsewhere, r"end-of-text token is 95, the target's \[1, 2\]"),
+        (_without_end, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
 def test_what_a_target_lacks_is_named(

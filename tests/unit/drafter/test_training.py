@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from peagle.drafter.head import build_head
 from peagle.drafter.head_spec import HeadSpec
 from peagle.drafter.metrics import TrainingProgress
@@ -15,7 +16,7 @@ from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.store import FeatureSpec, FeatureStore
 from peagle.drafter.training import HeadOptimizer, TrainingOutcome, train
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.drafter.workers import Alone
+from peagle.drafter.workers import SingleProcess
 from peagle.errors import CapacityError, ConfigError, DivergedError
 
 CONFIG = TrainingConfig(
@@ -43,10 +44,9 @@ def _curve(folder: Path) -> list[tuple[int, float, list[float]]]:
     return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("loss", ["kl_div", "lk_hybrid"])
-def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path, loss: str) -> None:
+def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path) -> None:
     config = TrainingConfig(
-        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32", loss=loss
+        num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
     )
     outcome = _train(head, store, tmp_path, config)
     losses = [loss for _, loss, _ in _curve(tmp_path)]
@@ -58,8 +58,8 @@ def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path
 def test_a_worker_takes_the_weights_that_the_first_one_tells(
     head: Any, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, tmp_path: Path
 ) -> None:
-    class Told(Alone):
-        def tell(self, tensors: Sequence[torch.Tensor]) -> None:
+    class Told(SingleProcess):
+        def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
             with torch.no_grad():
                 for tensor, told in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
@@ -121,7 +121,7 @@ def test_documents_in_parts_retrace_the_curve_of_whole_ones(
 def test_denormals_are_zero_within_a_step_and_nowhere_else(head: Any, store: FeatureStore, tmp_path: Path) -> None:
     within, outside = [], []
 
-    class Looking(Alone):
+    class Looking(SingleProcess):
         def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
             within.append(_keeps_denormals())
 
@@ -138,18 +138,8 @@ def _keeps_denormals() -> bool:
 def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore, tmp_path: Path) -> None:
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
-    with pytest.raises(ConfigError, match="another learning_rate"):
+    with pytest.raises(ConfigError, match="a different learning_rate"):
         _train(head, store, tmp_path, other)
-
-
-def test_another_loss_is_refused_and_trainings_from_before_there_was_one_go_on(
-    head: Any, store: FeatureStore, tmp_path: Path
-) -> None:
-    _train(head, store, tmp_path, time_budget_s=1e-9)
-    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert "loss" not in checkpoint["fingerprint"], "as it was then"
-    with pytest.raises(ConfigError, match="another loss"):
-        _train(head, store, tmp_path, TrainingConfig(**{**_as_dict(CONFIG), "loss": "tv"}))
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
@@ -171,7 +161,7 @@ def test_a_full_disk_stops_and_keeps_the_checkpoint(
 ) -> None:
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
-    told = r"cannot be written: .*\n  free some space; the same command goes on"
+    told = r"cannot be written: .*\n  free some space, then repeat the command to resume"
     with full_disk(), pytest.raises(CapacityError, match=told):
         _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
@@ -187,9 +177,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert config.learning_rate_at(110) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}, {"loss": "l2"}]
-)
+@pytest.mark.parametrize("changes", [{"num_steps": 0}, {"cod_ratio": 1.5}, {"precision": "fp4"}, {"clip_norm": 0.0}])
 def test_a_recipe_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         TrainingConfig(**{"num_steps": 1, **changes})
@@ -269,3 +257,20 @@ def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
     moved = step(parameters, first)
     torch.manual_seed(1)
     assert all(torch.equal(delta, moved[name]) for name, delta in step(copies, second).items())
+
+
+def test_a_checkpoint_that_names_how_layers_were_added_still_resumes(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(
+        step=1,
+        weights={},
+        optimizer={},
+        fingerprint={"head": {"num_layers": 3, "further_layers": "unrolled"}, "seed": 0},
+        num_tokens=0,
+        train_s=0.0,
+        metrics_bytes=0,
+    )
+    save_checkpoint(checkpoint, tmp_path)
+    loaded = load_checkpoint(tmp_path, {"head": {"num_layers": 3}, "seed": 0})
+    assert loaded is not None
+    assert loaded.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]

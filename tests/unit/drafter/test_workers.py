@@ -8,14 +8,14 @@ from pathlib import Path
 
 WORKER = """
 import json, sys, torch
-from peagle.drafter.workers import Distributed
+from peagle.drafter.workers import ProcessGroup
 rank, rendezvous = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-workers = Distributed()
+workers = ProcessGroup()
 summed = [torch.tensor([1.0 + rank, 2.0]), torch.tensor([[3 * rank]])]
 workers.sum_(summed)
 told = [torch.nn.Parameter(torch.full((2,), float(rank + 1))), torch.nn.Parameter(torch.full((1, 2), 7.0 * rank))]
-workers.tell(told)
+workers.broadcast_(told)
 said = workers.agree(rank == 1)
 workers.barrier()
 print(json.dumps([[t.tolist() for t in summed], [t.tolist() for t in told], said, workers.rank, workers.size]))

@@ -83,9 +83,9 @@ def test_sigterm_ends_a_benchmark_as_an_interrupt_does(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "none,medusa"], "methods are none, peagle"),
+        (["--methods", "none,medusa"], "is not one of none, peagle"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--synthetic-acceptance", "0.1,0.2"], "never rise"),
+        (["--synthetic-acceptance", "0.1,0.2"], "non-increasing rates"),
     ],
 )
 def test_bad_usage_ends_before_a_model_is_looked_for(

@@ -67,7 +67,7 @@ def test_with_data_on_standard_output_the_table_is_on_standard_error(
     ("arguments", "message"),
     [
         (["-k", "3,50"], "K must be whole numbers from 1 to 32"),
-        (["--drafter", "none"], "nothing to accept"),
+        (["--drafter", "none"], "no acceptance to measure"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl: no such file"),
         (["--temperature", "-1"], "temperature"),
     ],

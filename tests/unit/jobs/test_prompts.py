@@ -39,8 +39,8 @@ def test_a_file_is_kept_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--output", "prompts.csv"], "must end in .jsonl or .parquet"),
         (["--output", "p.jsonl", "--limit", "0"], "--limit must be at least 1"),
-        (["--output", "p.jsonl", "--source", "stdlibs"], "stdlibs: no such source of prompts"),
-        (["--output", "p.jsonl", "--exclude", "humanevil"], "--exclude humanevil: no such evaluation set"),
+        (["--output", "p.jsonl", "--source", "stdlibs"], "stdlibs: unknown source of prompts"),
+        (["--output", "p.jsonl", "--exclude", "humanevil"], "--exclude humanevil: unknown evaluation set"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

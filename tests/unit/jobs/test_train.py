@@ -33,9 +33,9 @@ def test_a_missing_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (("--prompts", "stdlib", "--responses", "given"), "stdlib has no responses"),
-        (("--prompts", "p", "--responses", "given", "--limit", "9"), "limit is for prompts to be answered"),
-        (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly exclude each other"),
-        (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither local nor in S3"),
+        (("--prompts", "p", "--responses", "given", "--limit", "9"), "limit cannot be combined with --responses given"),
+        (("--prompts", "stdlib", "--on-the-fly", "--features", "f"), "features and on_the_fly cannot be combined"),
+        (("--prompts", "gs://bucket/p.jsonl"), "gs://bucket/p.jsonl is neither a local path nor in S3"),
         (("--prompts", "p.jsonl", "--responses", "runs/responses"), "'regenerate' or 'given'"),
         (("--prompts", "p.jsonl", "--features", "s3://bucket/f"), "features: has to be a folder on a disk"),
         (("--prompts", "p.jsonl", "--output", "s3://bucket/out"), "output: has to be a folder on a disk"),
@@ -61,7 +61,7 @@ def test_prompts_that_are_not_there_end_before_anything_is_loaded(
     output = tmp_path / "out"
     source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
     assert _train(*source, *SMALL, "--output", output) == 2
-    assert "no prompts or responses there" in capsys.readouterr().err
+    assert "has no prompts or responses" in capsys.readouterr().err
     assert not output.exists()
 
 
@@ -82,13 +82,13 @@ def heads(tmp_path: Path) -> None:
     [
         (("--init", "nowhere"), "init must be one of warm, random or the folder of a head, got 'nowhere'"),
         (("--init", "."), "config.json cannot be read"),
-        (("--device", "cuda"), "torch sees no GPU here"),
-        (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 heads"),
-        (("--num-layers", "5"), "5 layers cannot start as the last ones of a target that has 4"),
-        (("--mask-token-id", "96"), "--mask-token-id 96: the target has tokens 0 to 95"),
-        ((), "--draft-vocab-size 8192: the target has 96 tokens"),
-        (("--init", "stranger"), "its hidden size is 8, the target's is 32"),
-        (("--init", "deep"), "deep: has 3 layers, the head to train 2"),
+        (("--device", "cuda"), "torch does not find a GPU on this machine"),
+        (("--num-key-value-heads", "3"), "3 KV heads do not divide 4 attention heads"),
+        (("--num-layers", "5"), "5 layers cannot start as the last layers of a target that has 4"),
+        (("--mask-token-id", "96"), "--mask-token-id 96: the target's tokens are 0 to 95"),
+        ((), "--draft-vocab-size 8192: the target has only 96 tokens"),
+        (("--init", "stranger"), "its hidden size is 8, but the target's is 32"),
+        (("--init", "deep"), "deep: has 3 layers, but the head to train has 2"),
         (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_a_target_will_not_have_is_said_before_it_answers(
 ) -> None:
     def regenerate(*_: object, **__: object) -> None:
         printed = capsys.readouterr()
-        assert "not known to serve heads for 'gemma3_text' targets" in printed.out
+        assert "may not serve heads for 'gemma3_text' targets" in printed.out
         assert "the head starts at random" in printed.out
         raise StoppedEarly("here it would answer")
 

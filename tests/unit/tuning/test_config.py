@@ -24,7 +24,7 @@ def test_lists_are_read_from_text_and_none_is_always_tried() -> None:
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens is auto or whole numbers"),
         ({"num_speculative_tokens": "a"}, "K must be whole numbers"),
         ({"drafter": "heads/mine"}, "is not METHOD=HEAD"),
-        ({"drafter": "eagle3=h"}, "drafter eagle3=h is of none of the methods"),
+        ({"drafter": "eagle3=h"}, "drafter eagle3=h: eagle3 is not one of the methods"),
         ({"budget_min": 0}, "greater than 0"),
         ({"max_tpot_ms": -1}, "greater than 0"),
         ({"objective": "latency"}, "tokens-per-dollar"),

@@ -19,7 +19,7 @@ from peagle.drafter.features import extract
 from peagle.drafter.forward import BatchLoss
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
-from peagle.drafter.workers import Alone
+from peagle.drafter.workers import SingleProcess
 from peagle.errors import CapacityError, DivergedError, PeagleError
 from peagle.hardware import detect
 from pipelines.training import distributed
@@ -176,7 +176,7 @@ def worker_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(distributed, "Distributed", lambda _: Alone())
+    monkeypatch.setattr(distributed, "ProcessGroup", lambda _: SingleProcess())
 
 
 def test_workers_go_on_with_a_training_whose_paths_are_relative(

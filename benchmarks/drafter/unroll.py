@@ -1,42 +1,94 @@
-"""Further layers of a P-EAGLE head, which begin as an EAGLE-3 head's next steps.
+"""Unroll an EAGLE-3 head into the layers of a P-EAGLE head, from which `peagle train --init` continues.
 
-An EAGLE-3 head of one layer drafts token by token: a step reads the state of the step before and the token drafted from
-it. A P-EAGLE head has no loop, but its layers follow each other. So two further layers stand for one step:
+    python -m benchmarks.drafter.unroll heads/eagle3/head --prompts runs/responses --num-layers 5 \\
+        --num-key-value-heads 9 --output heads/unrolled-start
 
-- **copy**: every row whose token is not known yet takes over the state of the row one place before. Queries and keys
-  are constants turned by the rotary embedding, so that the best match is one place away. Known rows find themselves,
-  and become larger, so that what follows hardly changes them.
-- **step**: EAGLE-3's own layer. What it reads of the embedding is taken from the state, which foretells the token, by
-  linear regression; and a key stands one place further on, since a row's state tells of the next place's token.
+An EAGLE-3 head of one layer drafts token by token: a step reads the state of the previous step and the token drafted
+from it. A P-EAGLE head has no loop, but its layers follow each other. So two added layers represent one step:
 
-2n + 1 layers thus begin by drafting n + 1 tokens, those behind the first roughly: the regression is all that they know
-of a drafted token. What is gained is a start from which training goes on, not a head to serve.
+- **copy**: every row whose token is unknown takes the state of the previous row. Queries and keys are constants rotated
+  by the rotary embedding, so that the best match is one place away. Known rows match themselves and are scaled up, so
+  that later layers hardly change them.
+- **step**: EAGLE-3's layer. It reads the embedding from the state, by linear regression, since the state predicts the
+  token. Keys are rotated by one place, since a row's state describes the token of the next place.
 
-Whether a row's token is known is a linear function of its state, found by regression as well. All regressions are over
-the rows of a batch of the training's documents.
+So 2n + 1 layers initially draft n + 1 tokens, and those after the first only roughly. This is a start for training,
+not a head to serve. Whether a row's token is known is a linear function of its state, found by regression too. All
+regressions use the rows of a batch of training documents.
 
 Shapes: S rows of the batch, H hidden size, D head dimension.
 """
 
+import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from peagle.catalog.drafters import find_head
+from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.drafter.batch import TrainingBatch
+from peagle.drafter.config import TrainConfig
 from peagle.drafter.forward import drafted_ids, parallel_rows
-from peagle.errors import ConfigError
+from peagle.drafter.head_folder import save_head
+from peagle.drafter.micro import sampled_batch
+from peagle.drafter.pipeline import Listener, prepare
+from peagle.errors import ConfigError, DrafterError
 
 _PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next
 _GAP = 8.0  # by how much the place sought scores more than its neighbours
 _LARGER = 5.0  # known rows grow by this much of their size
 _MUTE = 20.0  # how much less rows answer in a step that are not known
 _GATE = 10.0  # a gate that is this open passes its input on times this
+_TOKENS_PER_DIMENSION = 8  # of documents used for the regressions
+
+
+def main() -> None:
+    """Unroll a head and save it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", help="an EAGLE-3 head of one layer: folder or catalog name")
+    parser.add_argument("--prompts", action="append", required=True, help="documents with responses; may be repeated")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the new head")
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--num-layers", type=int, default=5, choices=(3, 5, 7))
+    parser.add_argument("--num-key-value-heads", type=int, help="must be enough for a whole state")
+    parser.add_argument("--cod-ratio", type=float, default=0.8)
+    options = parser.parse_args()
+    folder = Path(find_head(options.head))
+    facts = read_head(read_config(folder, DrafterError))
+    if facts.method != "eagle3" or facts.num_layers != 1:
+        raise ConfigError(f"{folder}: only an EAGLE-3 head of one layer can be unrolled")
+    config = TrainConfig(
+        target=options.target,
+        prompts=options.prompts,
+        responses="given",
+        output=options.output,
+        on_the_fly=True,
+        init=str(folder),
+        num_layers=options.num_layers,
+        num_key_value_heads=options.num_key_value_heads,
+        cod_ratio=options.cod_ratio,
+    )
+    prepared = prepare(config, Listener(say=print))
+    head = prepared.new_head()
+    layers = head.config.transformer_layer_config
+    if layers.num_key_value_heads * layers.head_dim < layers.hidden_size:
+        raise ConfigError(
+            f"{layers.num_key_value_heads} KV heads of {layers.head_dim} cannot hold a state of {layers.hidden_size}",
+            hint="increase --num-key-value-heads",
+        )
+    chosen = prepared.sample(prepared.corpus.trained, _TOKENS_PER_DIMENSION * prepared.target.hidden_size)
+    unroll(head, sampled_batch(prepared.store, chosen, prepared.recipe, step=0).to(prepared.device))
+    model = prepared.target.model
+    save_head(head, options.output, verifier=model.upstream_id or model.name)
+    print(options.output)  # noqa: T201
 
 
 @torch.no_grad()
 def unroll(head: Any, batch: TrainingBatch) -> None:
-    """Give the layers behind the first their first weights, in place.
+    """Initialise the layers after the first, in place.
 
     Args:
         head: a PEagleDraftModel of 3, 5 or 7 layers, whose first layer and `fc` are those of an EAGLE-3 head, and whose
@@ -194,3 +246,7 @@ def _fit(states_SH: torch.Tensor, wanted: torch.Tensor, *, ridge: float = 1e-3) 
     products_HH.diagonal().add_(ridge * products_HH.diagonal().mean())
     weights: torch.Tensor = torch.linalg.solve(products_HH, states_SH.T @ wanted.to(states_SH.dtype))
     return weights
+
+
+if __name__ == "__main__":
+    main()
