@@ -133,8 +133,8 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
         PriceError: unknown, or for another kind of device than the engines or the ledger have.
     """
     price = resolve_price(config, hardware)
-    for one in served:
-        require_device(price, one.placement.device, f"the engines of {one.keys.served_name}")
+    for model in served:
+        require_device(price, model.placement.device, f"the engines of {model.keys.served_name}")
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
@@ -161,12 +161,12 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
     deployments, cards = {}, {}
-    for one in served:
-        job = replica_job(config, hardware, one, price, app_id)
-        deployments[one.keys.served_name] = build_llm_deployment(
+    for model in served:
+        job = replica_job(config, hardware, model, price, app_id)
+        deployments[model.keys.served_name] = build_llm_deployment(
             make_llm_config(
-                one.keys.served_name,
-                one.engine.spec,
+                model.keys.served_name,
+                model.engine.spec,
                 hardware,
                 job.sizes,
                 num_engines_on_node=job.num_engines_on_node,
@@ -175,14 +175,14 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[one.keys.served_name] = model_card(one, job.sizes.counts.admitted, hardware)
+        cards[model.keys.served_name] = model_card(model, job.sizes.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # key limits are counted in its memory
         max_ongoing_requests=INGRESS_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         logging_config={"enable_access_log": False},  # the ledger has answered requests, the gate logs refusals
-        graceful_shutdown_timeout_s=max(one.keys.drain_s for one in served),
+        graceful_shutdown_timeout_s=max(model.keys.drain_s for model in served),
     )
     return ingress.bind(
         llm_deployments=deployments,
@@ -193,8 +193,8 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             config,
             settings,
             hardware,
-            {one.keys.served_name: one.placement for one in served},
-            {one.keys.served_name: one.engine.spec for one in served},
+            {model.keys.served_name: model.placement for model in served},
+            {model.keys.served_name: model.engine.spec for model in served},
             app_id,
         ),
     )
@@ -221,7 +221,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
             hint="use --keys FILE (`peagle serve keys add` creates one), or omit --host",
         )
     return GateSettings(
-        models=tuple(_served_model(config, one, hardware) for one in served),
+        models=tuple(_served_model(config, model, hardware) for model in served),
         ledger=_state(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
@@ -238,14 +238,14 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     )
 
 
-def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
+def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> Any:
     """Return the configuration of a model's replicas."""
     from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 
-    keys, placement, drafter = one.keys, one.placement, one.engine.spec.drafter
+    keys, placement, drafter = model.keys, model.placement, model.engine.spec.drafter
     counts = request_counts(
-        one.engine.spec,
+        model.engine.spec,
         hardware,
         max_replicas=keys.max_replicas,
         target=keys.target_ongoing_requests,
@@ -254,16 +254,16 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     return ReplicaJob(
         app_id=app_id,
         state=str(_state(config)),
-        spec=one.engine.spec,
+        spec=model.engine.spec,
         engine=EngineFacts.priced(
             price,
             model=keys.served_name,
-            drafter=one.engine.drafter.name,
+            drafter=model.engine.drafter.name,
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
             num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
-            baseline=one.engine.baseline(hardware),
+            baseline=model.engine.baseline(hardware),
             is_stand_in=keys.engine == "fake",
         ),
         sizes=Sizes(
@@ -286,31 +286,31 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     )
 
 
-def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> ServedModel:
-    spec = one.engine.spec
+def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> ServedModel:
+    spec = model.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     return ServedModel(
-        name=one.keys.served_name,
+        name=model.keys.served_name,
         max_model_len=spec.max_model_len,
-        can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
+        can_seed=hardware.platform != "cpu" or model.keys.engine == "fake",
         max_choices=config.max_choices,
         max_answer_bytes=config.max_answer_mib * 2**20,
         media=dict(spec.limit_mm_per_prompt),
         media_domains=frozenset(spec.allowed_media_domains),
-        drafter=one.engine.drafter.name,
+        drafter=model.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
-        vocab_size=one.engine.model.vocab_size,
-        parsers=_parsers_of(one),
+        vocab_size=model.engine.model.vocab_size,
+        parsers=_parsers_of(model),
     )
 
 
-def _parsers_of(one: Served) -> frozenset[str]:
+def _parsers_of(model: Served) -> frozenset[str]:
     """Return the keys of the parsers that vLLM has for a model."""
     names = ("tool_call_parser", "reasoning_parser")
-    if one.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
+    if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
         return frozenset(names)
-    configured = {"reasoning_parser"} if "reasoning_config" in one.keys.engine_args else set()
-    return frozenset(configured.union(name for name in names if getattr(one.keys, name)))
+    configured = {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
+    return frozenset(configured.union(name for name in names if getattr(model.keys, name)))
 
 
 def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:
@@ -320,18 +320,18 @@ def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine
     return replace(engine, spec=spec)
 
 
-def model_card(one: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
+def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
-    spec, keys = one.engine.spec, one.keys
+    spec, keys = model.engine.spec, model.keys
     ours = {
-        "target": name_of(one.engine.model.name),
+        "target": name_of(model.engine.model.name),
         "stand_in": keys.engine == "fake",
-        "precision": one.engine.precision.describe(),
-        "drafter": one.engine.drafter.name,
+        "precision": model.engine.precision.describe(),
+        "drafter": model.engine.drafter.name,
         "method": spec.drafter.method if spec.drafter else None,
         "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
         "draft_lookup": spec.drafter is not None and spec.drafter.lookup,
-        "break_even_acceptance_length": one.engine.break_even(hardware),  # by concurrency
+        "break_even_acceptance_length": model.engine.break_even(hardware),  # by concurrency
         "max_model_len": spec.max_model_len,
         "max_replicas": keys.max_replicas,
         "max_requests_per_replica": max_requests_per_replica,

@@ -129,17 +129,21 @@ def find(name: str | None) -> Endpoint:
     Raises:
         ConfigError: not found, or several are running.
     """
-    there = endpoints()
+    all_endpoints = endpoints()
     if name is not None:
-        found = next((one for one in there if one.name == name), None)
+        found = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
         if found is None:
-            hint = did_you_mean(name, [one.name for one in there]) if there else "peagle up MODEL starts one"
+            hint = (
+                did_you_mean(name, [endpoint.name for endpoint in all_endpoints])
+                if all_endpoints
+                else "peagle up MODEL starts one"
+            )
             hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return found
-    alive = [one for one in there if one.process()]
+    alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
     if len(alive) != 1:
-        names = ", ".join(one.name for one in alive)
+        names = ", ".join(endpoint.name for endpoint in alive)
         raise ConfigError(
             f"{len(alive)} endpoints are running: {names}" if alive else "no endpoint is running",
             hint="give the name of one" if alive else "peagle up MODEL starts one",
@@ -180,7 +184,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        stop_s=2 * max(one.drain_s for one in config.served) + _SPARE_S,
+        stop_s=2 * max(model.drain_s for model in config.served) + _SPARE_S,
     )
     endpoint.write()
     return endpoint

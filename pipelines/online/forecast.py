@@ -52,15 +52,15 @@ class EndpointForecast:
     def usd_per_h(self, *, at_most: bool) -> float:
         """Return the cost per hour of the minimum or maximum number of engines."""
         num_devices = sum(
-            one.placement.num_devices * (one.keys.max_replicas if at_most else one.keys.min_replicas)
-            for one in self.served
+            model.placement.num_devices * (model.keys.max_replicas if at_most else model.keys.min_replicas)
+            for model in self.served
         )
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
         """Return the facts with their labels."""
         least, most = (in_words_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
-        models = [line for one in self.served for line in self._model(one)]
+        models = [line for model in self.served for line in self._model(model)]
         return [
             ("address", self.config.url),
             ("API keys", self.access()),
@@ -75,20 +75,20 @@ class EndpointForecast:
             "url": self.config.url,
             "requires_key": self.requires_key,
             "access": self.access(),
-            "models": [dict(self._model(one)) | {"name": one.keys.served_name} for one in self.served],
+            "models": [dict(self._model(model)) | {"name": model.keys.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_here,
             "price": self.price.to_dict(),
             "usd_per_h": [self.usd_per_h(at_most=at_most) for at_most in (False, True)],
         }
 
-    def _model(self, one: Served) -> Lines:
-        concurrency = one.engine.spec.max_num_seqs
-        speed = known_speed(one.engine, self.hardware, concurrency)
+    def _model(self, model: Served) -> Lines:
+        concurrency = model.engine.spec.max_num_seqs
+        speed = known_speed(model.engine, self.hardware, concurrency)
         return [
-            ("model", one.describe()),
-            ("engine", f"{devices_of(one.placement)}, {concurrency} requests at once"),
-            ("memory", memory_of(one.engine, self.hardware, one.placement)),
+            ("model", model.describe()),
+            ("engine", f"{devices_of(model.placement)}, {concurrency} requests at once"),
+            ("memory", memory_of(model.engine, self.hardware, model.placement)),
             ("expected", speed.describe() if speed else UNKNOWN_SPEED),
         ]
 
@@ -126,8 +126,8 @@ def settled(config: ServeConfig) -> Settled:
     """
     found = forecast(config, print)
     rows: Settled = {}
-    for one in found.served:
-        prefix = f"{one.keys.served_name}." if config.models else ""
-        of_model = settled_keys(one.keys, one.engine, found.hardware, is_here=found.is_here)
+    for model in found.served:
+        prefix = f"{model.keys.served_name}." if config.models else ""
+        of_model = settled_keys(model.keys, model.engine, found.hardware, is_here=found.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | settled_price(config, found.price)

@@ -78,11 +78,11 @@ class WholeAnswer:
 
     Attributes:
         body: the client's JSON.
-        said: its `usage`, `metrics` and our summary.
+        reported: its `usage`, `metrics` and our summary.
     """
 
     body: bytes
-    said: dict[str, Any]
+    reported: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,11 @@ class StreamEnd:
 
     Attributes:
         text: the client's last events, possibly empty.
-        said: as in `WholeAnswer`.
+        reported: as in `WholeAnswer`.
     """
 
     text: str
-    said: dict[str, Any]
+    reported: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +217,10 @@ def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
-def with_headers(headers: Headers, said: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+def with_headers(headers: Headers, reported: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     """Return the headers with these added or replaced."""
-    names = {name.encode() for name in said}
-    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(said)]
+    names = {name.encode() for name in reported}
+    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(reported)]
 
 
 def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:

@@ -23,11 +23,11 @@ def to_api_request(scope: Scope) -> Scope:
     """Return the equivalent API request. Other requests, and those without a route, keep their path."""
     if route_path(scope) != INVOCATIONS_URL:
         return scope
-    said = dict(_ATTRIBUTE.findall(header(scope, ATTRIBUTES_HEADER) or ""))
-    if "key" in said:
-        scope = {**scope, "headers": with_headers(scope["headers"], {"authorization": f"Bearer {said['key']}"})}
-    if "route" in said:
-        scope = {**at(scope, said["route"]), "method": said.get("method", scope["method"])}
+    attributes = dict(_ATTRIBUTE.findall(header(scope, ATTRIBUTES_HEADER) or ""))
+    if "key" in attributes:
+        scope = {**scope, "headers": with_headers(scope["headers"], {"authorization": f"Bearer {attributes['key']}"})}
+    if "route" in attributes:
+        scope = {**at(scope, attributes["route"]), "method": attributes.get("method", scope["method"])}
     return scope
 
 

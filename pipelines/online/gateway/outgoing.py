@@ -129,10 +129,10 @@ class Outgoing:
         """Close the connection after the answer unless the upload was read completely."""
         self._upload = upload
 
-    def record_usage(self, said: Mapping[str, Any]) -> None:
+    def record_usage(self, report: Mapping[str, Any]) -> None:
         """Record the usage in an engine's answer."""
-        tally, summary = AnswerTally(), said.get(OURS) or {}
-        tally.read(said)
+        tally, summary = AnswerTally(), report.get(OURS) or {}
+        tally.read(report)
         self.used = ActualUsage(
             prompt_tokens=tally.num_prompt_tokens,
             output_tokens=tally.num_output_tokens,

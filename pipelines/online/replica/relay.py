@@ -83,9 +83,9 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
                     await asyncio.wait([reader], timeout=early)
                 news.clear()
                 if arrived:
-                    passed, arrived[:] = arrived.copy(), []
+                    forwarded, arrived[:] = arrived.copy(), []
                     earliest = clock() + pace.interval_s
-                    yield passed
+                    yield forwarded
                 if reader.done() and not arrived:
                     reader.result()
                     return
@@ -210,7 +210,7 @@ async def relay(
 
 def _end_without_answer(request: RequestAccount) -> StreamEnd:
     """Finish a failed request and return what it used."""
-    return StreamEnd(text="", said=usage_of(request.finish("failed")))
+    return StreamEnd(text="", reported=usage_of(request.finish("failed")))
 
 
 def _require_listener() -> None:
@@ -237,8 +237,8 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
 
 def _joined(parts: list[list[str] | StreamEnd]) -> list[str] | StreamEnd:
     text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
-    said = next((part.said for part in parts if isinstance(part, StreamEnd)), None)
-    return [text] if said is None else StreamEnd(text=text, said=said)
+    reported = next((part.reported for part in parts if isinstance(part, StreamEnd)), None)
+    return [text] if reported is None else StreamEnd(text=text, reported=reported)
 
 
 def _is_of_stream(answer: Any) -> bool:
@@ -267,7 +267,7 @@ def _tells_of_a_fault(text: str) -> bool:
 
 
 def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
-    passed, said = [], None
+    forwarded, reported = [], None
     for event in itertools.chain.from_iterable(map(events, texts)):
         if isinstance(event, dict):
             request.tally.read_event(event)
@@ -277,19 +277,19 @@ def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage)
                 request.finish("failed")
             elif is_usage_alone(event):
                 event[OURS] = summary(request.finish("ok"))
-                said = {name: event[name] for name in _USAGE_FIELDS if name in event}
+                reported = {name: event[name] for name in _USAGE_FIELDS if name in event}
                 if shown_usage == "never":
                     continue
             elif shown_usage != "each":
                 event.pop("usage", None)
-        passed.append(to_text(event))
-    return passed if said is None else StreamEnd(text="".join(passed), said=said)
+        forwarded.append(to_text(event))
+    return forwarded if reported is None else StreamEnd(text="".join(forwarded), reported=reported)
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> WholeAnswer:
     """Return a non-streaming answer as JSON with the summary, and the summary separately."""
-    said = answer.model_dump(include={"usage", "metrics"})
-    request.tally.read(said)
-    said[OURS] = summary(request.finish("ok"))
-    setattr(answer, OURS, said[OURS])
-    return WholeAnswer(body=answer.model_dump_json().encode(), said=said)
+    reported = answer.model_dump(include={"usage", "metrics"})
+    request.tally.read(reported)
+    reported[OURS] = summary(request.finish("ok"))
+    setattr(answer, OURS, reported[OURS])
+    return WholeAnswer(body=answer.model_dump_json().encode(), reported=reported)

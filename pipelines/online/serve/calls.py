@@ -83,14 +83,14 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
         try:
             async for part in response:
                 if isinstance(part, StreamEnd):
-                    note(part.said)
+                    note(part.reported)
                     if part.text:
                         yield [part.text]
                 elif isinstance(part, WholeAnswer):
                     with contextlib.suppress(Exception):  # the answer is complete even if the replica fails now
                         async for _ in response:
                             pass  # at the end, the request's record is on the disk
-                    note(part.said)
+                    note(part.reported)
                     raise Answered(part.body)
                 else:
                     yield part

@@ -39,7 +39,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         Serve takes the least busy of a group if it has room, else tries the next group.
         """
         allowed = self.apply_locality_routing(pending_request)
-        candidates = [one for one in candidate_replicas if one.replica_id in allowed]
+        candidates = [replica for replica in candidate_replicas if replica.replica_id in allowed]
         if not candidates:
             return []
         any_two = random.sample(candidates, min(2, len(candidates)))
@@ -48,15 +48,15 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
 
     def _alike(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
         """Return the engines that have seen most of these blocks, if enough, and are not too busy."""
-        matched = [self._num_seen(one.replica_id, blocks) for one in candidates]
-        most = max(matched)
-        if not blocks or most < _MIN_SHARE * len(blocks):
+        matched = [self._num_seen(replica.replica_id, blocks) for replica in candidates]
+        longest = max(matched)
+        if not blocks or longest < _MIN_SHARE * len(blocks):
             return []
         # The length is unknown if an engine had no request for ten seconds.
-        lengths = [self.replica_queue_len_cache.get(one.replica_id) or 0 for one in candidates]
+        lengths = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidates]
         ceiling = min(lengths) + self._most_ahead
         paired = zip(candidates, matched, lengths, strict=True)
-        return [one for one, number, length in paired if number == most and length <= ceiling]
+        return [replica for replica, number, length in paired if number == longest and length <= ceiling]
 
     def _num_seen(self, replica_id: ReplicaID, blocks: list[int]) -> int:
         seen: Mapping[int, None] = self._seen.get(replica_id, {})
@@ -77,7 +77,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget removed engines."""
         super().update_replicas(replicas)
-        self._seen = {one: seen for one, seen in self._seen.items() if one in self.curr_replicas}
+        self._seen = {replica: seen for replica, seen in self._seen.items() if replica in self.curr_replicas}
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget the engine."""
@@ -121,7 +121,7 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
         yield " ".join(map(str, value[: _MAX_CHARS // 2])) + " "
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
+        for part in value:
+            yield from _texts(part)
     elif isinstance(value, Mapping):
         yield from _texts(list(value.values()))

@@ -35,10 +35,10 @@ class Sequences:
         Ended sequences are reduced to their figures, since each state keeps all its tokens.
         """
         self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM reports no drafts of running ones
-        ended = [one for one in self._states if live.get(one.request_id) is not one]
+        ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)
         self._output_tokens += _output_tokens(ended)
-        self._states = [*(one for one in self._states if one not in ended), state]
+        self._states = [*(other for other in self._states if other not in ended), state]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -56,9 +56,9 @@ class Sequences:
 
         vLLM reports none for sequences ended by a `stop` string or cancelled.
         """
-        told = [found for state in self._states if (found := drafts_of(state)) is not None]
-        told += [self._drafts] if self._drafts is not None else []
-        return sum(told, start=SpeculationStats.empty()) if told else None
+        drafts = [found for state in self._states if (found := drafts_of(state)) is not None]
+        drafts += [self._drafts] if self._drafts is not None else []
+        return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 
     @property
     def first_token_at(self) -> float | None:

@@ -130,16 +130,20 @@ class _Unread:
         self._watched.add(connection)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._watched = {one for one in self._watched if one.paused_at is not None}
-        self._peak_bytes = max(self._peak_bytes, sum(one.unread_bytes for one in self._watched))
-        slow = [one for one in self._watched if one.paused_at is not None and one.paused_at <= loop.time() - SLOW_S]
-        slow.sort(key=lambda one: one.paused_at or 0.0)
-        for holder in {holder for one in slow for holder in one.holders}:
-            unread_bytes = sum(one.unread_bytes for one in self._watched if holder in one.holders)
-            for one in slow:
-                if unread_bytes > UNREAD_LIMIT_BYTES and holder in one.holders:
-                    unread_bytes -= one.unread_bytes
-                    one.abort()
+        self._watched = {connection for connection in self._watched if connection.paused_at is not None}
+        self._peak_bytes = max(self._peak_bytes, sum(connection.unread_bytes for connection in self._watched))
+        slow = [
+            connection
+            for connection in self._watched
+            if connection.paused_at is not None and connection.paused_at <= loop.time() - SLOW_S
+        ]
+        slow.sort(key=lambda connection: connection.paused_at or 0.0)
+        for holder in {holder for connection in slow for holder in connection.holders}:
+            unread_bytes = sum(connection.unread_bytes for connection in self._watched if holder in connection.holders)
+            for connection in slow:
+                if unread_bytes > UNREAD_LIMIT_BYTES and holder in connection.holders:
+                    unread_bytes -= connection.unread_bytes
+                    connection.abort()
         if self._watched:
             loop.call_later(_LOOK_S, self._look, loop)
         elif self._peak_bytes > _TRIM_BYTES:

@@ -157,7 +157,7 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
     async def ray_chat(body, request):
         return await anext(listen(parts, NOTE.get()))
 
-    whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
+    whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
     one = a_request(record_usage=noted.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")

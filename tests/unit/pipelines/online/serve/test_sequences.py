@@ -128,7 +128,7 @@ def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tm
     )
     record = records(tmp_path)["r"]
     assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
-    assert answer.said["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
+    assert answer.reported["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
 
 
 def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine, engine_account, tmp_path):
