@@ -1,7 +1,4 @@
-"""A command's output: streams that cannot break it, and lines for people.
-
-It knows streams; it knows no command.
-"""
+"""A command's output: streams that cannot break it, and lines for people."""
 
 import argparse
 import contextlib

@@ -1,7 +1,7 @@
 """Files that are either whole or not there, also after a power cut.
 
 When a function here returns, what it did is on the disk: the bytes (`fsync` of the file) and the name (`fsync` of its
-folder). It knows one file system, local or NFS; it does not know what the bytes mean.
+folder).
 
 An answer that gets lost on NFS makes the client send its request again, and the second one finds the first one done: a
 `link` says that the name is taken, a `rename` that there is no such file. So after an error the target is compared with

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM: interrupt this process, or ask it to stop.
 
-It knows no command.
-
 Whoever ends a process group often tells the process twice: `timeout`, wrappers such as `uv run`, and a terminal with a
 wrapper in between. So what comes within a second of a signal is the same wish.
 """

@@ -1,6 +1,6 @@
 """Speculation's gain: counts of accepted drafts, and the break-even model.
 
-Pure arithmetic on counts and seconds. It knows nothing of engines, models or money.
+Pure arithmetic on counts and seconds.
 
 One verify step of the target checks one draft of up to K tokens. It accepts a prefix of the draft and adds
 one token of its own, so it yields 1 + (accepted tokens) tokens; the mean over steps is the acceptance length.

@@ -1,7 +1,4 @@
-"""Rows of text as a table: aligned for a terminal, or in Markdown.
-
-It knows nothing of what the cells say.
-"""
+"""Rows of text as a table: aligned for a terminal, or in Markdown."""
 
 from collections.abc import Sequence
 

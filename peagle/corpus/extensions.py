@@ -2,7 +2,7 @@
 
 A type that a library registers (Ray's tensors, pandas' periods) is there only in processes that imported it. Such a
 column is taken as what it stores; its field keeps Arrow's own marks, by which others have the type again. Types that
-Arrow itself brings (`uuid`, `bool8`, tensors) stay as they are. It knows types and arrays; it knows no files.
+Arrow itself brings (`uuid`, `bool8`, tensors) stay as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator

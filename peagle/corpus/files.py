@@ -2,8 +2,6 @@
 
 Readers that only go forward are kept between units.
 
-It knows local disks and `s3://`; it does not know what a row is.
-
 A compressed file, or a Parquet row group, cannot be entered in the middle. A process that prepares units gets those of
 one file in rising order, so it keeps the reader it has and skips ahead: each process passes over a file once, not once
 a unit. A unit that lies behind starts again at the beginning, which is slow and right.

@@ -1,7 +1,4 @@
-"""A file as numbered, decompressed lines with byte positions; spans of them.
-
-It knows bytes; what a line means is the business of `text.py`.
-"""
+"""A file as numbered, decompressed lines with byte positions; spans of them."""
 
 import contextlib
 from collections.abc import Callable, Iterator

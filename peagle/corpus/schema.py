@@ -2,9 +2,9 @@
 
 Also which Arrow types Parquet can hold, and whether one type holds every value of another.
 
-Columns are the union of all keys, numbers widen (int to float, where none is too large to be exact), and a column
-whose values have no common Arrow type, or none that Parquet can hold, is carried as text: strings as they are, other
-values as JSON. It knows no file and no format.
+Columns are the union of all keys, numbers widen (int to float, where none is too large to be exact), and a column whose
+values have no common Arrow type, or none that Parquet can hold, is carried as text: strings as they are, other values
+as JSON.
 """
 
 import io

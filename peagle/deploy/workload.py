@@ -1,7 +1,4 @@
-"""A configuration as other machines see it: which, how many, with which keys.
-
-It knows the price table's machines; it knows no target.
-"""
+"""A configuration as other machines see it: which, how many, with which keys."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ from peagle.hardware import Hardware
 # The oldest driver, by the major version of CUDA (https://docs.nvidia.com/deploy/cuda-compatibility, "Minor Version
 # Compatibility").
 _OLDEST_DRIVER = {12: 525, 13: 580}
-# The oldest cards, likewise: CUDA 13 builds nothing for Volta and before (release notes of CUDA 13.0).
+# The oldest cards: CUDA 13 builds nothing for Volta and before (release notes of CUDA 13.0).
 _OLDEST_CAPABILITY = {13: (7, 5)}
 _LIBRARIES = "LD_LIBRARY_PATH"
 
@@ -23,7 +23,7 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
         cuda: release that torch was built for, such as "13.0"; default: of the torch that is installed here.
 
     Raises:
-        CapacityError: with what would do instead.
+        CapacityError: the hint says what works instead.
     """
     if hardware.platform != "cuda":
         return

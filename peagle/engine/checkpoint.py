@@ -49,11 +49,11 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
 
     In 8 bits it computes some wrong, or dies of them.
 
-    W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU is computed by AMX alone
+    W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU requires AMX
     (`CPUFp8BlockScaledMMKernel`; other layouts meet a quantisation that CPUs lack).
 
     Raises:
-        PrecisionError: with what would do.
+        PrecisionError: the hint says what works instead.
     """
     if (method := published_method(config)) and method not in VLLM_METHODS:
         raise PrecisionError(

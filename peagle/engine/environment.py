@@ -30,7 +30,7 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/opt/conda/lib",
 )
 # Where the user says nothing else. A redirect leads from an allowed host to any address that the engine's machine
-# reaches; compiled grammars stay in the engine's memory up to this size, of which vLLM's own default is 512.
+# reaches; compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # As this process was started: what an earlier engine in it was given is not what the user set.

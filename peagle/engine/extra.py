@@ -1,7 +1,4 @@
-"""Arguments of vLLM that no user and no command may add to an engine's own.
-
-It knows their names, what to set instead, and why; what an engine is given is `arguments.py`'s.
-"""
+"""Arguments of vLLM that no user and no command may add to an engine's own."""
 
 import json
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """A deterministic fake engine: no model, no weights, always the same answers.
 
 Tests, chaos runs and load studies share it. Its text is a function of the prompt and the sampling parameters alone,
-so two runs can be compared row by row. It never stands in for a measurement of speed.
+so two runs can be compared row by row. Its speed is not a measurement.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class FakeTraits:
     Attributes:
         token_s: seconds a token takes.
         start_s: seconds its start takes.
-        has_core: it has a process of its own, as vLLM's has, and dies with it. The process is named `CORE_NAME`.
-        is_wrong: its answers are not its target's, as those of an engine with a wrong kernel.
+        has_core: it has its own process, like vLLM, and dies with it. The process is named `CORE_NAME`.
+        is_wrong: its answers differ from its target, as with a wrong kernel.
         die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
         kill_on: a prompt with this text kills the process that the engine is in.
         hang_on: after a prompt with this text the engine neither answers nor fails.
@@ -59,7 +59,7 @@ class FakeEngine:
     """Echoes a digest of the prompt.
 
     Args:
-        traits: `start_s` is for whoever starts it; here it is up at once.
+        traits: `start_s` is applied by the caller; this constructor returns at once.
         num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
         max_model_len: as an engine's.
         max_num_seqs: requests at once; further ones wait, and that counts in their latency. None is no limit.
@@ -129,7 +129,7 @@ class FakeEngine:
 
     @property
     def core_pid(self) -> int | None:
-        """The engine's own process; None where it has none."""
+        """The process of the engine, or None."""
         return self._core.pid if self._core else None
 
     def shutdown(self) -> None:

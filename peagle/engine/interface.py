@@ -41,7 +41,7 @@ class Generation:
         text: the response; the first, where several were asked for.
         finish_reason: "stop" or "length"; the first response's.
         num_prompt_tokens: tokens of the prompt.
-        num_cached_tokens: those of them that came from the prefix cache; None where the engine cannot say.
+        num_cached_tokens: the part of them from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter, or where the engine cannot say.
         completions: every response, where several or log-probabilities were asked for; else empty.
@@ -64,7 +64,7 @@ FAILED = "engine_failed"  # reason of a row on which the engine failed, and went
 
 
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
-    """The engine will not take this one request; it goes on with the others.
+    """The engine refuses this request, and continues with the others.
 
     Attributes:
         reason: of a row's dead letter.
@@ -74,10 +74,7 @@ class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the en
 
 
 class RequestFailed(RequestRefused):
-    """A fault of the engine on this one request, told in the message.
-
-    The engine goes on.
-    """
+    """The engine failed on this request, and continues with the others."""
 
     reason = FAILED
 
@@ -215,5 +212,5 @@ class Engine(RowEngine, Protocol):
     def speculation_totals(self) -> SpeculationStats | None:
         """Drafts of all requests since the engine started.
 
-        None where it does not draft or cannot say.
+        None if it does not draft or the number is unknown.
         """

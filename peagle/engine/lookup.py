@@ -3,8 +3,6 @@
 A head drafts the first token, and those after it as long as nothing is found. As soon as the last tokens, drafts
 included, have occurred earlier in the request, the remaining drafts are the tokens that followed there. This is prompt
 lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding), begun behind a head's draft.
-
-It knows token ids; it knows neither vLLM nor how drafts are verified.
 """
 
 from collections.abc import Mapping, Sequence

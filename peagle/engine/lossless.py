@@ -1,4 +1,4 @@
-"""Compare a response with its target's own; tell rounding ties from differences.
+"""Compare a response with that of its target alone, and distinguish rounding ties from differences.
 
 Greedy decoding takes the likeliest token. A draft is verified in one pass and other requests share the batch, so the
 same sums are added in another order and differ in their last bits. Where the two likeliest tokens are that near, either
@@ -52,8 +52,8 @@ class Comparison:
     """How a response compares with the target's own.
 
     Attributes:
-        position: the first token in which they differ, from 0; None where they are the same.
-        committed, target: the token there; `committed` is None where it is not among the likeliest.
+        position: the first token in which they differ, from 0; None if they are the same.
+        committed, target: the token there; `committed` is None if it is not among the most likely.
         margin: log-probabilities between the two; where `committed` is None, at least that much.
     """
 

@@ -49,7 +49,7 @@ class Footprint:
         num_sliding_layers: layers that cache `sliding_window_tokens` at most.
         sliding_window_tokens: 0 where there is no sliding layer.
         kv_elements_per_token: key and value elements that a layer caches for a token; a sliding one where both differ.
-        full_kv_elements: likewise of the layers that cache every token.
+        full_kv_elements: the same for layers that cache every token.
         kv_heads, full_kv_heads: heads for keys and values in both; ranks beyond their number hold copies.
     """
 
@@ -111,7 +111,7 @@ def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footpri
         head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
         kv_elements = 2 * text.get("num_key_value_heads", num_heads) * head_dim
         context_tokens = text["max_position_embeddings"]
-        # Gemma 4's global layers have heads of their own.
+        # Gemma 4's global layers have a different number of heads.
         full_heads = text.get("num_global_key_value_heads") or text.get("num_key_value_heads", num_heads)
         full_elements = 2 * full_heads * (text.get("global_head_dim") or head_dim)
     except KeyError:
@@ -162,7 +162,7 @@ def check_capacity(
 
     It must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs.
 
-    Passes where it cannot tell.
+    Passes if the size is unknown.
 
     Args:
         known: of a model that is not on this disk yet.
@@ -279,7 +279,7 @@ def _fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> bool:
 
 
 def _longest_context(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> int | None:
-    """The longest context that fits, a multiple of 1,024; None where none does."""
+    """The longest context that fits, a multiple of 1,024; None if none does."""
     most = (spec.max_model_len or footprint.context_tokens) // _KIBI
     fitting = bisect_left(
         range(1, most + 1),
@@ -298,7 +298,7 @@ def _weights_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> 
 
 
 def _head_gib(drafter: DrafterSpec | None) -> float:
-    """The weights of a head whose folder is here."""
+    """Return the weights of a head in a local folder, in bytes."""
     if drafter is None or not drafter.has_head or not Path(drafter.model).is_dir():
         return 0.0
     return _weight_files_bytes(Path(drafter.model)) / _GIB

@@ -9,13 +9,13 @@ They follow from the request and the hardware.
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` never trades accuracy for nothing: on a GPU FP8 halves the weights that a decode step reads. It halves the KV
-cache, too, but attention in FP8 has costs of its own, so `auto` takes it only for contexts that are long enough to pay
-(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights stay bf16 anyway and only the target's own output would change. An
-x86-64 CPU without AVX-512 computes faster in float32, for twice the memory; other CPUs (ARM) take bf16. A checkpoint
-that is quantised as published (gpt-oss in MXFP4) keeps its weights whatever is asked for. Under `auto` it keeps its
-cache as well: FP8 if it was published for that and the hardware has it. It cannot be run in INT8 or float32. The KV
-cache can be set apart, to see what each of the two is worth: then it is what was asked for, or refused.
+`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the
+KV cache, but attention in FP8 costs time, so `auto` uses it only for contexts that are long enough
+(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights would stay bf16, and only the output of the target would change. An
+x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint
+that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto` it also
+keeps its cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or float32. The
+precision of the KV cache can be set separately; then it is used as requested, or refused.
 
 INT8 is W8A8, the counterpart of FP8 where that is not: the weights are converted beforehand (`catalog/int8.py`),
 activations as they come, and all else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
@@ -91,7 +91,7 @@ class Precision:
         return self.kv_cache if self.kv_cache in KV_CACHE_PRECISIONS else "auto"
 
     def describe(self) -> str:
-        """Both formats in words.
+        """Describe both formats.
 
         >>> Precision(dtype="bfloat16", kv_cache_dtype="fp8").describe()
         'bf16 weights, fp8 KV cache'
@@ -118,7 +118,7 @@ def resolve_precision(
         requested: one of `PRECISIONS`.
         hardware: the node that runs the engine, which need not be this one.
         native_quantization: how the checkpoint is quantised as published, None when it is not.
-        native_kv_cache: the format of the KV cache that the checkpoint was published for, None where it names none.
+        native_kv_cache: the format of the KV cache that the checkpoint was published for, None if it names none.
         kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" is what `requested` has.
         context_tokens: of a request at most, by which `auto` decides on the KV cache; None where it is not known.
         head_dim: of the target's widest attention heads.

@@ -144,7 +144,7 @@ def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float)
     first = judgements[wrong[0]]
     return (
         f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), where its "
-        f"target alone holds {first.likeliest!r} likeliest ({first.likeliest_logprob:.3f}); {len(wrong)} of "
+        f"target alone prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
         f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
     )
 

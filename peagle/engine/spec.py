@@ -2,9 +2,6 @@
 
 Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
 and store them with their results.
-
-It knows nothing of vLLM's argument names (`arguments.py`), of a user's keys (`keys.py`) or of catalog names
-(`peagle.catalog.drafters`).
 """
 
 from collections.abc import Mapping
@@ -19,7 +16,7 @@ from peagle.hardware import Hardware
 DraftMethod = Literal["peagle", "eagle3"]
 DRAFT_METHODS: tuple[str, ...] = get_args(DraftMethod)
 LookupMethod = Literal["ngram", "suffix"]
-"""Drafts looked up in the prompt and the response so far, without a head."""
+"""Drafts from n-grams of the prompt and the response, without a head."""
 LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
 
 
@@ -33,7 +30,7 @@ class DrafterSpec:
         model: the head's folder, on a disk or in a store, or hub id; empty without a head.
         num_speculative_tokens: K, the tokens drafted ahead of every verification.
         synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
-            be accepted. It times hardware; the text means nothing.
+            be accepted. It measures hardware; the text is meaningless.
         revision: of a hub id, as an engine's.
         kv_cache_precision: of the head's own KV cache; "auto" is the target's.
         attention_backend: vLLM's name of what computes the head's attention; None is vLLM's choice.
@@ -108,7 +105,7 @@ class EngineSpec:
             (`arguments.py`).
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
         extra: further vLLM engine arguments by their own names, for what peagle does not manage.
-        limit_mm_per_prompt: by modality, the media that one request may have; empty is text alone.
+        limit_mm_per_prompt: by modality, the media that one request may have; empty for text only.
         allowed_media_domains: hosts from which the engine may fetch media; with none they come in the request alone.
     """
 

@@ -26,7 +26,7 @@ def start_limit_s() -> int:
     """Seconds that an engine may take to start.
 
     Raises:
-        ConfigError: the variable holds no whole number above 0.
+        ConfigError: the variable is not a whole number above 0.
     """
     text = os.environ.get(VARIABLE) or str(DEFAULT_S)
     if not text.strip().isdecimal() or int(text) == 0:
@@ -77,7 +77,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
 
 
 def as_told(warning: str) -> str:
-    """The line in which a user is told of a warning."""
+    """Return the line that shows a warning to the user."""
     return f"warning of an engine's start: {warning}"
 
 

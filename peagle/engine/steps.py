@@ -1,7 +1,6 @@
 """Steps of an engine: their token slots, and their sizes as CUDA graphs.
 
 Pure: an engine's sizes and its hardware in, numbers out. The facts about vLLM's scheduler that they rest on are cited.
-It knows nothing of what attention back ends can capture.
 
 A step runs as a graph where a captured size is at least its number of tokens. A larger one runs eagerly: Python
 launches each kernel. vLLM 0.29 captures up to 512 tokens by default (`VllmConfig._set_cudagraph_sizes`), which falls

@@ -1,6 +1,6 @@
 """Trial compilation of grammars, before the engine compiles them.
 
-It happens in a process of its own, one grammar at a time.
+Each is compiled in a separate process, one at a time.
 
 What a schema, a regular expression or a grammar costs to compile does not show in its size. vLLM compiles in the
 engine's own process, for as long and in as much memory as it takes, and every request there waits. A trial has some

@@ -1,6 +1,6 @@
-"""One vLLM `AsyncLLM` behind the `Engine` seam.
+"""A vLLM `AsyncLLM` as an `Engine`.
 
-It knows vLLM; it knows neither where the arguments come from (`arguments.py`) nor what the requests are for. vLLM
+vLLM
 is imported when an engine starts, after the environment variables that it reads at import have been set.
 """
 
@@ -178,7 +178,7 @@ def has_synthetic_acceptance() -> bool:
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
-    """Sums over the engine's ranks; None where vLLM counts no drafts."""
+    """Sums over the engine's ranks; None if vLLM counts no drafts."""
     counts: dict[str, int] = {}
     accepted: list[int] = []
     for metric in metrics:

@@ -89,7 +89,7 @@ def counters() -> list[Any]:
 def drafts_of(sequence: Any) -> SpeculationStats | None:
     """The drafts of a sequence that ended, by vLLM's `RequestSpecDecodeMetrics`.
 
-    `vllm_plugin.DraftLookup` adds its own count to them. None where vLLM states none; 0.24 lacks the attribute.
+    `vllm_plugin.DraftLookup` adds its own count to them. None if vLLM has none; 0.24 lacks the attribute.
     """
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
@@ -98,7 +98,7 @@ def drafts_of(sequence: Any) -> SpeculationStats | None:
 
 
 def model_runner(client: Any) -> str | None:
-    """The model runner of an `AsyncLLM`, "V1" or "V2"; None where vLLM has one only.
+    """The model runner of an `AsyncLLM`, "V1" or "V2"; None if vLLM has only one.
 
     vLLM decides in its configuration, once the drafter is known.
     """

@@ -2,8 +2,6 @@
 
 Contents are text or parts; developers become systems where the template lacks them.
 
-It knows shapes; it knows no template and no tokenizer.
-
 vLLM tells from a template's text whether contents are texts or parts, and so does this, so that a request becomes the
 same tokens in bulk and online.
 """

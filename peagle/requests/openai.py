@@ -1,7 +1,6 @@
 """OpenAI's chat completions and completions: request bodies, answers, batch lines.
 
-It knows the API's names, and neither HTTP nor how a response is made. A field that a row cannot have is refused by name
-(`fields.py`); a field that changes no response is left aside.
+A field that a row cannot have is refused by name (`fields.py`); a field that changes no response is left aside.
 
 Every value of an output line follows from the row, so the same run gives the same bytes.
 """

@@ -1,7 +1,6 @@
 """Build a prompt's token ids from a row's columns, or say why not.
 
-It knows templates and a tokenizer; it does not know files, units or engines. One bad row never raises: it comes back
-as a `RowError`, which becomes its dead letter.
+One bad row never raises: it comes back as a `RowError`, which becomes its dead letter.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Prompt templates: sandboxed Jinja2 with null as missing and plain JSON.
 
-It knows values; it knows neither rows' files nor tokenizers. A missing value (no such key, null or NaN) may be tested,
-compared and given a default. Printing it, or reading anything of it, raises: it never becomes a word of the prompt.
+A missing value (no such key, null or NaN) may be tested, compared and given a default. Printing it, or reading anything
+of it, raises: it never becomes a word of the prompt.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

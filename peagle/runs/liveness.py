@@ -1,7 +1,7 @@
 """Which engines of a run live, and how fast they are; by their heartbeats.
 
 A driver follows heartbeats on a clock of its own. Whoever looks once, from another machine, has to believe the clocks
-of others. It knows neither files nor Ray.
+of others.
 """
 
 import time

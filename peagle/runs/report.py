@@ -1,8 +1,5 @@
 """The account of a run directory: read its ledger, write a settled report.
 
-It knows the directory and the economics; it knows neither Ray nor a running engine, so it works on any run, of any
-machine, at any time.
-
 A driver may be stopped while it makes a report, and go on when another one has added a retry and has made a newer
 report: it would replace that. So whoever has written looks at the run again, and writes again where it has changed.
 """

@@ -1,7 +1,7 @@
 """Figures of a run's rows: lengths, ends, times, failures, and three rows to read.
 
 However large the run is, the first rows of a few hundred of its units are read, evenly chosen, and the figures say how
-many they were. It knows the run directory; what it finds is plain data for a report.
+many they were.
 """
 
 import contextlib

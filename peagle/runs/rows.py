@@ -1,6 +1,6 @@
 """The columns of a run: prepared rows for an engine, finished ones for a file.
 
-Pure tables. It knows neither where rows come from nor which engine answers them.
+Pure tables.
 """
 
 import json

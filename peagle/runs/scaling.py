@@ -1,6 +1,6 @@
 """The number of engines: allowed, starting, and worth their load.
 
-Pure functions of numbers and sessions. It knows neither Ray nor files.
+Pure functions of numbers and sessions.
 
 Ray Data wants another engine whenever all that it has are full and units wait. An engine takes minutes to load, so the
 actor that Ray then starts asks `is_worth_loading` first, and loads nothing until the answer is yes.
