@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.cluster.inspection import inspect
     from pipelines.cluster.startable import require_startable
     from pipelines.online.app import endpoint_price, gate_settings, prepare_batches, resolve
-    from pipelines.online.background import tell_up
+    from pipelines.online.background import record_up
     from pipelines.online.idle import ended_when_idle
     from pipelines.online.serve import proxy
     from pipelines.online.serve.proxy import require_certificate
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             price = endpoint_price(config, here, served)
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
-            tell_up(config.state, price)
+            record_up(config.state, price)
             # After Ray, which takes SIGTERM for itself when it starts.
             with (
                 stop_on_signal(stopped, last_words=_AT_ONCE),

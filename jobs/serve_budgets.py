@@ -95,12 +95,12 @@ def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.economics.ledger import SessionReader
     from peagle.economics.shared_budgets import read_budgets
-    from pipelines.online.gateway.budget_watch import budget_of, look_elsewhere
+    from pipelines.online.gateway.budget_watch import budget_of, refresh_external_spend
     from pipelines.online.totals import Totals
 
     totals = Totals(ledger_of(args.state))
     totals.catch_up()
-    look_elsewhere(totals, SessionReader(totals.folder))
+    refresh_external_spend(totals, SessionReader(totals.folder))
     found = [budget.model_dump() | budget_of(budget, totals.budgets) for budget in read_budgets(path)]
     for one in found:
         fields = (f"{name}={value}" for name, value in one.items() if name != "name" and value is not None)

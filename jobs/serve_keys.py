@@ -146,10 +146,10 @@ def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from pipelines.online.gateway.keys import changing_keys, new_key
+    from pipelines.online.gateway.keys import edit_keys, new_key
 
     key, record = new_key(args.name, **_limits(args))
-    with changing_keys(path, create=True) as records:
+    with edit_keys(path, create=True) as records:
         records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
@@ -167,22 +167,22 @@ def _limits(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from pipelines.online.gateway.keys import KeyRecord, changed
+    from pipelines.online.gateway.keys import KeyRecord, with_limits
 
     fields = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
     defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in fields}
     with _changing(path, args.name) as (records, index):
-        records[index] = changed(records[index], **{**defaults, **_limits(args)})
+        records[index] = with_limits(records[index], **{**defaults, **_limits(args)})
         record = records[index]
     print(*_described(record), sep="  ")
     return 0, record.model_dump(mode="json", exclude={"sha256"})
 
 
 def _rotate(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    from pipelines.online.gateway.keys import rotated
+    from pipelines.online.gateway.keys import rotate
 
     with _changing(path, args.name) as (records, index):
-        key, records[index] = rotated(records[index])
+        key, records[index] = rotate(records[index])
     print(key)
     return 0, {"name": args.name, "key": key}
 
@@ -197,9 +197,9 @@ def _changing(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
         ConfigError: there is none of this name.
     """
     from peagle.errors import ConfigError, did_you_mean
-    from pipelines.online.gateway.keys import changing_keys
+    from pipelines.online.gateway.keys import edit_keys
 
-    with changing_keys(path) as records:
+    with edit_keys(path) as records:
         names = [record.name for record in records]
         if name not in names:
             raise ConfigError(f"keys {path}: there is no key called {name!r}", hint=did_you_mean(name, names))

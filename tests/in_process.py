@@ -21,7 +21,7 @@ from peagle.economics.prices import Price
 from peagle.economics.sessions import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
-from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -188,8 +188,8 @@ def _keep(server, coroutine):
 def _batches(folder, model):
     placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=1)
     neighbours = Neighbours(slot_group="test", hardware=hardware.detect(), placement=placement)
-    recipe = Recipe(model=model, config={}, neighbours=neighbours)
+    batch_model = BatchModel(model=model, config={}, neighbours=neighbours)
     return BatchSettings(
-        folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,
+        folder=str(folder / "batches"), models={"m": batch_model}, at_once=1, max_output_tokens=None,
         ledger=folder / "ledger",
     )  # fmt: skip

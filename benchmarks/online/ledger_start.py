@@ -111,7 +111,7 @@ async def _start(folder: Path) -> dict[str, Any]:
     began, late_s = time.monotonic(), []
     KeyLimits(totals_of(folder))
     built_s = time.monotonic() - began
-    while not totals_of(folder).is_known:
+    while not totals_of(folder).is_loaded:
         before = time.monotonic()
         await asyncio.sleep(_WAKE_S)
         late_s.append(time.monotonic() - before - _WAKE_S)

@@ -1,10 +1,6 @@
-"""Build the Serve application from a configuration.
+"""Builds the Serve application from a configuration, for `peagle serve` and for `serve run`/`serve deploy`.
 
-For `peagle serve`, and `serve run`/`serve deploy` with deploy/serve.yaml.
-
-    config -> hardware, price -> an engine for each model -> replicas, ingress
-
-It decides and binds; it deploys nothing.
+config -> hardware, price -> an engine for each model -> replicas, ingress
 """
 
 import os
@@ -39,23 +35,23 @@ from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read
 from pipelines.online.placement import num_accelerators, placements
 from pipelines.online.serve.deployment import Sizes, pieces_per_s, request_counts
 
-INGRESS_CPUS = 0.25  # it must fit beside an engine on two cores
-INGRESS_ONGOING = 10_000  # it waits for engines; what may wait is limited there
-_MACHINES_WAIT_S = 1200.0  # a machine comes in minutes, and then its image is fetched
+INGRESS_CPUS = 0.25  # must fit next to an engine on two cores
+INGRESS_ONGOING = 10_000  # requests wait here for engines; other limits apply
+_MACHINES_WAIT_S = 1200.0  # minutes until a machine starts, then the image download
 _POLL_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model of the endpoint, decided."""
+    """A resolved model of the endpoint."""
 
     keys: ServedModelKeys
     engine: ResolvedEngine
     placement: Placement
 
     def describe(self) -> str:
-        """For the person who starts it."""
+        """Return a line about the model for the terminal."""
         drafter = self.engine.spec.drafter
         head = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         keys = self.keys
@@ -66,15 +62,15 @@ class Served:
 
 
 def build(arguments: ServeConfig) -> Any:
-    """The application for Serve's CLI: `import_path: pipelines.online.app:build`.
+    """Return the application for Serve's CLI: `import_path: pipelines.online.app:build`.
 
     Raises:
-        PeagleError: what was asked for cannot be served, or the cluster asks for no token.
+        PeagleError: invalid configuration, or the cluster has no token.
     """
     if arguments.tls_cert is not None:
         raise ConfigError(
-            "tls_cert: an application cannot say how Serve's proxy answers",
-            hint="name the files under http_options, as ssl_certfile and ssl_keyfile: deploy/serve.yaml shows it",
+            "tls_cert: an application cannot configure Serve's proxy",
+            hint="set ssl_certfile and ssl_keyfile under http_options, as in deploy/serve.yaml",
         )
     require_token()
     prepare_batches(arguments)
@@ -83,10 +79,10 @@ def build(arguments: ServeConfig) -> Any:
 
 
 def _inspect(config: ServeConfig) -> Hardware:
-    """The hardware of a node for engines.
+    """Return the hardware of a node for engines.
 
-    On Kubernetes the application is built as soon as the head is up, which is before the machines of its engines are.
-    They are waited for where the configuration names machines with accelerators.
+    On Kubernetes the application is built when the head is up, before the machines of its engines. If the configuration
+    names machines with accelerators, wait for them.
     """
     may_come = "KUBERNETES_SERVICE_HOST" in os.environ and names_accelerators(config)
     give_up_at = time.monotonic() + (_MACHINES_WAIT_S if may_come else 0.0)
@@ -99,10 +95,10 @@ def _inspect(config: ServeConfig) -> Hardware:
 
 
 def prepare_batches(config: ServeConfig) -> None:
-    """Make the folder of batches ready, where there is one.
+    """Create the folder of batches, if configured.
 
     Raises:
-        ConfigError: it cannot be written, or lets two writers create the same name.
+        ConfigError: not writable, or the file system allows two writers to create the same file.
     """
     if config.batches is not None:
         BatchStore(config.batches).prepare()
@@ -111,11 +107,11 @@ def prepare_batches(config: ServeConfig) -> None:
 def resolve(
     config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
 ) -> list[Served]:
-    """Decide every model.
+    """Resolve all models.
 
     Raises:
-        ConfigError: of the kind that fits.
-        CapacityError: the engines do not fit, all models' largest numbers together (`placements`).
+        ConfigError: invalid configuration.
+        CapacityError: the maximum numbers of engines do not fit together (`placements`).
     """
     placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
@@ -131,32 +127,29 @@ def resolve(
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
-    """The price of the endpoint's engines, and of all that its ledger holds.
+    """Return the price of the endpoint's engines, which must match its ledger.
 
     Raises:
-        PriceError: there is none, or it is for another kind of device than engines have here, or had in this ledger.
-            `/v1/cost` could never answer.
+        PriceError: unknown, or for another kind of device than the engines or the ledger have.
     """
     price = resolve_price(config, hardware)
-    for one in served:
-        require_device(price, one.placement.device, f"the engines of {one.keys.served_name}")
+    for model in served:
+        require_device(price, model.placement.device, f"the engines of {model.keys.served_name}")
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
             f"{ledger}: its engines are billed by the {others.pop()}, but the price of "
             f"{price.instance_type} is per {price.device}",
-            hint="name another folder with --state: one ledger is about one kind of device",
+            hint="use another folder with --state: a ledger supports one kind of device",
         )
     return price
 
 
 def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
-    """The Serve application of models that are decided.
-
-    Ray must be up, and vLLM installed here.
+    """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM.
 
     Raises:
-        ConfigError: the endpoint would be open to others without keys, or has no price that fits.
+        ConfigError: the endpoint would be open to others without keys, or has no matching price.
     """
     from ray import serve
     from ray.serve.llm import build_llm_deployment
@@ -168,12 +161,12 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
     deployments, cards = {}, {}
-    for one in served:
-        job = replica_job(config, hardware, one, price, app_id)
-        deployments[one.keys.served_name] = build_llm_deployment(
+    for model in served:
+        job = replica_job(config, hardware, model, price, app_id)
+        deployments[model.keys.served_name] = build_llm_deployment(
             make_llm_config(
-                one.keys.served_name,
-                one.engine.spec,
+                model.keys.served_name,
+                model.engine.spec,
                 hardware,
                 job.sizes,
                 num_engines_on_node=job.num_engines_on_node,
@@ -182,14 +175,14 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[one.keys.served_name] = model_card(one, job.sizes.counts.admitted, hardware)
+        cards[model.keys.served_name] = model_card(model, job.sizes.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
-        num_replicas=1,  # it counts the limits of keys
+        num_replicas=1,  # key limits are counted in its memory
         max_ongoing_requests=INGRESS_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        logging_config={"enable_access_log": False},  # the ledger has what was answered, the gate logs refusals
-        graceful_shutdown_timeout_s=max(one.keys.drain_s for one in served),
+        logging_config={"enable_access_log": False},  # the ledger has answered requests, the gate logs refusals
+        graceful_shutdown_timeout_s=max(model.keys.drain_s for model in served),
     )
     return ingress.bind(
         llm_deployments=deployments,
@@ -200,35 +193,35 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             config,
             settings,
             hardware,
-            {one.keys.served_name: one.placement for one in served},
-            {one.keys.served_name: one.engine.spec for one in served},
+            {model.keys.served_name: model.placement for model in served},
+            {model.keys.served_name: model.engine.spec for model in served},
             app_id,
         ),
     )
 
 
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
-    """The settings by which the ingress lets requests in.
+    """Return the settings of the gate.
 
     Raises:
-        ConfigError: no key is there, and the address is not this machine's own; or budgets cannot be read.
+        ConfigError: there are no keys and the address is not local, or the budgets cannot be read.
     """
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
-    read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # damaged, they are refused here and not by each request
+    read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
     requires_key = config.keys is not None or bool(fixed)
     if requires_key and not (stored or fixed):
         raise ConfigError(
-            f"keys {config.keys}: it has no keys, so no client could use the endpoint",
+            f"keys {config.keys}: the file contains no keys, so no client could use the endpoint",
             hint=f"peagle serve keys add NAME --keys {config.keys}",
         )
     if not (requires_key or config.is_behind_sagemaker or config.host in _LOOPBACK):
         raise ConfigError(
             f"host {config.host}: without API keys, anyone who can reach this address could use the endpoint",
-            hint="name a file with --keys (`peagle serve keys add` makes one), or leave --host out",
+            hint="use --keys FILE (`peagle serve keys add` creates one), or omit --host",
         )
     return GateSettings(
-        models=tuple(_served_model(config, one, hardware) for one in served),
+        models=tuple(_served_model(config, model, hardware) for model in served),
         ledger=_state(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
         fixed_keys=fixed,
@@ -245,14 +238,14 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     )
 
 
-def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Price, app_id: str) -> Any:
-    """The job of a model's replicas."""
+def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> Any:
+    """Return the configuration of a model's replicas."""
     from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 
-    keys, placement, drafter = one.keys, one.placement, one.engine.spec.drafter
+    keys, placement, drafter = model.keys, model.placement, model.engine.spec.drafter
     counts = request_counts(
-        one.engine.spec,
+        model.engine.spec,
         hardware,
         max_replicas=keys.max_replicas,
         target=keys.target_ongoing_requests,
@@ -261,16 +254,16 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     return ReplicaJob(
         app_id=app_id,
         state=str(_state(config)),
-        spec=one.engine.spec,
+        spec=model.engine.spec,
         engine=EngineFacts.priced(
             price,
             model=keys.served_name,
-            drafter=one.engine.drafter.name,
+            drafter=model.engine.drafter.name,
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
             num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
-            baseline=one.engine.baseline(hardware),
+            baseline=model.engine.baseline(hardware),
             is_stand_in=keys.engine == "fake",
         ),
         sizes=Sizes(
@@ -293,58 +286,52 @@ def replica_job(config: ServeConfig, hardware: Hardware, one: Served, price: Pri
     )
 
 
-def _served_model(config: ServeConfig, one: Served, hardware: Hardware) -> ServedModel:
-    spec = one.engine.spec
+def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> ServedModel:
+    spec = model.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     return ServedModel(
-        name=one.keys.served_name,
+        name=model.keys.served_name,
         max_model_len=spec.max_model_len,
-        can_seed=hardware.platform != "cpu" or one.keys.engine == "fake",
+        can_seed=hardware.platform != "cpu" or model.keys.engine == "fake",
         max_choices=config.max_choices,
         max_answer_bytes=config.max_answer_mib * 2**20,
         media=dict(spec.limit_mm_per_prompt),
         media_domains=frozenset(spec.allowed_media_domains),
-        drafter=one.engine.drafter.name,
+        drafter=model.engine.drafter.name,
         num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
-        vocab_size=one.engine.model.vocab_size,
-        parsers=_parsers_of(one),
+        vocab_size=model.engine.model.vocab_size,
+        parsers=_parsers_of(model),
     )
 
 
-def _parsers_of(one: Served) -> frozenset[str]:
+def _parsers_of(model: Served) -> frozenset[str]:
     """Return the keys of the parsers that vLLM has for a model."""
     names = ("tool_call_parser", "reasoning_parser")
-    if one.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
+    if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
         return frozenset(names)
-    configured = {"reasoning_parser"} if "reasoning_config" in one.keys.engine_args else set()
-    return frozenset(configured.union(name for name in names if getattr(one.keys, name)))
+    configured = {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
+    return frozenset(configured.union(name for name in names if getattr(model.keys, name)))
 
 
 def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:
-    """The engine with the media that this model of the endpoint takes.
-
-    A batch has text alone.
-    """
+    """Return the engine with this model's media options. Batches only support text."""
     domains = tuple(keys.allowed_media_domains)
     spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
     return replace(engine, spec=spec)
 
 
-def model_card(one: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
-    """A model's entry in `/v1/models`.
-
-    OpenAI's fields, and under `peagle` its engines' settings.
-    """
-    spec, keys = one.engine.spec, one.keys
+def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
+    """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
+    spec, keys = model.engine.spec, model.keys
     ours = {
-        "target": name_of(one.engine.model.name),
+        "target": name_of(model.engine.model.name),
         "stand_in": keys.engine == "fake",
-        "precision": one.engine.precision.describe(),
-        "drafter": one.engine.drafter.name,
+        "precision": model.engine.precision.describe(),
+        "drafter": model.engine.drafter.name,
         "method": spec.drafter.method if spec.drafter else None,
         "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
         "draft_lookup": spec.drafter is not None and spec.drafter.lookup,
-        "break_even_acceptance_length": one.engine.break_even(hardware),  # by requests at once
+        "break_even_acceptance_length": model.engine.break_even(hardware),  # by concurrency
         "max_model_len": spec.max_model_len,
         "max_replicas": keys.max_replicas,
         "max_requests_per_replica": max_requests_per_replica,

@@ -1,10 +1,9 @@
-"""Endpoints in the background: processes of `peagle serve`, and their records.
+"""Background endpoints: processes of `peagle serve` and their records.
 
     $PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
 
-They outlive the command that started them. `peagle serve` says in its state folder when it is up and what its machine
-costs (`tell_up`); the rest is what the system knows of the process, and the ledger. It knows processes and files, no
-HTTP and no Ray.
+They outlive the command that started them. `peagle serve` writes to its state folder when it is up and what its machine
+costs (`record_up`).
 """
 
 import contextlib
@@ -32,20 +31,20 @@ from pipelines.online.idle import engines_usd
 Status = Literal["starting", "up", "ended"]
 _RECORD, _CONFIG, _LOG, _UP = "endpoint.json", "serve.yaml", "serve.log", "up.json"
 _POLL_S = 0.2
-_SPARE_S = 60.0  # for ending Serve and Ray
+_SPARE_S = 60.0  # to stop Serve and Ray
 _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint that was started in the background; it may have ended since.
+    """An endpoint that was started in the background. It may have ended.
 
     Attributes:
-        folder: with its record, its configuration and what it says.
+        folder: contains its record, configuration and log.
         state: its `--state`.
-        pid, born_at: of its process; the system may give its number to another one later.
+        pid, born_at: of its process; the creation time detects a reused pid.
         started_at: Unix time.
-        stop_s: what ending takes at most.
+        stop_s: maximum time to stop.
     """
 
     folder: Path
@@ -58,16 +57,14 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """As `peagle down` takes it."""
         return self.folder.name
 
     @property
     def log(self) -> Path:
-        """The lines that `peagle serve` has printed."""
         return self.folder / _LOG
 
     def process(self) -> psutil.Process | None:
-        """Its process, while it lives."""
+        """Return its process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             is_alive = process.create_time() == self.born_at and process.status() != psutil.STATUS_ZOMBIE
@@ -76,15 +73,12 @@ class Endpoint:
         return process if is_alive else None
 
     def status(self) -> Status:
-        """How it is."""
         if self.process() is None:
             return "ended"
         return "up" if self._price() else "starting"
 
     def usd(self) -> float | None:
-        """USD that its engines have cost since it was started.
-
-        None before it has told its price.
+        """Return the cost of its engines in US dollars since its start, or None if it is not up yet.
 
         Raises:
             PeagleError: its ledger cannot be read.
@@ -93,7 +87,7 @@ class Endpoint:
         return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
 
     def _price(self) -> Price | None:
-        """The price that it told when it came up, if that was since it was started."""
+        """Return the price that it recorded, if it is up."""
         try:
             told = json.loads((self.state / _UP).read_bytes())
         except FileNotFoundError:
@@ -101,16 +95,16 @@ class Endpoint:
         return Price.from_dict(told["price"]) if told["up_at"] >= self.started_at else None
 
     def write(self) -> None:
-        """Keep it for later commands."""
+        """Save the record."""
         record = asdict(self) | {"folder": str(self.folder), "state": str(self.state)}
         write_json(self.folder / _RECORD, record)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The inverse of `write`.
+        """Load a record.
 
         Raises:
-            PeagleError: it is damaged.
+            PeagleError: damaged.
         """
         try:
             record = json.loads((folder / _RECORD).read_bytes())
@@ -119,36 +113,40 @@ class Endpoint:
             raise PeagleError(f"{folder / _RECORD} is damaged: {error}", hint="remove it") from error
 
 
-def tell_up(state: Path, price: Price) -> None:
-    """Say that the endpoint of this state folder is up, and the price of its machine."""
+def record_up(state: Path, price: Price) -> None:
+    """Record in the state folder that the endpoint is up, and the price of its machine."""
     write_json(state / _UP, {"up_at": time.time(), "price": price.to_dict()})
 
 
 def endpoints() -> list[Endpoint]:
-    """All that were started in the background, by name."""
+    """Return all background endpoints, sorted by name."""
     return [Endpoint.read(path.parent) for path in sorted(_folder().glob(f"*/{_RECORD}"))]
 
 
 def find(name: str | None) -> Endpoint:
-    """The endpoint of this name; without one the only one that lives.
+    """Return the endpoint with this name, or the only running one.
 
     Raises:
-        ConfigError: there is none, or no only one.
+        ConfigError: not found, or several are running.
     """
-    there = endpoints()
+    all_endpoints = endpoints()
     if name is not None:
-        found = next((one for one in there if one.name == name), None)
+        found = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
         if found is None:
-            hint = did_you_mean(name, [one.name for one in there]) if there else "peagle up MODEL starts one"
-            hint += f"; one of SageMaker's is ended by `peagle deploy sagemaker --down {name}`"
+            hint = (
+                did_you_mean(name, [endpoint.name for endpoint in all_endpoints])
+                if all_endpoints
+                else "peagle up MODEL starts one"
+            )
+            hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
         return found
-    alive = [one for one in there if one.process()]
+    alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
     if len(alive) != 1:
-        names = ", ".join(one.name for one in alive)
+        names = ", ".join(endpoint.name for endpoint in alive)
         raise ConfigError(
-            f"{len(alive)} endpoints are up: {names}" if alive else "no endpoint is up",
-            hint="name the one to end" if alive else "peagle up MODEL starts one",
+            f"{len(alive)} endpoints are running: {names}" if alive else "no endpoint is running",
+            hint="give the name of one" if alive else "peagle up MODEL starts one",
         )
     return alive[0]
 
@@ -157,7 +155,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
     """Start `peagle serve` in the background.
 
     Raises:
-        ConfigError: an endpoint of that name lives already.
+        ConfigError: an endpoint with this name is running.
     """
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
@@ -186,17 +184,17 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        stop_s=2 * max(one.drain_s for one in config.served) + _SPARE_S,
+        stop_s=2 * max(model.drain_s for model in config.served) + _SPARE_S,
     )
     endpoint.write()
     return endpoint
 
 
 def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
-    """Return once it is up; what it says meanwhile is said here too.
+    """Wait until it is up, and print its output.
 
     Raises:
-        EngineError: it has ended instead.
+        EngineError: it ended instead.
     """
     lines = _new_lines(endpoint.log)
     while (status := endpoint.status()) == "starting":
@@ -206,31 +204,31 @@ def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
     for line in next(lines):
         say(line)
     if status == "ended":
-        raise EngineError(f"the endpoint {endpoint.name} did not start", hint=f"{endpoint.log} says why")
+        raise EngineError(f"the endpoint {endpoint.name} did not start", hint=f"see {endpoint.log}")
 
 
 def end(endpoint: Endpoint) -> None:
-    """Have it stop as by Ctrl-C, and return when it has ended.
+    """Stop it like Ctrl-C, and wait until it has ended.
 
     Raises:
-        EngineError: it has not, in the time that its requests and Ray may take.
+        EngineError: it did not end in time.
     """
     process = endpoint.process()
     if process is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended in the meantime
             process.send_signal(signal.SIGTERM)
     until = time.monotonic() + endpoint.stop_s
     while endpoint.process():
         if time.monotonic() >= until:
             raise EngineError(
-                f"the endpoint {endpoint.name} is still there after {endpoint.stop_s:g} s",
+                f"the endpoint {endpoint.name} is still running after {endpoint.stop_s:g} s",
                 hint=f"kill {endpoint.pid} stops it immediately; {endpoint.log} may show why",
             )
         time.sleep(_POLL_S)
 
 
 def name_for(config: ServeConfig) -> str:
-    """The name of an endpoint: its first model's, with the letters of a folder."""
+    """Return the name of an endpoint: its first model's name, as a valid folder name."""
     return _NOT_OF_A_NAME.sub("-", config.served[0].served_name).strip("-.") or "endpoint"
 
 
@@ -239,7 +237,7 @@ def _folder() -> Path:
 
 
 def _new_lines(path: Path) -> Iterator[list[str]]:
-    """The whole lines that a file got since the last time."""
+    """Yield the complete lines that were added to a file since the last time."""
     with path.open(errors="replace") as file:
         rest = ""
         while True:

@@ -1,7 +1,6 @@
-"""The keys of the endpoint, the same in YAML and on the command line.
+"""The options of the endpoint, the same in YAML and on the command line.
 
-The keys of a model describe the only one, or are what the entries of `models` have in common. It checks what can be
-checked without a model or a cluster; it resolves nothing.
+Options of a model apply to the only model, or to all entries of `models`.
 """
 
 import json
@@ -22,11 +21,11 @@ from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.config import NUMBER_OR_RANGE, FolderKey, StandInKeys
 
-ENDPOINT = "endpoint"  # of batch_engines: the endpoint's own
+ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):
-    """One model of the endpoint: its engine, and how many of them there are."""
+    """One model of the endpoint: its engine, and the number of engines."""
 
     name: str | None = Field(
         None,
@@ -79,17 +78,17 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     )
     allowed_media_domains: list[str] = Field(
         default_factory=list,
-        description="host from which engines may fetch media, without redirects; default: only data: URLs",
+        description="host that media may be fetched from, without redirects; default: only data: URLs",
     )
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients; of a folder its last part."""
+        """The model's name for clients."""
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
     def parsers(self) -> dict[str, Any]:
-        """vLLM's keyword arguments for what an answer is taken apart by."""
+        """vLLM's arguments for parsing tool calls and reasoning."""
         tools = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
         return (tools if self.tool_call_parser else {}) | (
             {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
@@ -117,7 +116,9 @@ class ServedModelKeys(StandInKeys, EngineKeys):
     @model_validator(mode="after")
     def _domains_are_for_media(self) -> Self:
         if self.allowed_media_domains and not self.limit_mm_per_prompt:
-            raise ValueError("allowed_media_domains requires limit_mm_per_prompt: the model takes text alone")
+            raise ValueError(
+                "allowed_media_domains requires limit_mm_per_prompt: without it, the model only takes text"
+            )
         return self
 
     @model_validator(mode="after")
@@ -128,12 +129,10 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
 
 class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
-    """The endpoint.
-
-    A description is the help text of its flag; an unknown key is an error.
+    """The configuration of the endpoint. Field descriptions are the help texts; unknown keys are errors.
 
     Attributes:
-        is_behind_sagemaker: whether it keeps SageMaker's contract for containers (`sagemaker.py`).
+        is_behind_sagemaker: whether it runs in a SageMaker container (`sagemaker.py`).
     """
 
     is_behind_sagemaker: ClassVar[bool] = False
@@ -160,8 +159,8 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     keys: Path | None = Field(None, description="file of API keys, as `peagle serve keys` writes it")
     share_prefix_cache: bool = Field(
         False,
-        description="keys share the engines' prefix cache: beginnings that several have in common are computed once, "
-        "and the time and cached_tokens of an answer tell one key what another asked",
+        description="keys share the engines' prefix cache: common prompt prefixes are computed once, but the time and "
+        "cached_tokens of an answer can reveal another key's prompts",
     )
     max_body_kib: int = Field(1024, ge=1, description="largest request body in KiB")
     body_timeout_s: float = Field(10, gt=0, description="time for a client to send its request")
@@ -184,8 +183,8 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     batch_engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="engines of a batch, beside the endpoint's: N or MIN:MAX, as --engines of a bulk run; endpoint: "
-        "none, its requests have the idle slots of the endpoint's engines",
+        description="additional engines per batch: N or MIN:MAX, as --engines of a bulk run; endpoint: none, batches "
+        "use idle slots of the endpoint's engines",
     )
     max_file_mib: int = Field(200, ge=1, le=4096, description="largest uploaded file in MiB")
     max_stored_mib: int = Field(
@@ -204,8 +203,7 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     idle_timeout: float | None = Field(
         None,
         gt=0,
-        description="stop the endpoint, and say what it cost, when no engine had a request for this long: 30m, 2h; "
-        "default: never",
+        description="stop the endpoint and print its cost after this time without requests: 30m, 2h; default: never",
     )
 
     @model_validator(mode="before")
@@ -261,24 +259,24 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
         """
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
-                f"a model is called {wrong[0]}, and no request would reach it: Ray takes what follows ':' as the id of "
+                f"the model name {wrong[0]} contains a colon: Ray would read the part after it as the id of "
                 "a LoRA adapter; give it a name without a colon (--name, or name in models)"
             )
         return self
 
     @property
     def lends_engines(self) -> bool:
-        """Whether batches have the idle slots of the endpoint's engines."""
+        """Whether batches use idle slots of the endpoint's engines."""
         return self.batches is not None and self.batch_engines == ENDPOINT
 
     @property
     def url(self) -> str:
-        """Where clients find the API."""
+        """The base URL of the API."""
         return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}/v1"
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:
-        """The models: the listed ones, or the one that the flat keys describe."""
+        """The configured models; a single one if `models` is empty."""
         if self.models:
             return self.models
         return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)

@@ -1,10 +1,7 @@
-"""The endpoint's deliveries and costs: by key, by model and in all.
+"""Usage and cost of the endpoint: by key, by model and in total, from its ledger.
 
-From its ledger.
-
-Of a request, the cost is that of its share of an engine's busy seconds. What engines cost while they loaded or idled
-belongs to nobody's request; it stands in the account of the whole. It knows records and prices; `totals.py` reads the
-ledger and adds it up.
+A request costs its share of an engine's busy seconds. The cost of starting and idle engines belongs to no request; it
+appears in the account of the whole endpoint.
 """
 
 import math
@@ -29,12 +26,12 @@ from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.budget_watch import budget_of
 from pipelines.online.gateway.shared import Payer
-from pipelines.online.sums import MINUTE_S, RequestGroup, Sums, coarse
+from pipelines.online.ledger_totals import MINUTE_S, RequestGroup, Sums, coarsen
 from pipelines.online.totals import totals_of
 
 
 class CostView:
-    """The ledger, read as it grows."""
+    """Reports from the growing ledger."""
 
     def __init__(self, folder: Path, price: Price, *, now: Callable[[], float] = time.time) -> None:
         self._price = price
@@ -43,52 +40,50 @@ class CostView:
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
-        """Figures ready for JSON.
+        """Return usage and cost as JSON.
 
         Args:
-            key: only this one's requests, and nothing of the whole; None is everybody's.
-            window_s: only the last so many seconds, to the minute; None is all time.
+            key: only the requests of this key, without the engines' account; None for all.
+            window_s: only the last seconds, rounded to minutes; None for all time.
 
         Raises:
             PeagleError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             return self._report(key, window_s)
 
     def spent_usd(self, account: str) -> float | None:
-        """USD that are spent of this account in all.
-
-        None while the ledger is read for the first time.
+        """Return the total spend of an account, or None while the ledger is read for the first time.
 
         Raises:
             OSError: the ledger cannot be read.
         """
-        if not self.totals.is_known:
+        if not self.totals.is_loaded:
             self.totals.read_in_background()
             return None
         self.totals.catch_up()
         return self.totals.budgets.spent_usd(account)
 
     def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
-        """The state of these budgets, by name; of keys only of those that have one.
+        """Return the state of all budgets by name.
 
         Raises:
             OSError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             budgets = self.totals.budgets
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
 
     def statement(self, by: Sequence[str], days: Days, key: str | None = None) -> dict[str, Any]:
-        """The spending of some days, as `peagle cost` states it, ready for JSON.
+        """Return the spend of some days as JSON, like `peagle cost`.
 
         Args:
-            key: only what this one's requests were billed; None is everybody's, with overhead and losses.
+            key: only what this key was billed; None for all, including overhead and losses.
 
         Raises:
             PeagleError: the ledger cannot be read.
         """
-        with self.totals.up_to_now():
+        with self.totals.snapshot():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
         charged = charges(ledger, days)
         chosen = (one for one in charged if key in (None, one.key))
@@ -103,12 +98,12 @@ class CostView:
         return work
 
     async def require(self) -> None:
-        """Wait until the ledger has been read once, and not for long.
+        """Wait shortly for the first read of the ledger.
 
         Raises:
-            ApiError: 503, it is large, and no checkpoint knows it.
+            ApiError: 503, it is large and has no checkpoint.
         """
-        if not await self.totals.is_known_soon():
+        if not await self.totals.wait_until_loaded():
             raise overloaded("the ledger is being read; try again")
 
     def _report(self, key: str | None, window_s: float | None) -> dict[str, Any]:
@@ -132,17 +127,14 @@ class CostView:
         }
 
     def _since_minute(self, window_s: float | None) -> float:
-        """The minute in which the window begins, counted whole.
-
-        Long ago it is an hour or a day.
-        """
+        """Return the first minute of the window. Long ago it is rounded to an hour or a day."""
         if window_s is None:
             return -math.inf
         now = self._now()
-        return coarse(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
+        return coarsen(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
 
     def _engines(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
-        """The account of all engines of the window, and what their self-checks found."""
+        """Return the account of all engines in the window, and their self-checks."""
         sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
         known = {session.session_id for session in sessions}
         total = account((unit for unit in units if unit.session_id in known), sessions, self._price)
@@ -152,10 +144,10 @@ class CostView:
 def asked_period(
     start: date | None, end: date | None, by: str | None, window_s: float | None
 ) -> tuple[tuple[str, ...], Days]:
-    """The dimensions and the days that a client asks for.
+    """Return the requested dimensions and days.
 
     Raises:
-        ApiError: 422, there is no such dimension, the period ends before it begins, or there is a window beside it.
+        ApiError: 400, unknown dimension, the period ends before it starts, or a window is given as well.
     """
     if window_s is not None:
         raise ApiError(400, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
@@ -170,13 +162,12 @@ def asked_period(
 
 
 def totals(cells: Iterable[Sums]) -> dict[str, Any]:
-    """Sums over requests.
+    """Return the sums over requests.
 
-    Tokens per dollar are of busy time: no request pays for an idle engine.
+    Tokens per dollar use busy time only: requests do not pay for idle engines.
 
-    All requests' time over all their shares of the busy time is how many there were at once. Of one key's it is that
-    only where nobody's had several choices, as these count in the shares. A batch that has engines of its own is left
-    out there.
+    `requests_at_once` is the requests' time over their shares of busy time. For a single key this requires that no
+    request had several choices, which count in the shares. Batches with their own engines are excluded.
     """
     cells = list(cells)
     units = [sums.usage for sums in cells]

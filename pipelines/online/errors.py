@@ -1,7 +1,6 @@
-"""Errors as OpenAI's API words them.
+"""Errors in the format of OpenAI's API.
 
-It knows statuses and shapes; it does not know when they occur (`serve/exceptions.py`). What went wrong inside is for
-the log: a client learns of it only what it can act on.
+Internal details are logged. Clients only get what they can act on.
 """
 
 import math
@@ -22,20 +21,20 @@ _TYPES = {
 }
 _OF_A_REQUEST_UNDER_WAY = (408, 413, 415, 431)
 _OVERLOADED_RETRY_S = 5
-_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # of an error: no client gets back a mebibyte that it sent
+_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not return a MiB from the request
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """An error response.
 
     Args:
         status: of the HTTP response.
-        message: for the person who reads it.
-        code: for the program that reads it, such as "model_not_found".
-        param: the field of the request that is at fault.
+        message: for people.
+        code: for programs, such as "model_not_found".
+        param: the invalid field of the request.
         retry_after_s: when to retry; 0 if unknown.
-        is_retryable: False makes OpenAI's clients give up where the status alone would make them retry.
-        allow: methods of the path, of a 405.
+        is_retryable: if False, OpenAI's clients do not retry even if the status alone would make them.
+        allow: allowed methods, for a 405.
     """
 
     def __init__(
@@ -59,15 +58,14 @@ class ApiError(Exception):
         self.allow = allow
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         message, param = _cut(self.message, _MOST_CHARS), self.param and _cut(self.param, _MOST_PARAM_CHARS)
         return error_body(message, kind=kind, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of an error.
+        """Return the headers of the response.
 
-        Retry-After if waiting helps, X-Should-Retry if retrying does not, Allow of a 405, and `Connection: close` if
+        Retry-After if waiting helps, X-Should-Retry if retrying does not, Allow for a 405, and `Connection: close` if
         more of the refused request would arrive.
         """
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
@@ -77,17 +75,17 @@ class ApiError(Exception):
 
 
 def _cut(text: str, most: int) -> str:
-    """A text that may repeat what a client sent, or what vLLM says of it."""
+    """Shorten a text that may contain text from the client or vLLM."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def overloaded(message: str) -> ApiError:
-    """Nobody can take the request now."""
+    """Return a 503 that asks the client to retry."""
     return ApiError(503, message, code="overloaded", retry_after_s=_OVERLOADED_RETRY_S)
 
 
 def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
-    """Return the answer to a request that pydantic refuses: 422 for a wrong type, 400 for a wrong value."""
+    """Return the error for a request that pydantic refuses: 422 for a wrong type, 400 for a wrong value."""
     first = errors[0] if errors else {"msg": "invalid request", "loc": (), "type": "missing"}
     where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
     kind, text = str(first.get("type", "")), str(first.get("msg", "invalid")).removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""Forecast of an endpoint, for `peagle serve --dry-run`.
+"""The forecast of `peagle serve --dry-run`.
 
-It decides by the same functions as an endpoint, on the machine that the configuration names or else on this one.
-Nothing is started and nothing is written; Ray is not asked.
+Uses the same functions as the endpoint, for the configured machine or this one. Starts and writes nothing, and does not
+use Ray.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from pipelines.online.placement import num_accelerators, size_of
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """An endpoint as it would be.
+    """An endpoint as it would be started.
 
     Attributes:
-        is_here: the engines would run on this machine, which was looked at.
+        is_here: the engines would run on this machine, whose hardware was detected.
         requires_key: clients need an API key.
     """
 
@@ -39,28 +39,28 @@ class EndpointForecast:
     requires_key: bool
 
     def access(self) -> str:
-        """Who can send requests."""
+        """Return who can send requests."""
         if self.requires_key:
             return "required"
         if self.config.is_behind_sagemaker:
             return (
                 f"none; anyone who can connect to {self.config.host}:{self.config.port} can send requests, "
-                "which on SageMaker is whoever IAM allows"
+                "which on SageMaker means everyone whom IAM allows"
             )
         return "none; only this machine can connect"
 
     def usd_per_h(self, *, at_most: bool) -> float:
-        """The price of an hour of all engines, by their smallest or largest number."""
+        """Return the cost per hour of the minimum or maximum number of engines."""
         num_devices = sum(
-            one.placement.num_devices * (one.keys.max_replicas if at_most else one.keys.min_replicas)
-            for one in self.served
+            model.placement.num_devices * (model.keys.max_replicas if at_most else model.keys.min_replicas)
+            for model in self.served
         )
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
-        """The facts to show, by label."""
+        """Return the facts with their labels."""
         least, most = (format_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
-        models = [line for one in self.served for line in self._model(one)]
+        models = [line for model in self.served for line in self._model(model)]
         return [
             ("address", self.config.url),
             ("API keys", self.access()),
@@ -71,37 +71,36 @@ class EndpointForecast:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
         return {
             "url": self.config.url,
             "requires_key": self.requires_key,
             "access": self.access(),
-            "models": [dict(self._model(one)) | {"name": one.keys.served_name} for one in self.served],
+            "models": [dict(self._model(model)) | {"name": model.keys.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_here,
             "price": self.price.to_dict(),
             "usd_per_h": [self.usd_per_h(at_most=at_most) for at_most in (False, True)],
         }
 
-    def _model(self, one: Served) -> Lines:
-        concurrency = one.engine.spec.max_num_seqs
-        speed = known_speed(one.engine, self.hardware, concurrency)
+    def _model(self, model: Served) -> Lines:
+        concurrency = model.engine.spec.max_num_seqs
+        speed = known_speed(model.engine, self.hardware, concurrency)
         return [
-            ("model", one.describe()),
-            ("engine", f"{devices_of(one.placement)}, {concurrency} requests at once"),
-            ("memory", memory_of(one.engine, self.hardware, one.placement)),
+            ("model", model.describe()),
+            ("engine", f"{devices_of(model.placement)}, {concurrency} requests at once"),
+            ("memory", memory_of(model.engine, self.hardware, model.placement)),
             ("expected", speed.describe() if speed else UNKNOWN_SPEED),
         ]
 
 
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
-    """Decide an endpoint, and start nothing of it.
+    """Resolve an endpoint without starting it.
 
     Args:
-        announce: told what takes long.
+        announce: called with a message before slow steps.
 
     Raises:
-        PeagleError: what would refuse the endpoint, as far as this machine can tell.
+        PeagleError: the endpoint would be refused, as far as this machine can detect.
     """
     here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
     num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
@@ -118,17 +117,17 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
 
 def settled(config: ServeConfig) -> Settled:
-    """Values for the keys that an endpoint's configuration leaves open.
+    """Return the values of options that the configuration leaves open.
 
-    Those of one of several models have its name before them: "plain.drafter".
+    With several models, names are prefixed by the model: "plain.drafter".
 
     Raises:
-        PeagleError: what would refuse the endpoint.
+        PeagleError: the endpoint would be refused.
     """
     found = forecast(config, print)
     rows: Settled = {}
-    for one in found.served:
-        prefix = f"{one.keys.served_name}." if config.models else ""
-        of_model = settled_keys(one.keys, one.engine, found.hardware, is_here=found.is_here)
+    for model in found.served:
+        prefix = f"{model.keys.served_name}." if config.models else ""
+        of_model = settled_keys(model.keys, model.engine, found.hardware, is_here=found.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | resolve_price_defaults(config, found.price)

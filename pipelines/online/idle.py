@@ -1,8 +1,7 @@
-"""The end of an endpoint that nobody asks, and what it cost.
+"""Stops an endpoint without requests, and reports what it cost.
 
-A run ends by itself and has a budget; an endpoint would cost money for ever. An engine that works has a request, or
-starts for one, and the ledger says how long each has worked. What the gate answers by itself, as the page that looks
-every two seconds, is no request of an engine. It knows the ledger and a clock, no HTTP.
+Only the work of engines counts (`busy_s` and starts in the ledger), not requests that the gate answers itself, such as
+the web page's polling.
 """
 
 import contextlib
@@ -25,10 +24,10 @@ _LOOK_S = 5.0
 
 
 class IdleWatch:
-    """The time since an engine of this endpoint had something to do.
+    """Measures how long all engines have been idle.
 
     Args:
-        has_batches: whether a batch is under way, whose engines are not in the ledger.
+        has_batches: returns whether a batch is running, since its engines are not in the ledger.
     """
 
     def __init__(
@@ -45,11 +44,10 @@ class IdleWatch:
         self._since = monotonic()
 
     def idle_s(self) -> float:
-        """Seconds for which no engine had anything to do.
+        """Return the seconds without work.
 
         Raises:
-            PeagleError: the ledger, or the folder of batches, cannot be read.
-            OSError: likewise.
+            PeagleError, OSError: the ledger or the batch folder cannot be read.
         """
         worked_s = self._read()
         if worked_s != self._worked_s or self._has_batches():
@@ -64,10 +62,7 @@ class IdleWatch:
 def ended_when_idle(
     config: ServeConfig, price: Price, stopped: threading.Event, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Set `stopped` once the endpoint has been idle for its `idle_timeout`.
-
-    Then its cost is said at the end. Without such a limit nothing happens.
-    """
+    """Set `stopped` once the endpoint was idle for its `idle_timeout`, and report its cost at the end."""
     if config.idle_timeout is None:
         yield
         return
@@ -87,7 +82,7 @@ def ended_when_idle(
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
-    """The price of all that engines have lived since a Unix time.
+    """Return the cost of engines since a Unix time.
 
     Raises:
         PeagleError: the ledger cannot be read.

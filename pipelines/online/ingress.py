@@ -1,10 +1,8 @@
-"""The HTTP side: Ray's `OpenAiIngress` on our FastAPI application.
+"""The HTTP routes: Ray's `OpenAiIngress` behind the gate, plus `/health`, `/v1/cost`, `/v1/live` and the web page.
 
-It is behind the gate, with `/health`, `/v1/cost`, `/v1/live` and the page at `/`.
-
-Ray's own application answers wrong types with 400, repeats internal exceptions to clients and lets every web page in
-with credentials; so only Ray's handlers are taken, by `make_fastapi_ingress(app=)`. Embeddings, scores and
-transcriptions are left out: no model here has them.
+Ray's own FastAPI application answers wrong types with 400, sends internal exceptions to clients and allows every web
+page with credentials. So only its handlers are used, through `make_fastapi_ingress(app=)`. Embeddings, scores and
+transcriptions are omitted: no supported model has them.
 """
 
 import asyncio
@@ -42,8 +40,8 @@ from pipelines.online.gateway.keys import KeyRing
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
 from pipelines.online.gateway.shared import SharedBudgets
-from pipelines.online.gateway.web_page import FOLDER, page_response
-from pipelines.online.live import MAX_WINDOW_S, LiveView, keep_telling_needed
+from pipelines.online.gateway.web_page import FOLDER, get_page
+from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
 from pipelines.online.serve.exceptions import from_exception, is_engine_death, is_engine_unavailable
 from pipelines.online.serve.ray_names import replica_counts
@@ -52,7 +50,7 @@ from pipelines.online.wire import PING_URL, Context, error_response, with_header
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have the application answer so."""
+    """Make the application answer with OpenAI's errors."""
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer)
 
@@ -62,7 +60,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "registered for it alone"
+    assert isinstance(error, RequestValidationError), "only registered for it"
     return _response(from_validation(list(error.errors())))
 
 
@@ -114,43 +112,43 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._requires_key = settings.requires_key
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
-        present_key = self._ring.present if self._ring else None
-        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, present_key=present_key)
+        current_key = self._ring.current if self._ring else None
+        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
-        """Keep the metrics of budgets and break-evens up to date, where there are any."""
+        """Publish the metrics of budgets and break-even lengths, if there are any."""
         used = exported("peagle_budget_used_ratio")
         watch = BudgetWatch(
-            self._ring, self._shared, self._cost.totals, tell=lambda name, share: used.set(share, {"key": name})
+            self._ring, self._shared, self._cost.totals, on_used=lambda name, share: used.set(share, {"key": name})
         )
-        threading.Thread(target=watch.keep_looking, daemon=True).start()
+        threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:
             length = exported("peagle_break_even_acceptance_length")
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
-                target=keep_telling_needed,
+                target=publish_break_even_forever,
                 args=(self._live, lambda name, at: length.set(at, {"model_name": name, "drafter": drafters[name]})),
                 daemon=True,
             ).start()
 
     async def models(self) -> JSONResponse:
-        """The models, as OpenAI lists them."""
+        """Return the list of models."""
         return JSONResponse({"object": "list", "data": list(self._cards.values())})
 
     async def model_data(self, model: str) -> JSONResponse:
-        """One of them."""
+        """Return a model."""
         if model not in self._cards:
             raise ApiError(404, f"there is no model {shown(model)}", code="model_not_found")
         return JSONResponse(self._cards[model])
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """A chat completion, whole or as a stream of events."""
+        """Answer a chat completion, streaming or not."""
         if (context := Context.of(request.headers)) and context.cap_tokens:
             body.cap(context.cap_tokens)
         return await ask_engine(super().chat, body, request)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        """A completion, likewise."""
+        """Answer a completion, streaming or not."""
         return await ask_engine(super().completions, body, request)
 
     async def cost(
@@ -161,9 +159,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         end: datetime.date | None = None,
         by: str | None = None,
     ) -> JSONResponse:
-        """The deliveries and costs: everybody's for an operator, else one's own.
+        """Return usage and cost: of all keys for an operator, otherwise of the client's key.
 
-        With `start`, `end` (days of UTC, both included) or `by` it is a statement, as `peagle cost` makes it.
+        With `start`, `end` (UTC days, inclusive) or `by`, return a statement like `peagle cost`.
         """
         asks = any(one is not None for one in (start, end, by))
         period = asked_period(start, end, by, window_s) if asks else None
@@ -182,7 +180,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
     ) -> JSONResponse:
-        """The last minutes: everybody's and the engines for an operator, else one's own."""
+        """Return figures of the last minutes: of everything for an operator, otherwise of the client's key."""
         key = key_of(request)
         await self._cost.require()
         if not key.is_operator:
@@ -194,39 +192,39 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _loads(self, load: Load) -> dict[str, dict[str, int]]:
         return {
-            model: describe_load(self._cards[model]["peagle"], counts, load.under_way(model))
+            model: describe_load(self._cards[model]["peagle"], counts, load.num_running(model))
             for model, counts in replica_counts(self._deployments).items()
         }
 
     async def page(self) -> Response:
-        """The page."""
-        return page_response()
+        """Return the web page."""
+        return get_page()
 
     async def page_file(self, name: str) -> Response:
-        """One of its files."""
-        return page_response(name)
+        """Return a file of the web page."""
+        return get_page(name)
 
     async def schema(self, request: Request) -> JSONResponse:
-        """The inputs and outputs of all routes, as OpenAPI has them."""
+        """Return the OpenAPI schema."""
         schema = await asyncio.to_thread(request.app.openapi)
         prefix = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
 
     async def health(self) -> JSONResponse:
-        """The ingress answers. Whether engines do is in Serve's status."""
+        """Report that the ingress is up. The state of engines is in Serve's status."""
         return JSONResponse({"status": "ok", "requires_key": self._requires_key})
 
     async def ping(self) -> Response:
-        """200 where each model has an engine that Serve found well, else 503.
+        """Return 200 if each model has a running engine according to Serve, else 503.
 
-        No engine is asked: one with full slots would answer too late, and SageMaker end the container.
+        The engines are not called: with full slots they would reply too late, and SageMaker would stop the container.
         """
         counts = await asyncio.to_thread(replica_counts, self._deployments)
         return Response(status_code=200 if all(one["num_running_replicas"] for one in counts.values()) else 503)
 
 
 def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSettings:
-    """With Serve's names of the endpoint and its engines, where these are lent."""
+    """Return the settings with Serve's names of the endpoint and its engines, if these lend slots."""
     if not batches.lends:
         return batches
     return replace(batches, application=serve.get_replica_context().app_name, deployments=deployments)
@@ -240,7 +238,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
     Raises:
         ApiError: for any failure; Ray's application would answer some of its errors in plain text.
     """
-    asked_at, note, context = time.time(), pass_of(request).note, Context.of(request.headers)
+    asked_at, note, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
     assert note is not None, "the gate sets it on routes that engines answer"
     assert context is not None, "the gate sets it on routes that engines answer"
     NOTE.set(note)
@@ -270,7 +268,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 async def _until_started(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
-    """Ask engines until one is alive: a dead one may stay in Serve's table for a moment."""
+    """Call engines until one is alive. A dead one may stay in Serve's table for a moment."""
     for _ in range(_MAX_DEAD_ENGINES):
         try:
             return await handler(body, request)
@@ -288,12 +286,12 @@ def _again(request: Request, context: Context) -> Request:
 
 
 def make_ingress(settings: GateSettings) -> Any:
-    """The class of the ingress deployment."""
+    """Return the class of the ingress deployment."""
     return make_fastapi_ingress(PeagleIngress, endpoint_map=_routes(settings), app=make_app(settings))
 
 
 def make_app(settings: GateSettings) -> FastAPI:
-    """An application without routes behind the gate, with OpenAI's errors."""
+    """Return an application behind the gate without routes, with OpenAI's errors."""
     app = guarded_app(title="peagle")
     answer_errors(app)
     app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=_count_crash)
@@ -317,5 +315,5 @@ def _crash_counter() -> Any:
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:
-    """The routes by the names of their handlers."""
+    """Return the routes by the names of their handlers."""
     return _ROUTES | (_OF_SAGEMAKER if settings.is_behind_sagemaker else {})

@@ -1,13 +1,9 @@
-"""The figures of the last minutes, for the page at `/` and `/v1/live`.
+"""Figures of the last minutes, for the web page and `/v1/live`, and notes on drafters that do not pay.
 
-Also the watch over profiles and drafters.
+Requests are read from the ledger through `CostView`. Speeds, percentiles and time series are added here.
 
-Requests come from the ledger as `CostView` reads it, are added up as it adds them, and the account of the whole is its
-own; new here are only speeds, percentiles and how they went over the window. It knows records, no HTTP.
-
-A request is seen when it has ended. Its tokens then count for the seconds in which they were made, from its first token
-to its end; where that is not known, as of a batch, from its beginning. Everything else of it counts at its end. Time
-passes in steps, and only whole ones are shown.
+A request appears when it has ended. Its tokens are spread over the time from its first token to its end (from its start
+if that is unknown); everything else counts at its end. Time is divided into steps, and only complete ones are shown.
 """
 
 import contextlib
@@ -26,7 +22,7 @@ from peagle.errors import PeagleError
 from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
 from peagle.speculation import note
 from pipelines.online.cost import CostView, totals
-from pipelines.online.sums import Sums
+from pipelines.online.ledger_totals import Sums
 from pipelines.online.totals import Totals
 
 STEP_S = 2
@@ -38,7 +34,7 @@ _NEEDED_WINDOW_S = 300
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """Requests that are never told apart."""
+    """Requests that are always summed together."""
 
     key: str
     model: str
@@ -46,7 +42,7 @@ class LiveGroup:
 
 @dataclass(slots=True)
 class _Cell:
-    """The requests that ended in one step, and the tokens made in it."""
+    """Requests that ended in one step, and tokens generated in it."""
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
@@ -54,10 +50,10 @@ class _Cell:
 
 
 class LiveView:
-    """The last minutes of the ledger that a `CostView` reads.
+    """The last minutes of a ledger.
 
     Args:
-        break_even: by model and by requests at once, the acceptance length that its drafter needs, where it is known.
+        break_even: the acceptance length that a drafter needs, by model and concurrency, where known.
     """
 
     def __init__(
@@ -73,23 +69,21 @@ class LiveView:
         self._steps: dict[int, defaultdict[LiveGroup, _Cell]] = {}
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        cost.totals.follow(self)
+        cost.totals.add_follower(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
-        """Figures ready for JSON, made anew once a second at most.
-
-        However many pages look.
+        """Return the figures as JSON, at most one second old.
 
         Args:
-            key: only this one's requests, and nothing of the whole; None is everybody's.
-            window_s: a multiple of 60, `MAX_WINDOW_S` at most.
+            key: only the requests of this key, without the endpoint's account; None for all.
+            window_s: a multiple of 60, at most `MAX_WINDOW_S`.
 
         Raises:
             PeagleError: the ledger cannot be read.
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
-            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `hear`
+            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `on_ledger_record`
             with self._lock:
                 report = self._report(key, window_s)
             report |= {} if account is None else {"account": account}
@@ -113,9 +107,7 @@ class LiveView:
         }
 
     def needed(self) -> dict[str, float]:
-        """The acceptance lengths at which drafters pay, by model.
-
-        At the concurrency of the last minutes, where both are known.
+        """Return the break-even acceptance lengths by model, at the recent concurrency, where known.
 
         Raises:
             PeagleError, OSError: the ledger cannot be read.
@@ -130,18 +122,18 @@ class LiveView:
         return needed_at(self._break_even.get(model, {}), found["requests_at_once"])
 
     def _notes(self, model: str, found: Mapping[str, Any]) -> list[str]:
-        """That a model's drafter costs more than it saves, while it does."""
+        """Return a note if the model's drafter costs more than it saves."""
         length = reliable_length(found["num_drafts"], found["acceptance_length"])
         said = note(length, break_even=self._needed(model, found))
         return [f"{model}: {said}"] if said else []
 
-    def begin(self, totals: Totals) -> None:
-        """Take what was read before and is not too old to be shown."""
+    def on_attach(self, totals: Totals) -> None:
+        """Add recent records that were read before."""
         for request in totals.recent(self._now() - MAX_WINDOW_S):
-            self.hear(request)
+            self.on_ledger_record(request)
 
-    def hear(self, request: RequestUsage) -> None:
-        """Take a request that has just been read."""
+    def on_ledger_record(self, request: RequestUsage) -> None:
+        """Add a record."""
         with self._lock:
             self._add(request)
 
@@ -249,10 +241,10 @@ def watch_engines(
                 say(f"{name}: {warning}")
 
 
-def keep_telling_needed(view: LiveView, tell: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
-    """Tell what `needed` says, as long as this process lives."""
+def publish_break_even_forever(view: LiveView, publish: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
+    """Publish the break-even lengths every `every_s` seconds, as long as the process runs."""
     while True:
         with contextlib.suppress(PeagleError, OSError):  # the ledger cannot be read now; the thread must not end
             for model, length in view.needed().items():
-                tell(model, length)
+                publish(model, length)
         time.sleep(every_s)

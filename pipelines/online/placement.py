@@ -1,8 +1,7 @@
-"""Placement of each model's engines on the nodes, and whether all fit.
+"""Placement of each model's engines on the nodes, and the check that all fit.
 
-On CPUs the cores are divided once, among the endpoint's engines and those of batches. Accelerators belong to whoever
-has one at the moment, and an engine of a batch waits for its own; so only the endpoint's engines must fit together.
-Pure.
+On CPUs, the cores are divided among the endpoint's engines and those of batches. Accelerators are allocated on demand,
+and a batch's engine waits for its own, so only the endpoint's engines must fit together.
 """
 
 from peagle.economics.prices import Device
@@ -13,18 +12,18 @@ from pipelines.cluster.placement import Placement, on_accelerators, place
 from pipelines.online.batches.settings import num_engines
 from pipelines.online.config import ServeConfig, ServedModelKeys
 
-_FAKE_CPUS = 0.05  # a fake engine computes nothing: as many as are asked for fit on a node
+_FAKE_CPUS = 0.05  # fake engines need no CPU, so that any number fits on a node
 _ASK_FOR_FEWER = (
     "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
 )
 
 
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
-    """The placement of an engine of each model, by the model's name.
+    """Return the placement of an engine, by model name.
 
     Raises:
-        CapacityError: on CPUs all models' largest numbers of engines and those of batches do not fit together; on
-            accelerators the former do not, or those that a batch begins with do not fit at all.
+        CapacityError: on CPUs, the maximum numbers of all engines do not fit together; on accelerators, the endpoint's
+            engines do not fit, or those of a single batch do not.
     """
     real = _real(config)
     if hardware.platform == "cuda":
@@ -36,7 +35,7 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    """Accelerators of all engines at once, on hardware that has some."""
+    """Return the accelerators of all engines together."""
     return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
 
 
@@ -77,21 +76,18 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
     for keys in real:
         if at_start > num_nodes * (hardware.num_accelerators // size_of(keys)):
             raise CapacityError(
-                f"batch_engines {config.batch_engines}: a batch of {keys.served_name} begins with {at_start}"
-                f" engine(s) of {size_of(keys)} accelerator(s), which could never run at once; {found}",
+                f"batch_engines {config.batch_engines}: a batch of {keys.served_name} starts with {at_start}"
+                f" engine(s) of {size_of(keys)} accelerator(s), which do not fit; {found}",
                 hint="use a smaller --batch-engines",
             )
 
 
 def size_of(keys: ServedModelKeys) -> int:
-    """Accelerators of an engine."""
+    """Return the accelerators per engine."""
     return keys.tensor_parallel_size * keys.pipeline_parallel_size
 
 
 def _fake_placement(hardware: Hardware) -> Placement:
-    """A fake engine's placement.
-
-    It is charged for one device of the kind that a real one would have there.
-    """
+    """Return a fake engine's placement. It is billed for one device like a real engine."""
     device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
     return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)

@@ -1,11 +1,8 @@
-"""The endpoint in a container on SageMaker, with its contract's defaults.
+"""The endpoint in a SageMaker container.
 
-SageMaker runs `docker run IMAGE serve`, says the rest in variables, and asks port 8080 alone: `GET /ping`, and
-`POST /invocations` with a client's body. With ENTRYPOINT ["peagle"] that is `peagle serve`, and PEAGLE_SAGEMAKER=true
-says that it is meant so. A variable, since a container of SageMaker's gets nothing else; and no script `serve`, since
-Ray's own command has that name.
-
-It knows keys and variables, no HTTP.
+SageMaker runs `docker run IMAGE serve`, passes settings in variables, and only uses port 8080: `GET /ping` and
+`POST /invocations`. With ENTRYPOINT ["peagle"] that runs `peagle serve`, and PEAGLE_SAGEMAKER=true selects this mode.
+It is a variable since containers get nothing else. A script named `serve` would conflict with Ray's command.
 """
 
 from collections.abc import Mapping
@@ -18,13 +15,14 @@ from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
-_MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the rest is for ending Serve and Ray
+_MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the rest is to stop Serve and Ray
 
 
 class SageMakerConfig(ServeConfig):
-    """The endpoint in a container of SageMaker's.
+    """The configuration in a SageMaker container.
 
-    Without keys anyone who can connect to its port can send requests: SageMaker checks IAM before it forwards one.
+    Without keys, anyone who can connect to the port can send requests; SageMaker checks IAM before it forwards a
+    request.
     """
 
     is_behind_sagemaker: ClassVar[bool] = True
@@ -35,7 +33,7 @@ class SageMakerConfig(ServeConfig):
         15, ge=0, le=_MOST_DRAIN_S, description="time for running requests when SageMaker stops the container"
     )
     min_replicas: int = Field(
-        1, ge=1, description="engines that are always up: without one SageMaker takes the container for dead"
+        1, ge=1, description="minimum engines per model; with 0 SageMaker would consider the container dead"
     )
 
     @model_validator(mode="before")
@@ -43,7 +41,7 @@ class SageMakerConfig(ServeConfig):
     def _names_a_model(cls, values: Any) -> Any:
         """Require a model: the embedded one, which is the default elsewhere, is a toy."""
         if isinstance(values, dict) and not {"model", "models", "profile"} & values.keys():
-            raise ValueError(f"there is no model: set SM_VLLM_MODEL or HF_MODEL_ID, or give data for {MODEL_FOLDER}")
+            raise ValueError(f"no model: set SM_VLLM_MODEL or HF_MODEL_ID, or provide model data in {MODEL_FOLDER}")
         return values
 
     @model_validator(mode="after")
@@ -85,7 +83,7 @@ def ignored_variables(env: Mapping[str, str]) -> str | None:
 
 
 def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
-    """The configuration of `peagle serve` where these variables are set."""
+    """Return the configuration class of `peagle serve` for these variables."""
     return SageMakerConfig if is_meant(env) else ServeConfig
 
 

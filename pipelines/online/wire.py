@@ -1,12 +1,11 @@
-"""The wire: paths, headers, errors, events, and the usage in answers.
+"""Paths, headers, errors and stream events of the API, and the usage in answers.
 
-It knows vLLM's JSON; it sends nothing and knows no Ray. A stream is a sequence of texts that each hold whole events, as
-Ray hands them on.
+A stream is a sequence of texts, each with whole events, as Ray passes them on.
 
-    usage                           tokens of the prompt, cached ones, output; of a stream at its end, and in each event
-                                    when it was asked for: there it is of that event's one choice and its prompt alone
-    metrics.speculative_decoding    drafts of the request; with the last usage
-    peagle                          ours: what the request cost; with the last usage
+    usage                           prompt, cached and output tokens; at the end of a stream, and in each event if
+                                    requested: there it covers only that event's choice and its prompt
+    metrics.speculative_decoding    drafts of the request; next to the last usage
+    peagle                          our summary with the request's cost; next to the last usage
 """
 
 import json
@@ -25,10 +24,10 @@ FILES_URL = "/v1/files"
 BATCHES_URL = "/v1/batches"
 INVOCATIONS_URL = "/invocations"
 PING_URL = "/ping"
-REQUEST_ID_HEADER = "x-peagle-request-id"  # of each answer
+REQUEST_ID_HEADER = "x-peagle-request-id"  # in every answer
 OURS = "peagle"
 ShownUsage = Literal["never", "last", "each"]
-"""Events of a stream in which the client sees its usage."""
+"""Which events of a stream show usage to the client."""
 _CONTEXT_HEADER = "x-peagle-context"
 _DATA = "data: "
 _END = "\n\n"
@@ -36,20 +35,21 @@ _END = "\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The gate's word on a request, for the engine that answers it.
+    """The gate's information about a request, for the replica.
 
-    It travels in one header, since Ray hands a replica the headers of a request and nothing else. A client cannot say
-    it: the gate drops every header of a client that begins with x-.
+    It travels in one header, since Ray only passes headers to a replica. Clients cannot set it: the gate drops all
+    client headers that begin with x-.
 
     Attributes:
-        request_id: by which the ledger names it. Ray and vLLM read it in their own header.
-        key: the name of its key.
+        request_id: in the ledger. Ray and vLLM read it from their own header.
+        key: name of the API key.
         account: of the key.
-        tags: the endpoint's, the key's and the request's own, as JSON.
-        num_choices: of all its prompts.
-        cap_tokens: the most output tokens of a chat that names no number; None without a cap.
-        shown_usage: in the events of its stream.
-        first_asked_at: Unix time at which another engine was asked, which died; None where there was none.
+        tags: of the endpoint, the key and the request, as JSON.
+        num_choices: over all prompts.
+        cap_tokens: maximum output tokens of a chat without max_tokens; None is unlimited.
+        shown_usage: which events of the stream show usage.
+        first_asked_at: Unix time at which an earlier engine, which crashed, received the request; None if there was
+            none.
     """
 
     request_id: str
@@ -62,55 +62,51 @@ class Context:
     first_asked_at: float | None = None
 
     def headers(self) -> dict[str, str]:
-        """The headers that carry it: ours, and the one that Ray and vLLM read."""
+        """Return the headers that carry the context, including the request id for Ray and vLLM."""
         return {_CONTEXT_HEADER: json.dumps(asdict(self)), "x-request-id": self.request_id}
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Self | None:
-        """The inverse of `headers`; None where the request has not come through the gate."""
+        """Return the context from the headers, or None if the request did not pass the gate."""
         text = headers.get(_CONTEXT_HEADER)
         return None if text is None else cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeAnswer:
-    """A whole answer, as a replica hands it on.
-
-    Nobody behind it parses the body.
+    """A non-streaming answer from a replica. It is not parsed again.
 
     Attributes:
-        body: JSON, as the client gets it.
-        said: what it says of its own usage: `usage`, `metrics` and our summary.
+        body: the client's JSON.
+        reported: its `usage`, `metrics` and our summary.
     """
 
     body: bytes
-    said: dict[str, Any]
+    reported: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnd:
-    """The end of a stream, as a replica hands it on.
-
-    Nobody behind it parses the events.
+    """The end of a stream from a replica. It is not parsed again.
 
     Attributes:
-        text: the events, as the client gets them; they may be none.
-        said: as `WholeAnswer` has it.
+        text: the client's last events, possibly empty.
+        reported: as in `WholeAnswer`.
     """
 
     text: str
-    said: dict[str, Any]
+    reported: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentRow:
-    """A request of a batch, for an engine of the endpoint that has an idle slot.
+class BorrowedRequest:
+    """A row of a batch for an engine of the endpoint with an idle slot.
 
     Attributes:
-        request_id: by which the engine and the ledger name this attempt.
-        key, account, tags: whom it is billed to, as `Context` has them.
-        cache_salt: of its key; None where keys share the prefix cache.
-        sampling: as `Engine.generate` takes it.
+        request_id: of this attempt, in the engine and the ledger.
+        key, account, tags: billed like in `Context`.
+        cache_salt: of its key; None if keys share the prefix cache.
+        sampling: as for `Engine.generate`.
     """
 
     request_id: str
@@ -123,16 +119,16 @@ class LentRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentAnswer:
-    """An engine's word on a `LentRow`.
+class BorrowedReply:
+    """An engine's reply to a `BorrowedRequest`.
 
-    The first says whether the engine takes it, the last what came of it; others say that it still runs.
+    The first says whether the engine accepts the row, the last has the result; others are signs of life.
 
     Attributes:
-        state: full: no slot is idle; taken; returned: a person's request needs the slot; done; refused.
-        generation: of a row that is done.
-        reason, message: of the dead letter of one that is refused.
-        engine_s: its share of the engine's busy seconds, which the ledger has.
+        state: full: no idle slot; taken: running; returned: an interactive request needs the slot; done; refused.
+        generation: the result if done.
+        reason, message: of the dead letter if refused.
+        engine_s: the row's share of busy seconds, as in the ledger.
     """
 
     state: Literal["full", "taken", "returned", "done", "refused"]
@@ -144,11 +140,10 @@ class LentAnswer:
 
 @dataclass(slots=True)
 class AnswerTally:
-    """The facts of an answer so far; a later statement replaces an earlier one.
+    """Usage of an answer so far. Later values replace earlier ones.
 
     Attributes:
-        choices_per_prompt: of a completion, whose choices are numbered through all its prompts; None where there is
-            one prompt.
+        choices_per_prompt: of a completion with several prompts, whose choices are numbered consecutively.
     """
 
     num_prompt_tokens: int = 0
@@ -160,7 +155,7 @@ class AnswerTally:
     _of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
 
     def read(self, answer: Mapping[str, Any]) -> None:
-        """Take what a whole answer says of itself, or the last event of a stream."""
+        """Read the usage of a non-streaming answer, or of the last event of a stream."""
         if usage := answer.get("usage"):
             self.num_prompt_tokens = usage.get("prompt_tokens") or 0
             self.num_output_tokens = usage.get("completion_tokens") or 0
@@ -173,7 +168,7 @@ class AnswerTally:
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:
-        """Take an event of a stream; a prompt counts from its answer's first event."""
+        """Read an event of a stream."""
         self.read(event)
         if event.get("usage") and (choices := event.get("choices")):
             choice = choices[0].get("index") or 0
@@ -185,10 +180,7 @@ class AnswerTally:
 
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:
-    """The events of a text: JSON objects as such, the rest as it stands.
-
-    The rest is, for example, the end of a stream.
-    """
+    """Yield the events of a text: JSON objects parsed, everything else (such as [DONE]) as text."""
     for event in text.split(_END):
         if not event:
             continue
@@ -200,14 +192,14 @@ def events(text: str) -> Iterator[dict[str, Any] | str]:
 
 
 def to_text(event: Mapping[str, Any] | str) -> str:
-    """The inverse of `events`."""
+    """Format an event; the inverse of `events`."""
     if isinstance(event, str):
         return event
     return f"{_DATA}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_END}"
 
 
 def is_usage_alone(event: Mapping[str, Any]) -> bool:
-    """The last event of a stream with usage: it has no choices."""
+    """Return whether this is the last event of a stream, which has usage but no choices."""
     return bool(event.get("usage")) and not event.get("choices")
 
 
@@ -215,42 +207,39 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def header(scope: Scope, name: str) -> str | None:
-    """The first of a request's headers of this name."""
+    """Return the first header with this name."""
     wanted = name.encode()
     return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
 
 
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """The headers as ASGI has them."""
+    """Return headers in ASGI's form."""
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
-def with_headers(headers: Headers, said: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """A request's headers with these in place of its own."""
-    names = {name.encode() for name in said}
-    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(said)]
+def with_headers(headers: Headers, reported: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return the headers with these added or replaced."""
+    names = {name.encode() for name in reported}
+    return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(reported)]
 
 
 def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:
-    """Headers and body of the response that is an error."""
+    """Return headers and body of an error response."""
     body = json.dumps(error.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     return headers, body
 
 
 def error_event(error: ApiError) -> str:
-    """The last event of a stream that broke off."""
-    return f"{_DATA}{json.dumps(error.body())}{_END}"  # in ASCII: it may repeat what a client sent
+    """Return the last event of an aborted stream."""
+    return f"{_DATA}{json.dumps(error.body())}{_END}"  # in ASCII, since it may contain text from the client
 
 
 def path_refusal(scope: Scope) -> ApiError | None:
-    """The refusal of a path with control characters or line breaks.
+    """Return an error if the path contains control characters or line breaks.
 
-    In any alphabet; None for any other.
-
-    Regular expressions, logs and other people's proxies read such a path differently: `$` of Python's matches before a
-    line break at its end.
+    Regular expressions, logs and proxies interpret these differently: Python's `$` matches before a final line break.
     """
     if scope["path"].isprintable():
         return None
-    return ApiError(400, "the path has characters that cannot be printed", code="invalid_path")
+    return ApiError(400, "the path contains unprintable characters", code="invalid_path")

@@ -32,7 +32,7 @@ from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
 from pipelines.online.gateway.shared import SharedBudgets
-from pipelines.online.gateway.web_page import FOLDER, page_response
+from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import LiveView
 from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.wire import Context
@@ -117,8 +117,8 @@ class StandIn:
 
     def _app(self) -> Starlette:
         routes = [
-            Route("/", lambda request: page_response()),
-            Route("/page/{name}", lambda request: page_response(request.path_params["name"])),
+            Route("/", lambda request: get_page()),
+            Route("/page/{name}", lambda request: get_page(request.path_params["name"])),
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/live", self._figures),
@@ -143,7 +143,7 @@ class StandIn:
         report = await asyncio.to_thread(self._live.report, own, int(request.query_params["window_s"]))
         replicas = {"num_running_replicas": 1, "num_starting_replicas": 0, "num_stopping_replicas": 0}
         load = {
-            model: describe_load(_card(model)["peagle"], replicas, self._load.under_way(model))
+            model: describe_load(_card(model)["peagle"], replicas, self._load.num_running(model))
             for model in self._sessions
         }
         return JSONResponse(report if own else report | {"load": load})
@@ -182,7 +182,7 @@ class StandIn:
         append_request(self.ledger, record)
         ours = {"usd": record.usd, "acceptance_length": record.usage.speculation.acceptance_length}
         yield _event([{"delta": {}, "finish_reason": "stop"}], _usage(len(words)))
-        pass_of(request).note({"usage": _usage(len(words)), "peagle": ours})
+        pass_of(request).record_usage({"usage": _usage(len(words)), "peagle": ours})
         if Context.of(request.headers).shown_usage != "never":
             yield _event([], _usage(len(words)), peagle=ours)
         yield "data: [DONE]\n\n"

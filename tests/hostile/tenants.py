@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from benchmarks.same_engine import leave_cores
-from pipelines.online.gateway.keys import changing_keys, new_key
+from pipelines.online.gateway.keys import edit_keys, new_key
 from tests.faults.clients import Tally, ask
 from tests.faults.endpoint import Endpoint, serving
 
@@ -78,7 +78,7 @@ def tenants(
     folder.mkdir(parents=True, exist_ok=True)
     key_file, keys = folder / "keys.json", {}
     limits = {"requests_per_min": REQUESTS_PER_MIN, "max_parallel_requests": PARALLEL_REQUESTS}
-    with changing_keys(key_file, create=True) as records:
+    with edit_keys(key_file, create=True) as records:
         allowances: dict[str, dict[str, Any]] = {
             NEIGHBOUR: {},
             POOR: {"budget_usd": BUDGET_USD},

@@ -18,7 +18,7 @@ from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
-from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -38,11 +38,11 @@ class Endpoint:
     def __init__(self, folder, keys):
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
         config = {"engine": "fake", "fake": {"token_s": 0.03}, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
-        recipe = Recipe(
+        batch_model = BatchModel(
             model=MODEL, config=config, neighbours=Neighbours(slot_group="test", hardware=HERE, placement=placement)
         )
         self.settings = BatchSettings(
-            folder=str(folder / "batches"), recipes={"m": recipe}, at_once=1, max_output_tokens=None,
+            folder=str(folder / "batches"), models={"m": batch_model}, at_once=1, max_output_tokens=None,
             ledger=folder / "ledger",
         )  # fmt: skip
         routes = BatchRoutes()
@@ -121,7 +121,7 @@ def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(s
 
     second = start()
     with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
-        check_restarted(client, batch, RunDirectory(second.batches.store.run_place(batch.id)))
+        check_restarted(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
         assert [one.id for one in client.batches.list()] == [cancelled.id, batch.id]
         check_forgotten(client, (batch, cancelled), tmp_path)

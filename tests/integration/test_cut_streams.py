@@ -155,7 +155,7 @@ def test_what_vllm_refuses_by_pythons_own_errors_is_answered_as_vllm_serve_does(
     from pipelines.online.serve.exceptions import from_exception
 
     used, answer = answered(replica, monkeypatch, error=error)
-    assert (used.text, used.said["usage"]["completion_tokens"]) == ("", 0)
+    assert (used.text, used.reported["usage"]["completion_tokens"]) == ("", 0)
     assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, str(error))
     (request,) = RequestReader(tmp_path / "ledger").new()
     assert request.outcome == "failed"

@@ -23,9 +23,9 @@ from peagle.runs.lease import hold_lease, read_lease
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.speculation import SpeculationStats
-from pipelines.online.batches.records import FILE_PREFIX, INPUT, Order, StoredFile, new_id
+from pipelines.online.batches.records import FILE_PREFIX, INPUT, BatchRequest, StoredFile, new_id
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.gateway.keys import changing_keys, new_key, read_keys
+from pipelines.online.gateway.keys import edit_keys, new_key, read_keys
 from tests.power_cut import recording
 
 USAGE = UnitUsage(
@@ -186,9 +186,9 @@ def test_a_run_is_whole_and_has_what_it_promised_wherever_the_power_is_cut(disk,
 def revoke_a_key(root):
     keys = root / "keys" / "keys.json"
     for name in ("alice", "mallory"):
-        with changing_keys(keys, create=True) as records:
+        with edit_keys(keys, create=True) as records:
             records.append(new_key(name)[1])
-    with changing_keys(keys) as records:
+    with edit_keys(keys) as records:
         records[:] = [record for record in records if record.name != "mallory"]
 
 
@@ -209,7 +209,7 @@ def order_a_batch(root):
         store.add_file(file)
     store.remove_file(file)
     key = new_key("alice")[1].without_hash()
-    order = Order(
+    order = BatchRequest(
         id=f"batch_{1:028x}", key=key, endpoint="/v1/chat/completions", input_file_id="f", completion_window="24h",
         created_at=1.0, expires_at=2.0,
     )  # fmt: skip

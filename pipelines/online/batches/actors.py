@@ -1,9 +1,8 @@
-"""Work on batches in Ray actors, on any node.
+"""Ray actors that work on batches, on any node.
 
-Each run has an actor of its own; one is kept that checks and collects for all batches.
+Each run has its own actor; validation and collection share one.
 
-An actor belongs to the process that made it. When the ingress dies, Ray ends the actor and the engines that it
-started; the next ingress continues the run.
+When the ingress dies, Ray ends its actors and the engines that they started. The next ingress resumes the runs.
 """
 
 import os
@@ -17,68 +16,57 @@ from pipelines.online.batches.validation import Checked, Rules, check_input
 from pipelines.online.batches.work import Counts, Reason, Result, Stop, Task, collect, run_batch
 
 Answer_co = TypeVar("Answer_co", covariant=True)
-_METHODS_AT_ONCE = 3  # the work, a question, a stop
+_METHODS_AT_ONCE = 3  # the work, `counts`, `stop`
 _LIGHT_NICENESS = 10
 
 
 class Handle(Protocol[Answer_co]):
-    """A piece of work that is being done somewhere."""
+    """Work in another process."""
 
     def poll(self) -> Answer_co | None:
-        """The answer, or None while the work goes on.
+        """Return the result, or None while the work is running.
 
         Raises:
-            PeagleError: it broke off.
+            PeagleError: the work failed.
         """
 
     def counts(self) -> tuple[int, int, float] | None:
-        """Completed and failed requests and US dollars, as of a moment ago.
-
-        None where no answer is there yet.
-        """
+        """Return completed requests, failed requests and cost in US dollars; None until known."""
 
     def allow(self, usd: float | None) -> None:
-        """Let the run cost as much; None is no limit."""
+        """Change the run's cost limit; None is unlimited."""
 
-    def stop(self, reason: Reason) -> None:
-        """Ask for its end."""
+    def stop(self, reason: Reason) -> None: ...
 
-    def kill(self) -> None:
-        """End it without asking."""
+    def kill(self) -> None: ...
 
 
 class Runner(Protocol):
-    """Where work on batches is done."""
+    """Starts work on batches."""
 
-    def check(self, path: str, rules: Rules) -> Handle[Checked]:
-        """Hold the input against the rules."""
+    def check(self, path: str, rules: Rules) -> Handle[Checked]: ...
 
-    def run(self, task: Task) -> Handle[Result]:
-        """Run the batch, or continue it."""
+    def run(self, task: Task) -> Handle[Result]: ...
 
-    def collect(self, task: Task, reason: Reason) -> Handle[Result]:
-        """Only collect what there is."""
+    def collect(self, task: Task, reason: Reason) -> Handle[Result]: ...
 
 
 class RayRunner:
-    """Runs in actors of their own, checks and collecting in one that is kept.
+    """Starts an actor for each run; validation and collection reuse an idle actor.
 
-    A process takes seconds of processor time to start, and an order of one line costs a key nothing.
+    Starting a process takes seconds of CPU time, which tiny batches should not cost.
     """
 
     def __init__(self) -> None:
         self._idle: list[Any] = []
 
     def check(self, path: str, rules: Rules) -> Handle[Checked]:
-        """See `Runner`."""
         return _ActorHandle(self._light_actor(), "check", path, rules, idle=self._idle)
 
     def run(self, task: Task) -> Handle[Result]:
-        """See `Runner`."""
         return _ActorHandle(_new_actor(), "run", task)
 
     def collect(self, task: Task, reason: Reason) -> Handle[Result]:
-        """See `Runner`."""
         return _ActorHandle(self._light_actor(), "collect", task, reason, idle=self._idle)
 
     def _light_actor(self) -> Any:
@@ -96,7 +84,7 @@ class BatchActor:
     """A process for work on batches.
 
     Args:
-        niceness: how far it yields the processor to those who answer requests.
+        niceness: lowers the CPU priority.
     """
 
     def __init__(self, niceness: int) -> None:
@@ -105,27 +93,21 @@ class BatchActor:
         self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
 
     def check(self, path: str, rules: Rules) -> Checked:
-        """See `check_input`."""
         return check_input(path, rules)
 
     def run(self, task: Task) -> Result:
-        """See `run_batch`."""
         return run_batch(task, self._stop, self._counts, self._allowance)
 
     def collect(self, task: Task, reason: Reason) -> Result:
-        """See `collect`."""
         return collect(task, reason)
 
     def stop(self, reason: Reason) -> None:
-        """End the run early."""
         self._stop.ask(reason)
 
     def allow(self, usd: float | None) -> None:
-        """Let the run cost as much."""
         self._allowance.usd = usd
 
     def counts(self) -> tuple[int, int, float]:
-        """Of the run at this moment."""
         return self._counts.num_completed, self._counts.num_failed, self._counts.usd
 
 
@@ -133,7 +115,7 @@ class _ActorHandle(Generic[Answer_co]):
     """A task of an actor.
 
     Args:
-        idle: where the actor is left once it has answered, if nobody waits there; it is killed otherwise.
+        idle: the pool to which the actor returns, unless it already has one; without a pool the actor is killed.
     """
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
@@ -150,7 +132,7 @@ class _ActorHandle(Generic[Answer_co]):
             answer: Answer_co = ray.get(self._answer)
         except Exception as error:
             self.kill()
-            raise explain(error, "the work broke off", hint="", otherwise=PeagleError) from error
+            raise explain(error, "the work failed", hint="", otherwise=PeagleError) from error
         if self._idle == []:
             self._idle.append(self._actor)
         else:
@@ -166,7 +148,7 @@ class _ActorHandle(Generic[Answer_co]):
         asked, self._asked = self._asked, None
         try:
             counts: tuple[int, int, float] = ray.get(asked)
-        except ray.exceptions.RayError:  # it is gone, and poll() says why
+        except ray.exceptions.RayError:  # the actor died; poll() raises the reason
             return None
         return counts
 

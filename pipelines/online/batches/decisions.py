@@ -1,7 +1,4 @@
-"""The scheduler's decisions: whose batch is next, its run, how it ends.
-
-Pure.
-"""
+"""Pure functions of the scheduler: which batch is next, how it runs, and how it ends."""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -11,12 +8,12 @@ from typing import Any
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import UnitUsage
 from pipelines.online.batches.lent import EndpointLender
-from pipelines.online.batches.records import Batch, BatchProgress, Order, Status
+from pipelines.online.batches.records import Batch, BatchProgress, BatchRequest, Status
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore, output_id
 from pipelines.online.batches.validation import Rules
 from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, UNEXECUTED, Reason, Result, Task
-from pipelines.online.gateway.admission import default_tokens
+from pipelines.online.gateway.admission import default_max_tokens
 
 Errors = tuple[Mapping[str, Any], ...]
 _STATUS: Mapping[Reason | None, Status] = {
@@ -29,11 +26,11 @@ _STATUS: Mapping[Reason | None, Status] = {
     MODEL_WITHDRAWN: "failed",
 }
 _OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
-"""Of what ends a batch because of its key the batch itself says so too: nobody asked for it here."""
+"""These reasons also become errors of the batch itself, since the client did not ask for its end."""
 
 
 def fault(code: str, message: str) -> Errors:
-    """A whole batch's fault, as OpenAI's error object."""
+    """Return OpenAI's error object for a whole batch."""
     return ({"code": code, "message": message, "param": None, "line": None},)
 
 
@@ -46,12 +43,12 @@ def ended(
     files: tuple[str | None, str | None] = (None, None),
     errors: Errors = (),
 ) -> BatchProgress:
-    """The progress of a batch that has ended.
+    """Return the final progress of a batch.
 
     Args:
-        reason: why it ended early.
-        result: what came of it; None if nothing was ever begun.
-        files: ids of its output and of its errors.
+        reason: why it ended early, or None.
+        result: None if nothing was run.
+        files: ids of the output and error files.
     """
     before, status = batch.progress, _STATUS[reason]
     at: dict[str, Any] = {f"{status}_at": now}
@@ -70,7 +67,7 @@ def ended(
 
 
 def _usage(usage: UnitUsage) -> dict[str, Any]:
-    """OpenAI's usage object of a batch."""
+    """Return OpenAI's usage object of a batch."""
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
@@ -80,43 +77,43 @@ def _usage(usage: UnitUsage) -> dict[str, Any]:
     }
 
 
-_TEMPERATURE = 1.0  # what OpenAI's API gives a request that names none
+_TEMPERATURE = 1.0  # OpenAI's default
 
 
-def make_rules(order: Order, settings: BatchSettings) -> Rules:
-    """The rules that the requests of a batch must keep."""
+def make_rules(request: BatchRequest, settings: BatchSettings) -> Rules:
+    """Return the rules for the requests of a batch."""
     return Rules(
-        endpoint=order.endpoint,
-        key=order.key,
-        models=tuple(recipe.model for recipe in settings.recipes.values()),
+        endpoint=request.endpoint,
+        key=request.key,
+        models=tuple(batch_model.model for batch_model in settings.models.values()),
         max_output_tokens=settings.max_output_tokens,
         max_line_bytes=settings.max_line_bytes,
     )
 
 
 def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None) -> Task:
-    """The work on a batch whose model is known."""
-    order, model = batch.order, batch.progress.model
-    assert model is not None, "its input was checked"
-    recipe = settings.recipes.get(model)
+    """Return the task for a validated batch."""
+    request, model = batch.request, batch.progress.model
+    assert model is not None, "its input was validated"
+    batch_model = settings.models.get(model)
     return Task(
-        batch_id=order.id,
-        owner=order.key.name,
-        account=order.key.account,
+        batch_id=request.id,
+        owner=request.key.name,
+        account=request.key.account,
         model=model,
-        input=str(store.input_place(order)),
-        run=str(store.run_place(order.id)),
+        input=str(store.input_path(request)),
+        run=str(store.run_path(request.id)),
         errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
-        config={} if recipe is None else _run_config(order, settings, model),
-        neighbours=None if recipe is None else recipe.neighbours,
-        lender=None if recipe is None or not recipe.lent_slots else _lender(batch, settings, model),
-        commits={} if recipe is None else recipe.commits,
+        config={} if batch_model is None else _run_config(request, settings, model),
+        neighbours=None if batch_model is None else batch_model.neighbours,
+        lender=None if batch_model is None or not batch_model.lent_slots else _lender(batch, settings, model),
+        commits={} if batch_model is None else batch_model.commits,
         budget_usd=budget_usd,
     )
 
 
 def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender:
-    key = batch.order.key
+    key = batch.request.key
     return EndpointLender(
         deployment=settings.deployments[model],
         application=settings.application,
@@ -125,45 +122,45 @@ def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender
         account=key.account,
         tags=tags_to_text(settings.tags(model, key)),
         cache_salt=settings.cache_salt(key),
-        num_slots=settings.recipes[model].lent_slots,
+        num_slots=settings.models[model].lent_slots,
     )
 
 
-def _run_config(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """The keys of a batch's run, its input, output and budget aside."""
-    config = settings.recipes[model].config
-    return {**config, **_sampling(order, settings, model), "tags": settings.tags(model, order.key)}
+def _run_config(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
+    """Return the bulk run's configuration, without input, output and budget."""
+    config = settings.models[model].config
+    return {**config, **_sampling(request, settings, model), "tags": settings.tags(model, request.key)}
 
 
-def _sampling(order: Order, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """Sampling parameters for a silent request, as the routes would give it."""
-    served = settings.recipes[model].model
+def _sampling(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
+    """Return the sampling defaults of requests, the same as those of the routes."""
+    served = settings.models[model].model
     return {
         "input_format": "openai-batch",
         "temperature": _TEMPERATURE,
-        "max_tokens": default_tokens(order.endpoint, order.key, served, settings.max_output_tokens),
+        "max_tokens": default_max_tokens(request.endpoint, request.key, served, settings.max_output_tokens),
     }
 
 
-def in_turn(batches: Sequence[Batch], under_way: Container[str], began: Mapping[str, int]) -> list[Batch]:
-    """The batches in the order in which they are looked at.
+def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
+    """Return the batches in the order in which the scheduler handles them.
 
-    First those under way, which may make room; then those of keys that have the least under way, then of the key that
-    has waited longest for its turn, then the oldest.
+    Running ones first, since they may free capacity. Then batches of the keys with the fewest running ones, of the key
+    that has waited longest, and the oldest.
 
     Args:
-        batches: that have not ended, the oldest first.
-        under_way: ids of those that are being worked on.
-        began: by key, when its work began last, as a number that grows.
+        batches: unfinished ones, oldest first.
+        running: ids of batches with running work.
+        began: sequence number of each key's latest start.
     """
-    ahead = Counter(batch.order.key.name for batch in batches if batch.id in under_way)
+    ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
     ranks: dict[str, int] = {}
     for batch in batches:
-        owner = batch.order.key.name
+        owner = batch.request.key.name
         ranks[batch.id] = ahead[owner]
-        if batch.id not in under_way:
+        if batch.id not in running:
             ahead[owner] += 1
     return sorted(
         batches,
-        key=lambda batch: (batch.id not in under_way, ranks[batch.id], began.get(batch.order.key.name, 0)),
+        key=lambda batch: (batch.id not in running, ranks[batch.id], began.get(batch.request.key.name, 0)),
     )

@@ -1,7 +1,8 @@
-"""Send a file to a client in parts, within the room for all files.
+"""File downloads with limited memory.
 
-With the proxy's notes (`flow.py`) a window of each file is under way. Without them the ingress cannot see what a client
-takes before the client has all of it, so all that was asked for counts; a larger file is then fetched with `Range`.
+If the proxy acknowledges data (`serve/flow.py`), only a window of each download is in memory. Otherwise the ingress
+cannot see how much the client has received, and the whole response counts; large files must then be fetched with
+`Range`.
 """
 
 import contextlib
@@ -19,49 +20,45 @@ from peagle.errors import shown
 from pipelines.online.batches.records import StoredFile
 from pipelines.online.batches.store import in_thread
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.serve.flow import Window
+from pipelines.online.serve.flow import DownloadWindow
 
 WINDOW_BYTES = 1 << 21
 _PIECE_BYTES = 1 << 19
-_BODY_TIMEOUT_S = 10.0  # for a body that nobody needs
+_BODY_TIMEOUT_S = 10.0  # the request's body, which is ignored
 _RETRY_S = 1.0
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of a file: from `first` on, up to `end`."""
+    """The bytes of a file from `first` to before `end`."""
 
     first: int
     end: int
 
     @property
     def num_bytes(self) -> int:
-        """How many."""
         return self.end - self.first
 
 
-class Room:
-    """How many bytes of files may be under way, up and down, of one key and in all.
+class TransferLimit:
+    """Limits the bytes of concurrent uploads and downloads, per key and in total."""
 
-    A file of which more than a key's share would be under way is not sent whole.
-    """
-
-    def __init__(self, *, most_bytes: int, most_bytes_of_key: int) -> None:
-        self._most, self.most_of_key = most_bytes, min(most_bytes, most_bytes_of_key)
+    def __init__(self, *, max_bytes: int, max_bytes_per_key: int) -> None:
+        self._max_bytes, self.max_per_key = max_bytes, min(max_bytes, max_bytes_per_key)
         self._held: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def hold(self, key: str, num_bytes: int) -> Iterator[None]:
-        """Take room until the end of the `with`.
+        """Reserve bytes.
 
         Raises:
-            ApiError: 429 or 503, there is none now.
+            ApiError: 429 or 503, the limit is reached.
         """
-        if self._held[key] + num_bytes > self.most_of_key:
+        if self._held[key] + num_bytes > self.max_per_key:
             message = "this key has reached its limit of concurrent uploads and downloads"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if self._held.total() + num_bytes > self._most:
+        if self._held.total() + num_bytes > self._max_bytes:
             raise overloaded("the endpoint has reached its limit of concurrent uploads and downloads; try again")
         self._held[key] += num_bytes
         try:
@@ -73,12 +70,12 @@ class Room:
 
 
 class Download(Response):
-    """The answer: all of a file, or the part of it that `Range` asks for.
+    """A response with a file, or the part that `Range` requests.
 
     Args:
         open_source: opens the file.
         headers: of the request.
-        read_ahead_bytes: that the source holds beside the window.
+        read_ahead_bytes: memory of the open file in addition to the window.
     """
 
     def __init__(
@@ -86,41 +83,41 @@ class Download(Response):
         file: StoredFile,
         open_source: Callable[[], BinaryIO],
         headers: Mapping[str, str],
-        room: Room,
+        transfers: TransferLimit,
         *,
         read_ahead_bytes: int = 0,
     ) -> None:
         self._file, self._open_source = file, open_source
-        self._room, self._read_ahead_bytes = room, read_ahead_bytes
-        etag = f'"{file.id}-{file.num_bytes}"'  # the bytes of an id never change
+        self._transfers, self._read_ahead_bytes = transfers, read_ahead_bytes
+        etag = f'"{file.id}-{file.num_bytes}"'  # contents are immutable
         wanted = headers.get("range") if headers.get("if-range") in (None, etag) else None
         self._span = span_of(wanted, file.num_bytes)
         super().__init__(status_code=206 if self._span.num_bytes < file.num_bytes else 200, headers=self._head(etag))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and wait until the client has it.
+        """Send the file, and wait until the client has received it.
 
         Raises:
-            ApiError: it is gone, there is no room for it, or it has to be fetched in parts.
+            ApiError: the file was deleted, the limit is reached, or the file must be fetched in parts.
         """
-        window = Window(receive)
+        window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
-        under_way = min(self._span.num_bytes, WINDOW_BYTES) if window.has_notes else self._span.num_bytes
-        with self._room.hold(self._file.owner, self._under_room(under_way)), await self._open() as source:
+        num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes
+        with self._transfers.hold(self._file.owner, self._reserved_bytes(num_bytes)), await self._open() as source:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_pieces(source, window, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await window.wait_for_end()
 
-    async def _send_pieces(self, source: BinaryIO, window: Window, send: Send) -> None:
+    async def _send_pieces(self, source: BinaryIO, window: DownloadWindow, send: Send) -> None:
         num_sent = 0
         while num_sent < self._span.num_bytes and not window.has_left:
             piece = await in_thread(source.read, min(_PIECE_BYTES, self._span.num_bytes - num_sent))
             if not piece:
-                raise OSError(f"{self._file.id}: it is shorter than its record says")
+                raise OSError(f"{self._file.id}: shorter than its record")
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             num_sent += len(piece)
-            if window.has_notes:
+            if window.has_acks:
                 await window.wait(num_sent, WINDOW_BYTES - _PIECE_BYTES)
 
     async def _open(self) -> BinaryIO:
@@ -131,13 +128,13 @@ class Download(Response):
         source.seek(self._span.first)
         return source
 
-    def _under_room(self, num_bytes: int) -> int:
-        """The bytes to hold."""
-        most = self._room.most_of_key
-        if num_bytes + self._read_ahead_bytes > most:
+    def _reserved_bytes(self, num_bytes: int) -> int:
+        """Return the bytes to reserve."""
+        limit = self._transfers.max_per_key
+        if num_bytes + self._read_ahead_bytes > limit:
             raise ApiError(
                 400,
-                f"the file has {self._file.num_bytes} bytes, and this endpoint sends at most {most} in one response: "
+                f"the file has {self._file.num_bytes} bytes, but this endpoint sends at most {limit} per response: "
                 "fetch it in parts with the header Range "
                 "(it has no such limit where Ray's nodes are started with deploy/ray.env)",
                 code="range_needed",
@@ -159,12 +156,10 @@ class Download(Response):
 
 
 def span_of(header: str | None, num_bytes: int) -> ByteRange:
-    """The bytes that a `Range` header asks for.
-
-    All of them where it is invalid, or asks for several parts.
+    """Return the range that a `Range` header requests; the whole file if it is invalid or has several ranges.
 
     Raises:
-        ApiError: 416, there are no such bytes.
+        ApiError: 416, outside of the file.
 
     >>> span_of("bytes=2-3", 10), span_of("bytes=-3", 10), span_of("bytes=8-99", 10)
     (ByteRange(first=2, end=4), ByteRange(first=7, end=10), ByteRange(first=8, end=10))
@@ -178,7 +173,7 @@ def span_of(header: str | None, num_bytes: int) -> ByteRange:
     elif last:
         span = ByteRange(int(first), min(int(last) + 1, num_bytes))
         if int(last) < int(first):
-            return ByteRange(0, num_bytes)  # no range at all, says RFC 9110
+            return ByteRange(0, num_bytes)  # invalid according to RFC 9110
     else:
         span = ByteRange(int(first), num_bytes)
     if span.num_bytes <= 0:
@@ -187,7 +182,7 @@ def span_of(header: str | None, num_bytes: int) -> ByteRange:
 
 
 def attachment(filename: str) -> str:
-    """A `Content-Disposition` with which a browser stores the file, whatever its name.
+    """Return a `Content-Disposition` with which browsers store the file, for any filename.
 
     >>> attachment('a "b".jsonl')
     "attachment; filename*=UTF-8''a%20%22b%22.jsonl"
@@ -196,5 +191,5 @@ def attachment(filename: str) -> str:
 
 
 def no_such_file(file_id: str) -> ApiError:
-    """There is none, or none of this key."""
+    """Return the error for an unknown file or a file of another key."""
     return ApiError(404, f"there is no file {shown(file_id)}", code="file_not_found")

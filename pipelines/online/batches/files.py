@@ -1,27 +1,21 @@
-"""The files of all keys in the folder of the batches.
+"""Files of all keys in the batch folder: records, contents, expiry, and copies of their contents in runs.
 
-Records, places of bytes, expiry, and the copies in runs.
+    files/ID.json       a file's record; immutable, cached
+    files/ID.jsonl      its contents, unless a run directory has them
 
-    files/ID.json       a file's record; ID.jsonl its bytes, unless a run has them
+Files and batches expire by a steady clock, which advances with the machine's monotonic clock. If the wall clock jumps
+(NTP, an administrator, a resumed virtual machine), the new time is trusted only after it has been steady for a day. So
+a wrong clock that is corrected within a day expires nothing early; what expires during a suspension is deleted a day
+late. After a restart of the process the clock continues from the saved time.
 
-A record never changes, so it is read once. It knows neither batches nor HTTP.
+A run directory contains copies of prompts and answers:
 
-Files and batches expire by a steady clock. Between two looks as much time passes as the machine's monotonic clock
-counts. Where the wall clock says otherwise it was set anew, by NTP, by a person or because a virtual machine went on
-after a pause, and it may be wrong. It is believed when it has gone on steadily for a day. So nothing expires early by a
-clock that is put right within a day, and what should have expired in a pause does so a day late.
-
-A process goes on where the last one was: by the monotonic clock, if the machine was not started anew meanwhile, else
-from the last time that was noted, as after a jump.
-
-A run's copies of prompts and answers:
-
-    data/            each request with its answer
-    failed/          requests that failed
+    data/            requests with their answers
+    failed/          failed requests
     suspects/        notes about requests
-    export/FORMAT/   answers and errors again; `openai-batch` are the API's own files
+    export/FORMAT/   answers and errors; `openai-batch` has the files that clients download
 
-What stays of a run are its configuration, its plan, its account and its logs, in which there is no prompt.
+Configuration, plan, account and logs of a run contain no prompts and are kept.
 """
 
 import json
@@ -45,18 +39,15 @@ from peagle.storage import (
     remove,
     write_json,
 )
-from pipelines.online.batches.records import BATCH_PREFIX, FILE_PREFIX, StoredFile, made_at
+from pipelines.online.batches.records import BATCH_PREFIX, FILE_PREFIX, StoredFile, created_at_of
 
 BELIEVED_AFTER_S = 24 * 3600.0
-_TOLERANCE_S = 2.0  # NTP corrects less than that without a jump, and a leap second is one
+_TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str | None:
-    """Of this start of this machine: the monotonic clock counts from there.
-
-    None where the system has none.
-    """
+    """Return an id of the machine's current boot, or None if the system has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -64,12 +55,12 @@ def boot_id() -> str | None:
 
 
 class SteadyClock:
-    """Unix time as it should be; threads may share it.
+    """Unix time that ignores jumps of the wall clock. Thread-safe.
 
     Args:
-        wall: Unix time as the system says it.
-        monotonic: seconds since some moment, for all processes between two starts of the machine the same.
-        boot: which start of which machine this is; None where nobody knows.
+        wall: the system's Unix time.
+        monotonic: comparable between processes of the same boot.
+        boot: id of the boot; None if unknown.
     """
 
     def __init__(
@@ -82,10 +73,10 @@ class SteadyClock:
         self._wall, self._monotonic, self._boot = wall, monotonic, boot
         self._lock = threading.Lock()
         self._offset = wall() - monotonic()
-        self._doubted: tuple[float, float] | None = None  # another offset, and since when it has been the same
+        self._doubted: tuple[float, float] | None = None  # a different offset, and since when it has been stable
 
     def __call__(self) -> float:
-        """The time now."""
+        """Return the current Unix time."""
         with self._lock:
             now = self._monotonic()
             offset = self._wall() - now
@@ -98,20 +89,17 @@ class SteadyClock:
             return now + self._offset
 
     def after(self, seconds: float) -> float:
-        """The expiry of something that is kept for so long.
-
-        Late rather than early where clocks disagree.
-        """
+        """Return the expiry time of something with this lifetime; rather late than early if clocks disagree."""
         return max(self(), self._wall()) + seconds
 
-    def note(self) -> dict[str, Any]:
-        """The state that the next process needs to go on."""
+    def state(self) -> dict[str, Any]:
+        """Return the state for `resume`."""
         now = self()
         with self._lock:
             return {"now": now, "monotonic": now - self._offset, "boot": self._boot, "doubted": self._doubted}
 
     def resume(self, note: Mapping[str, Any]) -> None:
-        """Go on where another process was."""
+        """Continue from the state of an earlier process."""
         with self._lock:
             self._doubted = None
             if self._boot is not None and note["boot"] == self._boot:
@@ -133,11 +121,11 @@ class FileStore:
     """Files of all keys.
 
     Args:
-        now: Unix time, for what is only shown.
+        now: Unix time, only for display.
         monotonic: see `SteadyClock`.
 
     Attributes:
-        clock: by which files expire.
+        clock: decides when files expire.
     """
 
     def __init__(
@@ -154,72 +142,69 @@ class FileStore:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a look at it is a request."""
+        """Whether every access is a network request."""
         return is_remote(self.root)
 
     @property
     def read_ahead_bytes(self) -> int:
-        """Bytes that whoever reads a file holds of it."""
+        """Memory used to read an open file."""
         return READ_AHEAD_BYTES if self.is_remote else 0
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
-        """A file of this key; None where it has none of that id."""
+        """Return a file of this key, or None."""
         found = self._file(file_id)
         return found if found is not None and found.owner == owner and self._is_there(found) else None
 
     def files(self, owner: str) -> list[StoredFile]:
-        """The files of a key, the newest first."""
+        """Return the files of a key, newest first."""
         mine = [file for file in self._all_files() if file.owner == owner and self._is_there(file)]
         return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
-        """Keep the record of a file whose bytes are there."""
+        """Write the record of a file whose contents exist."""
         write_json(self.root / "files" / f"{file.id}.json", asdict(file))
         self._files[file.id] = file
 
-    def bytes_of(self, file: StoredFile) -> Place:
-        """Where its bytes are."""
+    def contents_path(self, file: StoredFile) -> Place:
+        """Return the path of the file's contents."""
         return _descend(self.root, file.at)
 
     def open(self, file: StoredFile) -> BinaryIO:
-        """Its bytes.
+        """Open the file's contents.
 
         Raises:
-            FileNotFoundError: they are gone.
+            FileNotFoundError: deleted.
         """
-        return open_to_read(self.bytes_of(file))
+        return open_to_read(self.contents_path(file))
 
     def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
-        """A URL of a store for a client; None where the bytes lie on a disk."""
-        return presigned_url(self.bytes_of(file), _PRESIGNED_S, disposition)
+        """Return a download URL of the object store, or None if the file is on a disk."""
+        return presigned_url(self.contents_path(file), _PRESIGNED_S, disposition)
 
     @contextmanager
     def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
-        """Where the bytes of a new file go: the `at` of its record, and what to write to."""
+        """Yield the `at` of a new file's record, and a file object for its contents."""
         at = f"files/{file_id}.jsonl"
         with atomic_file(_descend(self.root, at)) as target:
             yield at, target
 
     def drop(self, file: StoredFile) -> None:
-        """Delete its bytes and its record, the record last.
-
-        Whoever is killed in between does not hide the rest.
-        """
-        remove(self.bytes_of(file))
+        """Delete the contents and then the record, so that an interrupted deletion can be repeated."""
+        remove(self.contents_path(file))
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
     def drop_orphans(self, older_than_s: float) -> None:
-        """Delete uploads without a record: somebody was killed in between."""
+        """Delete uploads without a record, left by a crash."""
         folder = self.root / "files"
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
             is_upload = ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
-            if is_upload and path.stem not in records and self.clock() - made_at(path.stem) > older_than_s:
+            if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > older_than_s:
                 remove(path)
 
     def overdue(self) -> list[StoredFile]:
-        """Those whose time is over."""
+        """Return expired files."""
         return [file for file in self._all_files() if not self._is_there(file)]
 
     def _is_there(self, file: StoredFile) -> bool:
@@ -239,7 +224,7 @@ class FileStore:
 
 
 def read_json(path: Place) -> dict[str, Any] | None:
-    """The JSON of a file; None where there is no file."""
+    """Return the JSON in a file, or None if it does not exist."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -254,15 +239,12 @@ def _descend(root: Place, at: str) -> Place:
 
 
 _API = "openai-batch"
-_OTHERS = ("parquet", "jsonl")  # of `peagle export`, by hand
+_OTHERS = ("parquet", "jsonl")  # written by a manual `peagle export`
 _ERRORS = "errors.jsonl"
 
 
 def forget_prompts(run: Place) -> None:
-    """Delete a run's copies of its input.
-
-    The API's files of answers and errors stay.
-    """
+    """Delete a run's copies of its input. The API's output and error files stay."""
     _empty(run / "data")
     _empty(run / "failed")
     _empty(run / "suspects")
@@ -271,14 +253,14 @@ def forget_prompts(run: Place) -> None:
 
 
 def forget_answers(run: Place) -> None:
-    """Delete what the run has of its output file."""
+    """Delete a run's output and copies of it."""
     _empty(run / "data")
     for name in (_API, *_OTHERS):
         _empty(run / "export" / name, but=_ERRORS)
 
 
 def forget_errors(run: Place) -> None:
-    """Delete what the run has of its error file."""
+    """Delete a run's errors and copies of them."""
     _empty(run / "failed")
     for name in (_API, *_OTHERS):
         remove(run / "export" / name / _ERRORS)

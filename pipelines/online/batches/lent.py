@@ -1,7 +1,7 @@
-"""The endpoint's engines as the engine of a batch's run, in the run's process.
+"""Runs the rows of a batch in idle slots of the endpoint's engines.
 
-A row asks for an idle slot, through Serve, until an engine has one; one row asks at a time. An engine gives a row back
-when people need its slot, and the row asks again. Each engine bills what rows take (`replica/lending.py`).
+A row is sent through Serve, one at a time, until an engine has an idle slot for it. If interactive requests need the
+slot, the engine returns the row, and it is sent again. The engines bill the rows (`replica/lending.py`).
 """
 
 import asyncio
@@ -15,31 +15,30 @@ from peagle.engine.interface import FAILED, Generation, RequestFailed, RequestRe
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.online.serve.exceptions import from_exception
-from pipelines.online.wire import LentAnswer, LentRow
+from pipelines.online.wire import BorrowedReply, BorrowedRequest
 
-_AGAIN_S = 0.25  # an ask takes some milliseconds of an engine's process and of this one
+_AGAIN_S = 0.25  # an attempt takes a few ms of CPU in both processes
 _UNAVAILABLE = 503
 
 
 class Call(Protocol):
     """The part of Serve's `DeploymentResponseGenerator` that is used here."""
 
-    def __aiter__(self) -> AsyncIterator[LentAnswer]:
-        """The engine's words on the row."""
+    def __aiter__(self) -> AsyncIterator[BorrowedReply]: ...
 
     def cancel(self) -> None:
-        """Take the row out of its engine."""
+        """Remove the row from its engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLender:
-    """The endpoint as a lender (`pipelines.batch.lender.Lender`).
+    """A `pipelines.batch.lender.Lender` for the endpoint's engines.
 
     Attributes:
         deployment, application: Serve's names of the model's engines.
-        batch_id: begins the names of its rows.
-        key, account, tags, cache_salt: as `LentRow` has them.
-        num_slots: of all engines of the model that there may be.
+        batch_id: prefix of the request ids.
+        key, account, tags, cache_salt: as in `BorrowedRequest`.
+        num_slots: of all possible engines of the model.
     """
 
     deployment: str
@@ -52,21 +51,20 @@ class EndpointLender:
     num_slots: int
 
     def lend(self, meter: BilledMeter) -> "LentEngine":
-        """See `Lender`."""
         from ray import serve
 
         handle = serve.get_deployment_handle(self.deployment, self.application)
 
         @functools.cache
         def engines() -> Any:
-            # Only in the event loop that asks: Serve routes in the same one (`deploy/ray.env`).
+            # Create the handle in the calling event loop, in which Serve routes (`deploy/ray.env`).
             return handle.options(stream=True).lend
 
         return LentEngine(self, lambda row: engines().remote(row), meter)
 
-    def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> LentRow:
-        """A row of the batch, as an engine is asked for it."""
-        return LentRow(
+    def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> BorrowedRequest:
+        """Return a row as an engine receives it."""
+        return BorrowedRequest(
             request_id=f"{self.batch_id}-{name}",
             key=self.key,
             account=self.account,
@@ -78,20 +76,20 @@ class EndpointLender:
 
 
 class LentEngine:
-    """The engines of the endpoint that have an idle slot, as one `RowEngine`.
+    """A `RowEngine` that runs rows in idle slots of the endpoint's engines.
 
     Args:
-        call: asks an engine to take a row.
-        meter: is billed what rows take, given back or not.
+        call: sends a row to an engine.
+        meter: receives the cost of rows, including rows that were returned.
     """
 
-    def __init__(self, lender: EndpointLender, call: Callable[[LentRow], Call], meter: BilledMeter) -> None:
+    def __init__(self, lender: EndpointLender, call: Callable[[BorrowedRequest], Call], meter: BilledMeter) -> None:
         self._lender, self._call, self._meter = lender, call, meter
         self._door = asyncio.Lock()
         self._num_answers = 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
-        """See `Engine.generate`; the engine has died where one dies with the row."""
+        """Implement `Engine.generate`. If the engine with the row crashes, raise EngineError."""
         for attempt in itertools.count(1):
             row = self._lender.row(f"{request_id}-{attempt}", prompt_token_ids, sampling)
             answer = await self._ask(row)
@@ -100,27 +98,24 @@ class LentEngine:
                 raise (RequestFailed if answer.reason == FAILED else RequestRefused)(answer.message)
             if answer.generation is not None:
                 return answer.generation
-        raise AssertionError("it asks without end")
+        raise AssertionError("unreachable")
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`.
-
-        All that an engine says of a row is one, also that it has no slot.
-        """
+        """Implement `Engine.signs_of_life`: every reply of an engine counts, also refusals."""
         return self._num_answers
 
     def shutdown(self) -> None:
-        """Nothing is to be stopped: the engines are the endpoint's."""
+        """Do nothing: the engines belong to the endpoint."""
 
     def kill(self) -> None:
-        """Likewise."""
+        """Do nothing: the engines belong to the endpoint."""
 
-    async def _ask(self, row: LentRow) -> LentAnswer:
-        """Have an engine run a row, and say what came of it.
+    async def _ask(self, row: BorrowedRequest) -> BorrowedReply:
+        """Run a row in an engine and return the last reply.
 
         Raises:
             RequestFailed: the endpoint failed on this row.
-            EngineError: the row's engine died.
+            EngineError: the engine crashed.
         """
         async with self._door:
             call, words = await self._taken(row)
@@ -132,13 +127,13 @@ class LentEngine:
             raise
         except Exception as error:
             if isinstance(error, EngineError) or from_exception(error).status == _UNAVAILABLE:
-                raise EngineError("the endpoint's engine died") from error
-            raise RequestFailed(f"the endpoint failed on it: {error!r}") from error
+                raise EngineError("the endpoint's engine crashed") from error
+            raise RequestFailed(f"the endpoint failed on this request: {error!r}") from error
         self._num_answers += 1
         return answer
 
-    async def _taken(self, row: LentRow) -> tuple[Call, AsyncIterator[LentAnswer]]:
-        """Ask until an engine takes the row; an endpoint without any starts one."""
+    async def _taken(self, row: BorrowedRequest) -> tuple[Call, AsyncIterator[BorrowedReply]]:
+        """Retry until an engine accepts the row. If no engine is running, the endpoint starts one."""
         while True:
             call = self._call(row)
             words = aiter(call)
@@ -149,7 +144,7 @@ class LentEngine:
                 raise
             except Exception as error:
                 if from_exception(error).status != _UNAVAILABLE:
-                    raise RequestFailed(f"the endpoint failed on it: {error!r}") from error
+                    raise RequestFailed(f"the endpoint failed on this request: {error!r}") from error
                 is_taken = False
             self._num_answers += 1
             if is_taken:

@@ -1,14 +1,10 @@
-"""Take an order for a batch or a file, within the limits of its key.
+"""Creation of batches and files within the limits of a key.
 
-An order is taken once for each `Idempotency-Key`; the client's fields are checked first. Outputs of batches count
-towards a key's quota, and uploads while they arrive.
+A request with an `Idempotency-Key` creates at most one batch: the request is stored under the hash of the key before
+the batch is created, and the first one wins. A retry returns the same batch, also after a crash in between.
 
-Whoever sends an order again, because the answer was lost, gets the batch of the first time. The order is written under
-the name of the key before the batch begins, and of several at once the first counts. A crash in between loses nothing:
-the next one finds the order there. It knows the store; what a batch may be is `ordering.py`.
-
-An upload takes its bytes before they come, so several at once cannot overshoot together. What batches will make is not
-known before it is there: it may go beyond, and then nothing new is taken.
+Uploads count toward the quota before their bytes arrive, so that concurrent uploads cannot exceed it together. Outputs
+of batches count when they are written, and may exceed the quota; then nothing new is accepted.
 """
 
 import asyncio
@@ -24,31 +20,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from python_multipart.multipart import parse_options_header
 
 from peagle.errors import shown
-from pipelines.online.batches.records import BATCH_PREFIX, INPUT, WINDOW_S, Batch, Order, new_id
-from pipelines.online.batches.settings import MIB, KeyShares
+from pipelines.online.batches.records import BATCH_PREFIX, INPUT, WINDOW_S, Batch, BatchRequest, new_id
+from pipelines.online.batches.settings import MIB, KeyQuota
 from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 
 
 class Quota:
-    """The contents of keys and those on their way. Threads may share it."""
+    """Stored and arriving files of all keys. Thread-safe."""
 
-    def __init__(self, store: BatchStore, shares: KeyShares) -> None:
-        self._store, self._shares = store, shares
+    def __init__(self, store: BatchStore, limits: KeyQuota) -> None:
+        self._store, self._limits = store, limits
         self._lock = threading.Lock()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving_files: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Hold room for a file until its record exists or it came to nothing.
+        """Reserve room for a file until its record is written or the upload has failed.
 
-        The `with` gets a function that makes the record in a thread: it goes on, and holds the room, where the client
-        leaves.
+        Yields a function that writes the record in a thread. If the client disconnects, the thread continues and keeps
+        the reservation.
 
         Raises:
-            ApiError: 413, there is no room.
+            ApiError: 413, quota exceeded.
         """
         self._arrive(key, num_bytes, 1)
         doing: list[asyncio.Task[Any]] = []
@@ -67,10 +63,10 @@ class Quota:
                 self._arrive(key, -num_bytes, -1)
 
     def require_room(self, key: KeyRecord) -> None:
-        """Make sure that a batch's outputs can be kept, as far as anybody knows.
+        """Require room for the outputs of another batch.
 
         Raises:
-            ApiError: 413, the key keeps as much as it may already.
+            ApiError: 413, quota exceeded.
         """
         self._require(key, num_bytes=1, num_files=1)
 
@@ -80,29 +76,29 @@ class Quota:
             self._arriving_files[key.name] += num_files
 
     def _require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
-        """Require that a key's files, arrivals and as much more fit its share."""
-        share, files = self._shares.of(key), self._store.files(key.name)
+        """Require that the key's files, arriving uploads and the given amount fit the quota."""
+        limit, files = self._limits.of(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
         num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
-        if num_files > share.max_stored_files:
-            raise _full(f"{share.max_stored_files} files")
-        if num_bytes > share.max_stored_mib * MIB:
-            raise _full(f"{share.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}")
+        if num_files > limit.max_stored_files:
+            raise _full(f"{limit.max_stored_files} files")
+        if num_bytes > limit.max_stored_mib * MIB:
+            raise _full(f"{limit.max_stored_mib} MiB, and this would be {-(-num_bytes // MIB)}")
 
 
-def _full(most: str) -> ApiError:
-    message = f"this key may store {most}, including running uploads; delete files that are not needed"
+def _full(limit: str) -> ApiError:
+    message = f"this key may store {limit}, including running uploads; delete files that are not needed"
     return ApiError(413, message, code="storage_quota_exceeded")
 
 
-MAX_FIELD_BYTES = 1024  # of a form, but for the file
+MAX_FIELD_BYTES = 1024  # of form fields other than the file
 _MAX_NAME_CHARS = 255
 _DEFAULT_NAME = "upload.jsonl"
 _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 class ExpiresAfter(BaseModel):
-    """When a file is to be deleted: between an hour and thirty days."""
+    """Lifetime of a file: one hour to thirty days."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -126,10 +122,10 @@ class NewBatch(BaseModel):
     ) = None
     output_expires_after: ExpiresAfter | None = None
 
-    def order(self, key: KeyRecord, now: float, expires_at: float) -> Order:
-        """The batch of this key."""
+    def to_request(self, key: KeyRecord, now: float, expires_at: float) -> BatchRequest:
+        """Return the record of a new batch of this key."""
         expires = self.output_expires_after
-        return Order(
+        return BatchRequest(
             id=new_id(BATCH_PREFIX),
             key=key.without_hash(),
             endpoint=self.endpoint,
@@ -143,19 +139,19 @@ class NewBatch(BaseModel):
 
 
 def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
-    """The fields of POST /v1/files: the upload, its name, and the seconds of its life.
+    """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files.
 
     Raises:
-        ApiError: 400 or 422, with the field that is at fault.
+        ApiError: 400 or 422, with the invalid field.
     """
     upload, purpose = form.get("file"), form.get("purpose")
     if upload is None or isinstance(upload, str):
         raise _no_file()
     if purpose != INPUT:
-        message = f"purpose: this endpoint keeps files for batches only: {INPUT!r}, not {shown(purpose)}"
+        message = f"purpose: this endpoint only stores files for batches ({INPUT!r}), not {shown(purpose)}"
         raise ApiError(400, message, code="invalid_purpose", param="purpose")
     if upload.size == 0:
-        raise ApiError(400, "file: it is empty", code="empty_file", param="file")
+        raise ApiError(400, "file: the file is empty", code="empty_file", param="file")
     return upload, _name_of(upload.filename or _DEFAULT_NAME), _expiry(form)
 
 
@@ -172,10 +168,9 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
 
 
 def require_form(content_type: str) -> None:
-    """Refuse bodies that are not forms with files, or not in UTF-8.
+    """Refuse bodies other than UTF-8 multipart forms.
 
-    A body without files would be held whole; a form may name any encoding that Python has, and some take minutes to
-    read.
+    Other bodies would be held in memory as a whole, and some of Python's encodings take minutes to decode.
 
     Raises:
         ApiError: 400 or 415.
@@ -192,14 +187,14 @@ def _no_file() -> ApiError:
     return ApiError(400, "file: send the file as multipart/form-data", code="missing_file", param="file")
 
 
-def upload_bytes(headers: Mapping[str, str], most: int) -> int:
-    """Bytes of a body to come, as stated, or `most` where it is silent."""
+def upload_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
+    """Return the Content-Length, or `max_bytes` if it is unknown or larger."""
     length = headers.get("content-length", "")
-    return min(int(length), most) if length.isdecimal() and "transfer-encoding" not in headers else most
+    return min(int(length), max_bytes) if length.isdecimal() and "transfer-encoding" not in headers else max_bytes
 
 
 def _name_of(filename: str) -> str:
-    """The last part of a path, without what is no text."""
+    """Return the last part of a path without unprintable characters."""
     name = re.split(r"[/\\]", filename)[-1]
     kept = "".join(char if char.isprintable() else "_" for char in name)
     return kept[-_MAX_NAME_CHARS:].strip() or _DEFAULT_NAME
@@ -209,69 +204,69 @@ _MAX_KEY_CHARS = 255
 _RETRY_S = 60.0
 
 
-class Orders:
-    """Takes them. Threads may share it."""
+class BatchCreator:
+    """Creates batches. Thread-safe."""
 
-    def __init__(self, store: BatchStore, quota: Quota, shares: KeyShares) -> None:
-        self._store, self._quota, self._shares = store, quota, shares
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by the name of a key
+    def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
+        self._store, self._quota, self._limits = store, quota, limits
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by key name
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def take_in_turn(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
-        """`take` in a thread, of which a key has one at a time.
+    async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
+        """Create a batch in a thread; one at a time per key.
 
         Raises:
-            ApiError: as `take`.
+            ApiError: as `create_now`.
         """
         async with self._turns[key.name]:
-            return await in_thread(self.take, body, key, idempotency_key)
+            return await in_thread(self.create_now, body, key, idempotency_key)
 
-    def take(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
-        """A new batch, or the one that this was the order for before.
+    def create_now(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
+        """Create a batch, or return the batch of the first request with this idempotency key.
 
         Raises:
-            ApiError: 400, there is no such input; 413 or 429, the key has as much as it may; 422, the order was another
-                one.
+            ApiError: 400, invalid input file; 413 or 429, a limit is reached; 422, the idempotency key was used for a
+                different request.
         """
         if idempotency_key is None:
             with self._locks[key.name]:
-                return self._store.add_batch(self._new(body, key))
+                return self._store.add_batch(self._request(body, key))
         if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_KEY_CHARS):
-            message = f"Idempotency-Key: it has to have 1 to {_MAX_KEY_CHARS} printable characters"
+            message = f"Idempotency-Key: must have 1 to {_MAX_KEY_CHARS} printable characters"
             raise ApiError(400, message, code="invalid_value")
-        return self._take_once(body, key, hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest())
+        return self._create_once(body, key, hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest())
 
-    def _take_once(self, body: NewBatch, key: KeyRecord, name: str) -> Batch:
-        asked = body.model_dump(mode="json")
+    def _create_once(self, body: NewBatch, key: KeyRecord, name: str) -> Batch:
+        fields = body.model_dump(mode="json")
         with self._locks[key.name]:
-            first = self._store.ordered_as(name)
+            first = self._store.load_idempotent(name)
             if first is None:
-                self._store.order_as(name, self._new(body, key), asked)
-                first = self._store.ordered_as(name)
+                self._store.save_idempotent(name, self._request(body, key), fields)
+                first = self._store.load_idempotent(name)
             assert first is not None, "it was written"
-            return self._begin(first, asked)
+            return self._create_from(first, fields)
 
-    def _begin(self, first: dict[str, Any], asked: dict[str, Any]) -> Batch:
-        if first["asked"] != asked:
-            message = "Idempotency-Key: it came with another order before; send a new one with a new order"
+    def _create_from(self, first: dict[str, Any], fields: dict[str, Any]) -> Batch:
+        if first["asked"] != fields:
+            message = "Idempotency-Key: already used for a different request; use a new one for each request"
             raise ApiError(422, message, code="idempotency_key_reused")
-        order = Order.from_dict(first["order"])
-        return self._store.batch(order.id, order.key.name) or self._store.add_batch(order)
+        request = BatchRequest.from_dict(first["order"])
+        return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
 
-    def _new(self, body: NewBatch, key: KeyRecord) -> Order:
+    def _request(self, body: NewBatch, key: KeyRecord) -> BatchRequest:
         stored = self._store.file(body.input_file_id, key.name)
         if stored is None or stored.purpose != INPUT:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
         self._quota.require_room(key)
-        self._require_turn(key)
-        return body.order(key, self._store.now(), self._store.clock.after(WINDOW_S))
+        self._require_batch_limit(key)
+        return body.to_request(key, self._store.now(), self._store.clock.after(WINDOW_S))
 
-    def _require_turn(self, key: KeyRecord) -> None:
-        share, batches = self._shares.of(key), self._store.batches(key.name)
-        if sum(not batch.is_over for batch in batches) >= share.max_unfinished_batches:
-            message = f"this key may have {share.max_unfinished_batches} batches that have not ended"
+    def _require_batch_limit(self, key: KeyRecord) -> None:
+        limit, batches = self._limits.of(key), self._store.batches(key.name)
+        if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
+            message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if len(batches) >= share.max_stored_files and not self._store.forget_oldest(batches):
-            message = f"this key keeps {len(batches)} batches, of {share.max_stored_files}: delete files of the oldest"
+        if len(batches) >= limit.max_stored_files and not self._store.forget_oldest(batches):
+            message = f"this key keeps {len(batches)} batches, of {limit.max_stored_files}: delete files of the oldest"
             raise ApiError(413, message, code="storage_quota_exceeded")

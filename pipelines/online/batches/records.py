@@ -1,7 +1,7 @@
-"""Files and batches: as they are kept, and as OpenAI's API shows them.
+"""Records of files and batches, and their OpenAI API objects.
 
-Pure records. A batch is what was asked for (`Order`, written once), how far it is (`BatchProgress`, rewritten) and when
-somebody cancelled it; each of the three has one writer.
+A batch consists of its immutable `BatchRequest`, its `BatchProgress`, which the scheduler rewrites, and the time of its
+cancellation.
 """
 
 import re
@@ -21,16 +21,16 @@ WINDOW_S = 24 * 3600
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
 CANCELLING = "cancelling"
-"""What is shown of a batch that somebody cancelled and that has not ended yet."""
+"""The status of a cancelled batch that has not ended yet."""
 
 
 def new_id(prefix: str) -> str:
-    """A random id; ids sort by the time of their making, to the millisecond."""
+    """Return a random id. Ids sort by creation time."""
     return f"{prefix}{int(time.time() * 1000):012x}{secrets.token_hex(8)}"
 
 
-def made_at(name: str) -> float:
-    """The Unix time at which an id was made."""
+def created_at_of(name: str) -> float:
+    """Return the Unix time at which an id was created."""
     return int(re.split("[-_]", name)[1][:12], 16) / 1000
 
 
@@ -40,9 +40,9 @@ class StoredFile:
 
     Attributes:
         owner: name of the key.
-        at: where its bytes are, in the folder of the batches.
-        expires_at: when it is deleted; None is never.
-        batch_id: whose output it is; None where a client uploaded it.
+        at: path of the contents, relative to the batch folder.
+        expires_at: None if it never expires.
+        batch_id: the batch that wrote it; None for uploads.
     """
 
     id: str
@@ -56,7 +56,7 @@ class StoredFile:
     batch_id: str | None = None
 
     def show(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+        """Return OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -70,13 +70,12 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A batch as it was asked for.
+class BatchRequest:
+    """A batch as the client created it. Immutable.
 
     Attributes:
-        key: of whom it is, and what that key might do when it was asked for, without the key's hash; the scheduler asks
-            what it may do now.
-        output_expires_s: life of the files that the batch makes; None is without end.
+        key: the key and its limits at creation, without the hash. The scheduler uses the current limits.
+        output_expires_s: lifetime of the output files; None if they never expire.
     """
 
     id: str
@@ -90,25 +89,23 @@ class Order:
     output_expires_s: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        # Not asdict(), which would rebuild the key.
+        # asdict() would convert the key recursively.
         return {name: getattr(self, name) for name in self.__slots__} | {"key": self.key.model_dump(mode="json")}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Order":
-        """The inverse of `to_dict`."""
+    def from_dict(cls, values: Mapping[str, Any]) -> "BatchRequest":
         return cls(**{**values, "key": KeyRecord.model_validate(values["key"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """How far a batch is; times are Unix times.
+    """The progress of a batch. Times are Unix times.
 
     Attributes:
-        num_requests: of the input, once it was checked.
-        prompt_tokens, output_tokens: of all its requests at most, likewise; 0 in older records.
-        usage: OpenAI's usage object, of an ended batch.
-        errors: of a failed batch, as OpenAI's error objects (code, message, param, line).
+        num_requests: known after validation.
+        prompt_tokens, output_tokens: upper bounds, known after validation; 0 in older records.
+        usage: OpenAI's usage object, once the batch has ended.
+        errors: OpenAI's error objects (code, message, param, line) of a failed batch.
     """
 
     status: Status = "validating"
@@ -130,51 +127,48 @@ class BatchProgress:
     errors: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BatchProgress":
-        """The inverse of `to_dict`."""
         return cls(**{**values, "errors": tuple(values["errors"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch at one moment."""
+    """A batch with its progress."""
 
-    order: Order
+    request: BatchRequest
     progress: BatchProgress
     cancelling_at: float | None = None
 
     @property
     def id(self) -> str:
-        """Of the batch."""
-        return self.order.id
+        return self.request.id
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it will change any more."""
+        """Whether the batch has ended."""
         return self.progress.status in FINAL
 
     def show(self) -> dict[str, Any]:
-        """OpenAI's batch object."""
-        order, progress = self.order, self.progress
+        """Return OpenAI's batch object."""
+        request, progress = self.request, self.progress
         is_cancelling = self.cancelling_at is not None and not self.is_over
         times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")
         return {
-            "id": order.id,
+            "id": request.id,
             "object": "batch",
-            "endpoint": order.endpoint,
+            "endpoint": request.endpoint,
             "model": progress.model,
             "errors": {"object": "list", "data": list(progress.errors)} if progress.errors else None,
-            "input_file_id": order.input_file_id,
-            "completion_window": order.completion_window,
+            "input_file_id": request.input_file_id,
+            "completion_window": request.completion_window,
             "status": CANCELLING if is_cancelling else progress.status,
             "output_file_id": progress.output_file_id,
             "error_file_id": progress.error_file_id,
-            "created_at": int(order.created_at),
-            "expires_at": int(order.expires_at),
+            "created_at": int(request.created_at),
+            "expires_at": int(request.expires_at),
             "cancelling_at": _seconds(self.cancelling_at),
             **{f"{name}_at": _seconds(getattr(progress, f"{name}_at")) for name in times},
             "request_counts": {
@@ -183,7 +177,7 @@ class Batch:
                 "failed": progress.num_failed,
             },
             "usage": progress.usage,
-            "metadata": order.metadata,
+            "metadata": request.metadata,
         }
 
 

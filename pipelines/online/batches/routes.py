@@ -1,9 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's API has them.
-
-A key sees its own files and batches only.
-
-It knows HTTP; what happens to a batch is `scheduler.py`. A class that has these routes sets `batches`.
-"""
+"""`/v1/files` and `/v1/batches` as in OpenAI's API. A key only sees its own files and batches."""
 
 import shutil
 from collections.abc import Sequence
@@ -28,21 +23,19 @@ from pipelines.online.wire import BATCHES_URL, FILES_URL
 
 class _Shown(Protocol):
     @property
-    def id(self) -> str:
-        """By which a page begins after it."""
+    def id(self) -> str: ...
 
-    def show(self) -> dict[str, Any]:
-        """As the API has it."""
+    def show(self) -> dict[str, Any]: ...
 
 
 Item = TypeVar("Item", bound=_Shown)
 
 
 def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
-    """A page of a list.
+    """Return a page of a list.
 
     Raises:
-        ApiError: `after` is none of the list.
+        ApiError: `after` is not in the list.
     """
     begin = 0 if after is None else _index(items, after) + 1
     shown = [item.show() for item in items[begin : begin + limit]]
@@ -59,7 +52,7 @@ def _index(items: Sequence[_Shown], after: str) -> int:
     for index, item in enumerate(items):
         if item.id == after:
             return index
-    raise ApiError(400, f"after: there is no {shown(after)} in this list", code="invalid_value", param="after")
+    raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
 
 
 _PIECE_BYTES = 1 << 20
@@ -88,7 +81,7 @@ ROUTES: dict[str, Route] = {
     "retrieve_file": get(FILES_URL + "/{file_id}"),
     "file_content": get(FILES_URL + "/{file_id}/content"),
     "delete_file": delete(FILES_URL + "/{file_id}"),
-    "create_batch": post(BATCHES_URL, Rule.ORDER),
+    "create_batch": post(BATCHES_URL, Rule.CREATE_BATCH),
     "list_batches": get(BATCHES_URL),
     "retrieve_batch": get(BATCHES_URL + "/{batch_id}"),
     "cancel_batch": post(BATCHES_URL + "/{batch_id}/cancel"),
@@ -96,25 +89,24 @@ ROUTES: dict[str, Route] = {
 
 
 class BatchRoutes:
-    """The routes.
+    """Handlers of the routes.
 
     Attributes:
-        batches: None where the endpoint was started without a folder for them.
+        batches: None if batches are disabled.
     """
 
     batches: Batches | None = None
 
     async def create_file(self, request: Request) -> JSONResponse:
         """Upload the input of a batch."""
-        batches, key = self._on(), key_of(request)
+        batches, key = self._enabled(), key_of(request)
         require_form(request.headers.get("content-type", ""))
-        with batches.room.hold(key.name, UPLOAD_WINDOW_BYTES):
+        with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
             stored = await self._receive(request, key)
         return JSONResponse(stored.show())
 
     async def _receive(self, request: Request, key: KeyRecord) -> StoredFile:
-        """Take an upload in."""
-        batches = self._on()
+        batches = self._enabled()
         num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
         async with (
             batches.quota.hold(key, num_bytes) as held,
@@ -132,32 +124,32 @@ class BatchRoutes:
         order: Literal["asc", "desc"] = Query("desc"),
         after: str | None = Query(None),
     ) -> JSONResponse:
-        """The key's files."""
-        files = await in_thread(self._on().store.files, key_of(request).name)
+        """Return the key's files."""
+        files = await in_thread(self._enabled().store.files, key_of(request).name)
         files = [file for file in files if purpose in (None, file.purpose)]
         return JSONResponse(page(files if order == "desc" else files[::-1], after=after, limit=limit))
 
     async def retrieve_file(self, request: Request, file_id: str) -> JSONResponse:
-        """One of them."""
+        """Return the key's file."""
         return JSONResponse((await self._file(request, file_id)).show())
 
     async def file_content(self, request: Request, file_id: str) -> Response:
-        """Its bytes; of a file on S3 where the store itself gives them."""
-        stored, batches = await self._file(request, file_id), self._on()
+        """Return the contents of a file, or redirect to the object store."""
+        stored, batches = await self._file(request, file_id), self._enabled()
         if batches.settings.presigns and (url := batches.store.presigned_url(stored, attachment(stored.filename))):
             return RedirectResponse(url, headers={"cache-control": "no-store"})
         return Download(
             stored,
             partial(batches.store.open, stored),
             request.headers,
-            batches.room,
+            batches.transfers,
             read_ahead_bytes=batches.store.read_ahead_bytes,
         )
 
     async def delete_file(self, request: Request, file_id: str) -> JSONResponse:
-        """Delete one of them."""
+        """Delete the key's file."""
         stored = await self._file(request, file_id)
-        store = self._on().store
+        store = self._enabled().store
         if await in_thread(store.uses, stored):
             message = f"{file_id} is the input of a batch that has not ended; cancel the batch first"
             raise ApiError(400, message, code="file_in_use")
@@ -165,26 +157,26 @@ class BatchRoutes:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
-        """Order a batch."""
-        batches, name = self._on(), request.headers.get("idempotency-key")
-        batch = await batches.orders.take_in_turn(body, key_of(request), name)
+        """Create a batch."""
+        batches, name = self._enabled(), request.headers.get("idempotency-key")
+        batch = await batches.creator.create(body, key_of(request), name)
         batches.wake()
         return JSONResponse(batch.show())
 
     async def list_batches(
         self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
     ) -> JSONResponse:
-        """The key's batches, the newest first."""
-        batches = await in_thread(self._on().store.batches, key_of(request).name)
+        """Return the key's batches, newest first."""
+        batches = await in_thread(self._enabled().store.batches, key_of(request).name)
         return JSONResponse(page(batches, after=after, limit=limit))
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
-        """One of them."""
+        """Return the key's batch."""
         return JSONResponse((await self._batch(request, batch_id)).show())
 
     async def cancel_batch(self, request: Request, batch_id: str) -> JSONResponse:
-        """Ask for the end of one of them."""
-        batches, batch = self._on(), await self._batch(request, batch_id)
+        """Cancel the key's batch."""
+        batches, batch = self._enabled(), await self._batch(request, batch_id)
         if batch.is_over:
             message = f"{batch_id} cannot be cancelled: it is {batch.progress.status}"
             raise ApiError(400, message, code="batch_ended")
@@ -192,20 +184,20 @@ class BatchRoutes:
         batches.wake()
         return JSONResponse(batch.show())
 
-    def _on(self) -> Batches:
+    def _enabled(self) -> Batches:
         if self.batches is None:
-            message = "this endpoint keeps no files and batches: it was started without --batches"
+            message = "files and batches are disabled: the endpoint was started without --batches"
             raise ApiError(404, message, code="batches_off")
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        found = await in_thread(self._on().store.file, file_id, key_of(request).name)
+        found = await in_thread(self._enabled().store.file, file_id, key_of(request).name)
         if found is None:
             raise no_such_file(file_id)
         return found
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        found = await in_thread(self._on().store.batch, batch_id, key_of(request).name)
+        found = await in_thread(self._enabled().store.batch, batch_id, key_of(request).name)
         if found is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
         return found

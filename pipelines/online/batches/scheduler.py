@@ -1,11 +1,10 @@
-"""The life of a batch: checked, run, collected; cancelled, expired, restarted.
+"""The life cycle of a batch.
 
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> failed, expired, cancelled
 
-It looks at the store and at work that is being done elsewhere, and writes down what it sees; one `tick` does all that
-can be done at the moment. It knows neither Ray nor HTTP. Every step can be repeated: whoever schedules next begins
-with what is written down.
+`tick` compares the store with running work and does the next steps. Every step is idempotent: the next scheduler
+continues from what is stored.
 """
 
 import logging
@@ -32,23 +31,23 @@ from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.shared import Payer
 from pipelines.online.totals import totals_of
 
-_LIGHT_AT_ONCE = 2  # processes that check or collect
+_LIGHT_AT_ONCE = 2  # processes that validate or collect
 _ATTEMPTS = 3
-_COLLECT_ATTEMPTS = 10  # with longer and longer waits seven and a half minutes: what was made is there to be collected
-_AGAIN_S = 10.0
+_COLLECT_ATTEMPTS = 10  # over 7.5 minutes, since results exist
+_RETRY_S = 10.0
 _SWEEP_S = 60.0
 _log = logging.getLogger("ray.serve")
 
 
 @dataclass(slots=True)
 class _Work:
-    """The work under way for a batch.
+    """Running work for a batch.
 
     Attributes:
-        has_engines: it counts among those that may be at work at once.
-        estimate: of a run that holds no more than it may cost of its key's budget.
-        reason: why it was asked to stop, or is only collected.
-        errors: what the batch will say went wrong.
+        has_engines: whether it counts toward `at_once`.
+        estimate: set if the run reserves its expected cost rather than the rest of a budget.
+        reason: why it was stopped, or why its results are only collected.
+        errors: errors of the batch.
     """
 
     handle: Handle[Any]
@@ -62,10 +61,10 @@ class Scheduler:
     """Drives all batches of a store.
 
     Args:
-        spent_usd: as `BatchMoney` takes it.
-        present_key: what the key of an order may do now; None if it was revoked. Without it keys stay as they were.
-        now: Unix time, for what is only shown; things expire by the store's clock.
-        monotonic: seconds; waits go by it.
+        spent_usd: as for `BatchMoney`.
+        current_key: returns the key with its current limits, or None if revoked. By default keys never change.
+        now: Unix time, only for display; expiry uses the store's clock.
+        monotonic: seconds, for delays.
     """
 
     def __init__(
@@ -75,40 +74,40 @@ class Scheduler:
         settings: BatchSettings,
         *,
         spent_usd: Callable[[str], float | None],
-        present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
+        current_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
         now: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._runner, self._settings = store, runner, settings
         self._now, self._monotonic = now, monotonic
-        self._present_key = present_key or (lambda key: key)
+        self._current_key = current_key or (lambda key: key)
         self._totals = totals_of(settings.ledger)
         self._money = BatchMoney(settings, spent_usd)
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._works: dict[str, _Work] = {}
-        self._attempts: Counter[str] = Counter()  # of the run, or of collecting once that is all that is left
+        self._attempts: Counter[str] = Counter()  # of the run, then of collecting
         self._not_before: dict[str, float] = {}
         self._ends: dict[str, tuple[Reason, Errors]] = {}
-        """Of batches that are only to be collected: an end that finds no room, or fails, comes again."""
+        """Batches that only need to be collected, so that a failed or postponed collection is retried."""
         self._next_sweep = -math.inf
-        self._began: Counter[str] = Counter()
-        """When a key's work began last, as a number that grows."""
+        self._start_numbers: Counter[str] = Counter()
+        """Sequence number of the latest start, by key."""
 
     def tick(self) -> None:
-        """Do everything that can be done now; failures are tried by the next tick."""
+        """Do all possible steps. Failed steps are retried by a later tick."""
         try:
             self._unfinished = self._store.unfinished()
-            for batch in in_turn(self._unfinished, self._works, self._began):
+            for batch in in_turn(self._unfinished, self._works, self._start_numbers):
                 self._try_to_advance(batch)
             if self._monotonic() >= self._next_sweep:
                 self._next_sweep = self._monotonic() + _SWEEP_S
                 self._store.sweep()
         except (PeagleError, OSError) as error:
-            _log.error("batches: the store does not answer: %s", error)
+            _log.error("batches: the store is unavailable: %s", error)
 
     def abandon(self) -> None:
-        """Leave all of it as it is: somebody else goes on, or nobody for now."""
+        """Stop all work, so that another scheduler can continue it."""
         for work in self._works.values():
             work.handle.kill()
         self._works.clear()
@@ -119,18 +118,18 @@ class Scheduler:
         try:
             self._advance(batch)
         except (PeagleError, OSError) as error:
-            _log.error("batch %s cannot go on: %s", batch.id, error)
+            _log.error("batch %s: %s; it will be retried", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
-        if key := self._present_key(batch.order.key):
-            batch = replace(batch, order=replace(batch.order, key=key))
+        if key := self._current_key(batch.request.key):
+            batch = replace(batch, request=replace(batch.request, key=key))
         work = self._works.get(batch.id)
         if work is not None:
             self._watch(batch, work)
         elif self._not_before.get(batch.id, -math.inf) <= self._monotonic():
             self._begin(batch)
             if batch.id in self._works:
-                self._began[batch.order.key.name] = 1 + max(self._began.values(), default=0)
+                self._start_numbers[batch.request.key.name] = 1 + max(self._start_numbers.values(), default=0)
 
     # --- beginning
 
@@ -147,14 +146,14 @@ class Scheduler:
         elif is_checked:
             self._begin_run(batch)
         elif self._has_room():
-            rules = make_rules(batch.order, self._settings)
-            self._works[batch.id] = _Work(self._runner.check(str(self._store.input_place(batch.order)), rules))
+            rules = make_rules(batch.request, self._settings)
+            self._works[batch.id] = _Work(self._runner.check(str(self._store.input_path(batch.request)), rules))
 
     def _begin_run(self, batch: Batch) -> None:
         if sum(work.has_engines for work in self._works.values()) >= self._settings.at_once:
             return
-        if batch.progress.model not in self._settings.recipes:
-            message = f"the model {batch.progress.model!r} is not served any more"
+        if batch.progress.model not in self._settings.models:
+            message = f"the model {batch.progress.model!r} is no longer served"
             self._collect(batch, "batch_failed", fault("model_not_found", message))
             return
         budget_usd, estimated = None, None
@@ -166,9 +165,10 @@ class Scheduler:
         self._works[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=estimated)
 
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
-        """Hold what a batch may cost of its budgets until its end; 0 if it must wait.
+        """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
 
-        That is the rest of them where there is no estimate.
+        Returns:
+            the reserved US dollars, 0 if the batch must wait; and the estimate.
         """
         if not self._is_its_turn(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return 0.0, None
@@ -180,20 +180,17 @@ class Scheduler:
         return self._money.hold(batch.id, payers, left_usd, wanted_usd), estimated
 
     def _estimate(self, batch: Batch) -> BatchEstimate | None:
-        """The estimate of a batch that begins.
-
-        None of one that goes on: nobody here knows what it has cost.
-        """
+        """Return the estimated cost of a new batch, or None for a resumed one, whose previous cost is unknown."""
         model = batch.progress.model
-        if model is None or RunDirectory(self._store.run_place(batch.id)).exists:
+        if model is None or RunDirectory(self._store.run_path(batch.id)).exists:
             return None
         price = self._totals.prices.get(model)
-        return estimate(batch.progress, self._settings.recipes[model], price, self._sessions.all())
+        return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
-    def _let_it_cost_more(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Let a run's hold of its budgets grow with what it spends, while any is left.
+    def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
+        """Increase a run's reservation as it spends, while its budgets last.
 
-        What lent engines took is spent already, by the ledger, so it is held no longer.
+        The cost of lent engines is already in the ledger, so it is not reserved.
         """
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
@@ -213,37 +210,34 @@ class Scheduler:
             self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
 
     def _has_room(self) -> bool:
-        """For work without engines; what finds none comes again with the next tick."""
+        """Return whether another process without engines may start. If not, the next tick tries again."""
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Whether no other batch of its budgets has begun.
+        """Return whether no other batch with a common budget has started.
 
-        A batch's spending is known when it has ended, and two at once could each spend the rest.
+        The cost of a batch is only known at its end, so two batches could each spend the rest.
         """
-        # One at a time, the oldest first: often that is all, and a look can be remote.
+        # Lazy, oldest first: usually the first decides, and each check may be a network request.
         begun = (other.id for other in self._unfinished if self._has_begun(other, payers))
         return next(begun, batch.id) == batch.id
 
     def _has_begun(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Whether it shares a budget and has begun.
-
-        Also where it waits to be tried again, or another process began it.
-        """
+        """Return whether a batch shares a budget and has started, even if it waits for a retry."""
         own = self._money.payers(batch)
-        names = {batch.order.key.name, *(payer.name for payer in own)}
+        names = {batch.request.key.name, *(payer.name for payer in own)}
         if names.isdisjoint(payer.name for payer in payers):
             return False
-        return self._money.held_by(batch.id, own) > 0 or RunDirectory(self._store.run_place(batch.id)).exists
+        return self._money.held_by(batch.id, own) > 0 or RunDirectory(self._store.run_path(batch.id)).exists
 
     def _reason_to_end(self, batch: Batch) -> Reason | None:
         if batch.cancelling_at is not None:
             return "batch_cancelled"
-        if (key := self._present_key(batch.order.key)) is None:
+        if (key := self._current_key(batch.request.key)) is None:
             return KEY_REVOKED
         if key.models is not None and batch.progress.model not in (None, *key.models):
             return MODEL_WITHDRAWN
-        return "batch_expired" if self._store.clock() >= batch.order.expires_at else None
+        return "batch_expired" if self._store.clock() >= batch.request.expires_at else None
 
     # --- going on
 
@@ -254,33 +248,33 @@ class Scheduler:
         try:
             answer = work.handle.poll()
         except PeagleError as error:
-            self._break_off(batch, work, error)
+            self._on_error(batch, work, error)
             return
         if answer is None:
-            self._note_counts(batch, work)
+            self._save_counts(batch, work)
             return
         if isinstance(answer, Checked):
-            self._note_check(batch, answer)
+            self._save_check(batch, answer)
         else:
             self._finish(batch, work, answer)
         del self._works[batch.id]
 
-    def _note_counts(self, batch: Batch, work: _Work) -> None:
+    def _save_counts(self, batch: Batch, work: _Work) -> None:
         counts = work.handle.counts() if work.has_engines else None
         if counts is None:
             return
         num_completed, num_failed, usd = counts
-        self._let_it_cost_more(batch, work, usd)
+        self._raise_reservation(batch, work, usd)
         before = batch.progress
         if num_completed + num_failed <= before.num_completed + before.num_failed:
-            return  # nothing new, or a run that has just begun and has not looked at what is committed
+            return  # no progress, or a resumed run that has not counted its committed rows
         self._attempts.pop(batch.id, None)
         progress = replace(before, num_completed=num_completed, num_failed=num_failed)
         if num_completed + num_failed == before.num_requests and before.status == "in_progress":
             progress = replace(progress, status="finalizing", finalizing_at=self._now())
         self._store.save(batch.id, progress)
 
-    def _note_check(self, batch: Batch, checked: Checked) -> None:
+    def _save_check(self, batch: Batch, checked: Checked) -> None:
         progress = replace(
             batch.progress,
             num_requests=checked.num_requests,
@@ -295,10 +289,7 @@ class Scheduler:
         self._store.save(batch.id, progress)
 
     def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
-        """Publish the files, write the account, and mark the batch last.
-
-        Whoever is killed in between does it again.
-        """
+        """Publish the files, record the cost, and save the final status last, so that a crash repeats all of it."""
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
@@ -307,26 +298,23 @@ class Scheduler:
         self._store.save(batch.id, ended(batch, result.reason, now, result=result, files=files, errors=work.errors))
         self._ends.pop(batch.id, None)
 
-    def _break_off(self, batch: Batch, work: _Work, error: PeagleError) -> None:
-        """Handle work that ended with an error: try again later, a few times.
-
-        Not where it would end in the same way.
-        """
+    def _on_error(self, batch: Batch, work: _Work, error: PeagleError) -> None:
+        """Retry failed work a few times, unless the error is permanent."""
         del self._works[batch.id]
         if isinstance(error, RunInUse):
-            self._not_before[batch.id] = self._monotonic() + _AGAIN_S
+            self._not_before[batch.id] = self._monotonic() + _RETRY_S
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
-        most = _COLLECT_ATTEMPTS if batch.id in self._ends else _ATTEMPTS
-        if self._attempts[batch.id] < most and not isinstance(error, ConfigError):
-            self._not_before[batch.id] = self._monotonic() + _AGAIN_S * self._attempts[batch.id]
+        max_attempts = _COLLECT_ATTEMPTS if batch.id in self._ends else _ATTEMPTS
+        if self._attempts[batch.id] < max_attempts and not isinstance(error, ConfigError):
+            self._not_before[batch.id] = self._monotonic() + _RETRY_S * self._attempts[batch.id]
             return
-        errors = fault("internal_error", "the server failed while it worked on this batch")
+        errors = fault("internal_error", "the server failed while processing this batch")
         if work.has_engines:
             self._collect(batch, "batch_failed", errors)
         else:
             self._store.save(batch.id, ended(batch, "batch_failed", self._now(), errors=errors))
-            # Last, and only now: until it has ended nobody else gets what it holds.
+            # Last: the reservation must stay until the batch has ended.
             self._money.settle(batch.id, None)
             self._ends.pop(batch.id, None)

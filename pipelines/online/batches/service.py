@@ -1,7 +1,7 @@
-"""The endpoint's batches: the store, and the only scheduling thread.
+"""The endpoint's batches: the store, and the thread that schedules.
 
-A new ingress may start before the old one has gone. So scheduling goes with the lease of the folder: whoever does not
-hold it takes orders and answers questions, and looks again.
+During an update, two ingresses can run at the same time. Only the one with the folder's lease schedules; the other
+accepts and shows batches.
 """
 
 import logging
@@ -11,30 +11,30 @@ from collections.abc import Callable
 from peagle.errors import RunInUse
 from peagle.runs.lease import Holding, hold_lease
 from pipelines.online.batches.actors import Runner
-from pipelines.online.batches.downloads import Room
-from pipelines.online.batches.ordering import Orders, Quota
+from pipelines.online.batches.downloads import TransferLimit
+from pipelines.online.batches.ordering import BatchCreator, Quota
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.gateway.keys import KeyRecord
 
 _LEASE_S = 30.0
-_LOOK_S = 1.0
-_LOOK_REMOTE_S = 5.0  # a look at a store is a few requests
-_AGAIN_S = 5.0
+_POLL_S = 1.0
+_REMOTE_POLL_S = 5.0  # each poll sends a few requests to S3
+_RETRY_S = 5.0
 _log = logging.getLogger("ray.serve")
 
 
 class Batches:
-    """The routes' view of batches, and the work behind them until `close`.
+    """The store and the scheduler of batches.
 
     Args:
-        spent_usd, present_key: as `Scheduler` has them.
+        spent_usd, current_key: as for `Scheduler`.
 
     Attributes:
-        room: for files under way, up and down.
-        quota: for what keys keep.
-        orders: takes those for batches.
+        transfers: limits concurrent uploads and downloads.
+        quota: limits stored files.
+        creator: creates batches.
     """
 
     def __init__(
@@ -43,25 +43,27 @@ class Batches:
         runner: Runner,
         *,
         spent_usd: Callable[[str], float | None],
-        present_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
+        current_key: Callable[[KeyRecord], KeyRecord | None] | None = None,
     ) -> None:
         self.settings = settings
         self.store = BatchStore(settings.folder)
-        self.quota = Quota(self.store, settings.shares)
-        self.orders = Orders(self.store, self.quota, settings.shares)
-        self.room = Room(most_bytes=settings.max_transfers_bytes, most_bytes_of_key=settings.max_transfers_bytes_of_key)
-        self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, present_key=present_key)
-        self._look_s = _LOOK_REMOTE_S if self.store.is_remote else _LOOK_S
+        self.quota = Quota(self.store, settings.quota)
+        self.creator = BatchCreator(self.store, self.quota, settings.quota)
+        self.transfers = TransferLimit(
+            max_bytes=settings.max_transfers_bytes, max_bytes_per_key=settings.max_transfers_bytes_of_key
+        )
+        self._scheduler = Scheduler(self.store, runner, settings, spent_usd=spent_usd, current_key=current_key)
+        self._poll_s = _REMOTE_POLL_S if self.store.is_remote else _POLL_S
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._schedule, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Schedule immediately, since something changed."""
         self._wake.set()
 
     def close(self) -> None:
-        """End; what is being done is left to whoever schedules next."""
+        """Stop scheduling. The next scheduler resumes running work."""
         self._ended.set()
         self._wake.set()
         self._thread.join()
@@ -73,20 +75,20 @@ class Batches:
                 with hold_lease(
                     self.store.root, expiry_s=_LEASE_S, command=["the endpoint's batches"], announce=_log.info
                 ) as lease:
-                    self._go_on(lease)
+                    self._schedule_with(lease)
             except RunInUse as error:
                 _log.info("batches: %s", error.message)
-            except Exception:  # the thread must not end: a store may be away for a while
-                _log.exception("batches: scheduling broke off, and begins again")
-            self._ended.wait(_AGAIN_S)
+            except Exception:  # the thread must survive a temporary failure of the store
+                _log.exception("batches: scheduling failed; it will be retried")
+            self._ended.wait(_RETRY_S)
 
-    def _go_on(self, lease: Holding) -> None:
+    def _schedule_with(self, lease: Holding) -> None:
         self.store.begin_to_schedule()
         try:
             while not (self._ended.is_set() or lease.lost.is_set()):
                 self._wake.clear()
                 self._scheduler.tick()
-                self._wake.wait(self._look_s)
+                self._wake.wait(self._poll_s)
         finally:
             self.store.is_scheduling = False
             self._scheduler.abandon()

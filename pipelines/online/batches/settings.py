@@ -1,7 +1,4 @@
-"""The settings of the endpoint's batches, wherever the ingress lands.
-
-Made from the endpoint's configuration: the same engines, beside its own.
-"""
+"""Settings of the endpoint's batches, derived from the endpoint's configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,29 +22,29 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyShares:
-    """Shares of a key: by its record, or as all keys have them."""
+class KeyQuota:
+    """Storage and batch limits of a key."""
 
     max_stored_mib: int = 10 * 1024
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
 
-    def of(self, key: KeyRecord) -> "KeyShares":
-        """The shares of this key."""
+    def of(self, key: KeyRecord) -> "KeyQuota":
+        """Return the limits of this key: its own, or these defaults."""
         given = {name: getattr(key, name) for name in self.__slots__}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class BatchModel:
     """How batches of a model are run.
 
     Attributes:
-        config: keys of a bulk run: engine, price and number of engines, the same that the endpoint has.
-        neighbours: the endpoint's engines and those of other batches.
-        commits: by hub id, what the endpoint's engines have loaded.
-        lent_slots: of all the endpoint's engines, whose idle ones its batches have; 0 where they have engines of
-            their own.
+        config: configuration of the bulk run: engine, price and number of engines, as for the endpoint.
+        neighbours: other engines on the nodes: the endpoint's and those of other batches.
+        commits: model revisions that the endpoint's engines loaded, by hub id.
+        lent_slots: slots of all the endpoint's engines, if batches use their idle ones; 0 if batches have their own
+            engines.
     """
 
     model: ServedModel
@@ -59,24 +56,25 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Where batches are kept, and what they may be.
+    """Where batches are stored, and their limits.
 
     Attributes:
-        folder: a folder that every node sees, or `s3://`.
-        recipes: by the name that clients give the model.
+        folder: shared by all nodes, or `s3://`.
+        models: by served name.
         at_once: batches that have engines at the same time.
-        ledger: of the endpoint.
-        max_transfers_bytes, max_transfers_bytes_of_key: of files, under way at once, up and down.
-        presigns: the store gives files to clients itself, where it is S3.
-        max_upload_bytes: of a request that uploads a file.
-        max_line_bytes: of a request in one.
-        shares: what keys may have whose records do not say.
-        cache_salt: of a key, for the endpoint's engines.
-        application: Serve's name of the endpoint, and `deployments` those of its engines by model, where they are lent.
+        ledger: the endpoint's.
+        max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together.
+        presigns: whether clients download from S3 directly.
+        max_upload_bytes: of the request that uploads a file.
+        max_line_bytes: of one request in a file.
+        quota: the default limits of keys.
+        cache_salt: returns a key's salt for the endpoint's engines.
+        application: Serve's name of the endpoint.
+        deployments: Serve's names of the engines by model, if they lend slots.
     """
 
     folder: str
-    recipes: Mapping[str, Recipe]
+    models: Mapping[str, BatchModel]
     at_once: int
     max_output_tokens: int | None
     ledger: Path
@@ -85,29 +83,29 @@ class BatchSettings:
     presigns: bool = True
     max_upload_bytes: int = 200 * MIB
     max_line_bytes: int = MIB
-    shares: KeyShares = field(default_factory=KeyShares)
+    quota: KeyQuota = field(default_factory=KeyQuota)
     cache_salt: Callable[[KeyRecord], str | None] = lambda key: None
     application: str = ""
     deployments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lends(self) -> bool:
-        """Whether batches have the idle slots of the endpoint's engines."""
-        return any(recipe.lent_slots for recipe in self.recipes.values())
+        """Whether batches use idle slots of the endpoint's engines."""
+        return any(batch_model.lent_slots for batch_model in self.models.values())
 
     def tags(self, model: str | None, key: KeyRecord) -> dict[str, str]:
-        """The tags of a batch: the endpoint's, and over them its key's."""
-        recipe = self.recipes.get(model or "")
-        return {**(recipe.config.get("tags", {}) if recipe else {}), **key.tags}
+        """Return the tags of a batch. The key's take precedence over the endpoint's."""
+        batch_model = self.models.get(model or "")
+        return {**(batch_model.config.get("tags", {}) if batch_model else {}), **key.tags}
 
 
-_LENT_CPUS = 0.05  # of a process that only asks the endpoint's engines; it must fit beside these
-_ENVELOPE_BYTES = 4096  # what a line of a batch has around its body
+_LENT_CPUS = 0.05  # for a process that only forwards rows to the endpoint's engines
+_ENVELOPE_BYTES = 4096  # what a batch line contains besides the body
 _ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
-    """Engines of all batches that may run at once: at least, and at most."""
+    """Return the minimum and maximum number of engines of all concurrent batches."""
     if config.batches is None or config.lends_engines:
         return 0, 0
     each = EngineRange.parse(config.batch_engines)
@@ -122,12 +120,12 @@ def batch_settings(
     specs: Mapping[str, EngineSpec],
     app_id: str,
 ) -> BatchSettings | None:
-    """The settings of the batches; None where there are none.
+    """Return the settings, or None if batches are disabled.
 
     Args:
-        placements: what an engine takes, by the model's name, with those of batches counted in.
-        specs: of the endpoint's engines, by the model's name.
-        app_id: under which the endpoint's engines number their slots on a node.
+        placements: resources per engine, by model name; they include the engines of batches.
+        specs: the endpoint's engines, by model name.
+        app_id: the group that numbers the endpoint's engines on a node.
     """
     if config.batches is None:
         return None
@@ -139,8 +137,8 @@ def batch_settings(
     }
     return BatchSettings(
         folder=str(config.batches),
-        recipes={
-            keys.served_name: Recipe(
+        models={
+            keys.served_name: BatchModel(
                 model=models[keys.served_name],
                 config={**keys.model_dump(mode="json", include=_ENGINE_KEYS), **shared},
                 neighbours=_neighbours(config, hardware, placements[keys.served_name], app_id),
@@ -157,7 +155,7 @@ def batch_settings(
         presigns=config.presigned_downloads,
         max_upload_bytes=gate.max_upload_bytes,
         max_line_bytes=gate.max_body_bytes + _ENVELOPE_BYTES,
-        shares=KeyShares(
+        quota=KeyQuota(
             max_stored_mib=config.max_stored_mib,
             max_stored_files=config.max_stored_files,
             max_unfinished_batches=config.max_unfinished_batches,
@@ -167,10 +165,7 @@ def batch_settings(
 
 
 def _neighbours(config: ServeConfig, hardware: Hardware, placement: Placement, app_id: str) -> Neighbours:
-    """The engines beside a batch's own.
-
-    Where they are lent, the batch's process takes no cores of theirs.
-    """
+    """Return what else runs on the nodes. A batch on lent slots needs only a fraction of a core."""
     if not config.lends_engines:
         return Neighbours(slot_group=app_id, hardware=hardware, placement=placement)
     lent = replace(placement, num_cpus=_LENT_CPUS, num_gpus=0)

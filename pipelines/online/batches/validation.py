@@ -1,7 +1,7 @@
-"""The input of a batch, line by line, before anything is spent on it.
+"""Validation of a batch's input file before anything is spent on it.
 
-What the endpoint itself decides by is held against each request as if it came by itself (`requests.check`): model,
-permission, number of tokens. What only an engine can say becomes a line of the error file. It knows no runs.
+Each request is checked like a single request (`admission.check`). Errors that only an engine can detect end up in the
+error file.
 """
 
 import json
@@ -19,15 +19,15 @@ from pipelines.online.gateway.keys import KeyRecord
 
 MAX_REQUESTS = 50_000  # OpenAI's own limit
 _MAX_ERRORS = 100
-_MAX_MESSAGE_CHARS = 400  # of an error, which may repeat what was sent
+_MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules for a request of a batch.
+    """What the requests of a batch must satisfy.
 
     Attributes:
-        max_line_bytes: of a request; as JSON it takes many times as much memory.
+        max_line_bytes: per request; parsed JSON takes many times that memory.
     """
 
     endpoint: str
@@ -39,12 +39,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The findings of a check.
+    """The result of the validation.
 
     Attributes:
-        model: of all its requests.
-        prompt_tokens, output_tokens: of all its requests at most.
-        errors: OpenAI's error objects (code, message, param, line); with any of them the batch fails.
+        model: of all requests.
+        prompt_tokens, output_tokens: upper bounds over all requests.
+        errors: OpenAI's error objects (code, message, param, line); the batch fails if there are any.
     """
 
     num_requests: int = 0
@@ -54,8 +54,8 @@ class Checked:
     errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 
-class _Wrong(Exception):  # noqa: N818 - it never leaves this file
-    """Of a line."""
+class _Wrong(Exception):  # noqa: N818 - private
+    """An error in a line."""
 
     def __init__(self, code: str | None, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class _Wrong(Exception):  # noqa: N818 - it never leaves this file
 
 
 def check_input(path: str, rules: Rules) -> Checked:
-    """Read the file once; it stops at a hundred errors."""
+    """Validate the file. Stops after 100 errors."""
     reader = _Reader(rules)
     try:
         for number, line in _numbered(path):
@@ -106,13 +106,13 @@ class _Reader:
         self.errors: list[dict[str, Any]] = []
 
     def read(self, number: int, line: bytes) -> None:
-        """Take a line.
+        """Validate a line.
 
         Raises:
-            _Wrong: there are too many.
+            _Wrong: too many lines.
         """
         if self.num_requests == MAX_REQUESTS:
-            raise _Wrong("too_many_requests", f"a batch may have {MAX_REQUESTS:,} requests")
+            raise _Wrong("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
         try:
             self._read(number, line)
@@ -124,7 +124,6 @@ class _Reader:
             self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
 
     def note(self, number: int | None, wrong: _Wrong) -> None:
-        """Remember what is wrong."""
         message = (
             wrong.message if len(wrong.message) <= _MAX_MESSAGE_CHARS else wrong.message[:_MAX_MESSAGE_CHARS] + "..."
         )
@@ -132,29 +131,31 @@ class _Reader:
 
     def _read(self, number: int, line: bytes) -> None:
         if len(line) > self._rules.max_line_bytes:
-            message = f"this line has {len(line)} bytes, and a request may have {self._rules.max_line_bytes}"
+            message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
             raise _Wrong("line_too_large", message)
         request = _parsed(line)
         if wrong := envelope_error(request):
             raise _Wrong("invalid_request", wrong)
         custom_id, url = request["custom_id"], request["url"]
         if custom_id in self._line_of:
-            message = f"custom_id {shown(custom_id)} is on line {self._line_of[custom_id]} already"
+            message = f"custom_id {shown(custom_id)} is already used on line {self._line_of[custom_id]}"
             raise _Wrong("duplicate_custom_id", message, "custom_id")
         self._line_of[custom_id] = number
         if url != self._rules.endpoint:
             raise _Wrong(
-                "mismatched_endpoint", f"url is {shown(url)}, and the batch is for {self._rules.endpoint}", "url"
+                "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"
             )
         body = json.dumps(request["body"]).encode()
         rules = self._rules
-        intake = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
-        self.prompt_tokens += intake.prompt_tokens
-        self.output_tokens += intake.output_tokens
-        self.model = self.model or intake.model.name
-        if intake.model.name != self.model:
+        checked = check(url, body, rules.key, self._models, max_output_tokens=rules.max_output_tokens)
+        self.prompt_tokens += checked.prompt_tokens
+        self.output_tokens += checked.output_tokens
+        self.model = self.model or checked.model.name
+        if checked.model.name != self.model:
             raise _Wrong(
-                "mismatched_model", f"a batch has one model: {self.model} above, {intake.model.name} here", "body.model"
+                "mismatched_model",
+                f"all requests must use the same model: {self.model} above, {checked.model.name} here",
+                "body.model",
             )
 
 

@@ -1,9 +1,7 @@
-"""The work on a batch: run it in bulk, and collect what came of it.
+"""Runs a batch as a bulk run and collects its results, in a separate process.
 
-In a process of its own; it schedules nothing.
-
-The output and error files are the run's own export; what was not executed when a batch ends early is added to the
-errors, as OpenAI has it.
+The output and error files are the run's export. If a batch ends early, requests that were not executed are added to the
+error file, as OpenAI does.
 """
 
 import contextlib
@@ -39,7 +37,7 @@ from pipelines.online.batches.lent import EndpointLender
 _Record = TypeVar("_Record", UnitUsage, EngineSession)
 
 Reason = str
-"""Why a batch ends early: a code of `UNEXECUTED`."""
+"""Why a batch ended early: a key of `UNEXECUTED`."""
 BUDGET: Reason = "insufficient_quota"
 KEY_REVOKED: Reason = "key_revoked"
 MODEL_WITHDRAWN: Reason = "model_not_allowed"
@@ -55,16 +53,16 @@ UNEXECUTED: Mapping[Reason, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of a process that works on a batch.
+    """Everything a process needs to work on a batch.
 
     Attributes:
         owner: name of the key.
-        account: of the key; its budget pays.
-        model: what clients call it.
-        input, run, errors: where they are, or are to be.
-        config, commits: of the run, if it is not there already: then it has its own.
-        lender: lends its engine; None where it has engines of its own.
-        budget_usd: what the run may cost beyond what the endpoint's ledger has of it; None is no limit.
+        account: of the key.
+        model: its served name.
+        input, run, errors: paths.
+        config, commits: of a new run; a resumed run keeps its own.
+        lender: provides lent engines; None if the run starts its own.
+        budget_usd: limit of the additional cost; None is unlimited.
     """
 
     batch_id: str
@@ -86,10 +84,11 @@ class Result:
     """The result of a batch.
 
     Attributes:
-        reason: why it ended early; None if every request was executed.
-        output, errors: sizes in bytes of the files that are not empty; `output` with where it is.
-        usage: of all its requests; None where nothing was run.
-        record: for the endpoint's ledger: what engines of its own used and cost; None where nothing was run.
+        reason: why it ended early, or None.
+        output: path and size in bytes of the output file; None if empty.
+        errors: size in bytes of the error file.
+        usage: of all requests; None if nothing ran.
+        record: usage and cost of its own engines for the endpoint's ledger; None if nothing ran.
     """
 
     reason: Reason | None
@@ -102,7 +101,7 @@ class Result:
 
 
 class Counts(progress.RunProgress):
-    """The progress of a run as three numbers, for whoever asks."""
+    """The latest progress of a run."""
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True))
@@ -110,24 +109,23 @@ class Counts(progress.RunProgress):
         self.usd = 0.0
 
     def show(self, tally: progress.Tally, *, final: bool = False) -> None:
-        """Remember the present state."""
         self.num_completed, self.num_failed, self.usd = tally.num_rows, tally.num_failed_rows, tally.usd
 
 
 def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) -> Result:
-    """Run a batch, or continue it, and collect what came of it.
+    """Run or resume a batch, and collect its results.
 
     Args:
-        allowance: what it may cost, which may change.
+        allowance: cost limit, which may change during the run.
 
     Raises:
-        PeagleError: what ends a bulk run before its time, but for a stop.
+        PeagleError: the run failed. A requested stop is not an error.
     """
     directory = RunDirectory(task.run)
-    # A run that is there has its own keys, whatever the endpoint was started with since.
+    # A resumed run keeps its configuration, even if the endpoint's has changed.
     config = dict(directory.manifest()["config"]) if directory.exists else dict(task.config)
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
-    if task.lender is not None:  # one process asks for as many rows as there are slots
+    if task.lender is not None:  # one process can fill all slots
         config["engines"] = "1"
     billed_usd = _usd(directory, lent=True) if directory.exists else 0.0
     allowance.usd = None if task.budget_usd is None else billed_usd + task.budget_usd
@@ -151,23 +149,22 @@ def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) ->
 
 
 class Stop:
-    """The word that ends a run, and why."""
+    """A stop event with its reason."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.reason: Reason | None = None
 
     def ask(self, reason: Reason) -> None:
-        """Stop."""
         self.reason = reason
         self.event.set()
 
 
 def collect(task: Task, reason: Reason | None) -> Result:
-    """Collect a batch's files and figures as far as it came, run or not.
+    """Collect the files and figures of a finished or interrupted run.
 
     Raises:
-        PeagleError: a file of the run is damaged, or cannot be written.
+        PeagleError: a file of the run is damaged, or a file cannot be written.
     """
     directory = RunDirectory(task.run)
     exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
@@ -187,9 +184,9 @@ def collect(task: Task, reason: Reason | None) -> Result:
 def _write_errors(
     task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
-    """Write the error file, if it has lines.
+    """Write the error file unless it would be empty.
 
-    Returns the requests not executed, and its bytes.
+    Returns the number of unexecuted requests and the size in bytes.
     """
     failed = place(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
@@ -211,7 +208,7 @@ def _write_errors(
 
 
 def _unexecuted(task: Task, directory: RunDirectory) -> Iterator[str]:
-    """The `custom_id`s of the requests that are in no committed unit."""
+    """Yield the `custom_id`s of requests in uncommitted units."""
     if not directory.exists:
         with contextlib.closing(Lines(task.input)) as lines:
             yield from _custom_ids(lines)
@@ -230,9 +227,9 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """Record what the run used of engines of its own, as one request of the key.
+    """Return the run's usage and cost as one record of the key.
 
-    They were started for it, so their every second counts. The endpoint's engines have recorded what it used of them.
+    It covers all seconds of engines that were started for the batch. Lent engines write their own records.
     """
     make_report(directory)
     manifest = directory.manifest()
@@ -257,7 +254,7 @@ def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
 
 
 def _usd(directory: RunDirectory, *, lent: bool) -> float:
-    """The price of a run's own engines, or of those that were lent."""
+    """Return the cost of a run's own engines, or of lent ones."""
     usages, sessions = _of_sessions(directory.usages(), lent=lent), _of_sessions(directory.sessions(), lent=lent)
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 

@@ -1,7 +1,7 @@
-"""Admit a request's body: valid, allowed to its key, bounded in its answer.
+"""Validation of a request's body, and the maximum number of tokens of its answer.
 
-Pure: bytes in, the request's values out. It checks what the endpoint itself decides by (model, stream, number of
-tokens); the rest is for the models of the API behind it.
+The gate checks what the endpoint needs to decide: model, key, stream and token counts. Other fields are validated by
+the API models of vLLM.
 """
 
 import itertools
@@ -14,13 +14,13 @@ from peagle.plain_json import HalfSurrogate, finite_float, from_json
 from peagle.requests.bounds import token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.bodies import REQUEST
-from pipelines.online.gateway.contents import TEMPLATE_TOKENS, answer_shape, check_contents, within_room
+from pipelines.online.gateway.bodies import REQUEST_LIMITS
+from pipelines.online.gateway.contents import TEMPLATE_TOKENS, answer_shape, check_contents, limit_output_tokens
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
-COMPLETION_TOKENS = 16  # what OpenAI's API gives a completion that names no number
-_LEAST_MADE = 1  # token of a choice: vLLM makes, and counts, one that nobody sees where a request wants none
+COMPLETION_TOKENS = 16  # OpenAI's default max_tokens for completions
+_MIN_OUTPUT_TOKENS = 1  # vLLM generates and counts one token per choice even if the request asks for none
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "stream": (bool,),
@@ -29,30 +29,29 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "max_completion_tokens": (int,),
     "n": (int,),
 }
-_WORDS = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
-_LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # what 64 bits hold; an engine takes no others
+_TYPE_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
+_MIN_INT, _MAX_INT = -(2**63), 2**63 - 1  # engines only accept 64-bit integers
 _DIGITS_SHOWN = 40
-_OF_A_TEXT_PART = {"type", "text"}
-# What vLLM takes from anybody and the endpoint decides: whose cache a request reads, and by which ids it is known.
-_OF_THE_ENDPOINT = ("cache_salt", "request_id", "session_id")
-_MOST_FRACTIONS = 10_000
-_MOST_FIELDS, _LONGEST_FIELD = 200, 100  # of a request; vLLM has some seventy
-_DEEPEST = 100  # lists and objects in each other; at some hundreds what hands a request on fails of it
+_TEXT_PART_FIELDS = {"type", "text"}
+# vLLM accepts these from clients; here the endpoint sets them.
+_ENDPOINT_FIELDS = ("cache_salt", "request_id", "session_id")
+_MAX_FLOATS = 10_000
+_MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM has about 70 fields
+_MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as the ingress knows it.
+    """A model as the gate sees it.
 
     Attributes:
-        can_seed: whether a sampling seed works; vLLM 0.29 on CPU dies on one, and every request in it.
-        max_choices: of one request, over all its prompts: they are one request for whoever counts an engine's; None is
-            without limit.
-        max_answer_bytes: of one answer, by `AnswerShape`; None is without limit.
-        media: items of each modality that one request may have; None is text alone.
+        can_seed: whether sampling seeds work. On CPU, a seed crashes vLLM 0.29 and all requests in it.
+        max_choices: per request, over all its prompts; Ray Serve counts them as one request. None is unlimited.
+        max_answer_bytes: maximum size of one answer, estimated with `AnswerShape`. None is unlimited.
+        media: maximum items per request of each modality; None allows text only.
         media_domains: hosts from which engines may fetch media.
-        vocab_size: token ids that the model has; None if unknown.
-        parsers: the keys of vLLM's parsers that the model is served with.
+        vocab_size: None if unknown.
+        parsers: configured vLLM parsers.
     """
 
     name: str
@@ -69,17 +68,18 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
-    """A request that may go on.
+class CheckedRequest:
+    """A valid request.
 
     Attributes:
-        path: of the API; another one than the request's where that is SageMaker's.
-        values: the request as the engine gets it.
-        shown_usage: what the client asked for of a stream's.
-        num_choices: of all its prompts.
-        prompt_tokens: of all its choices at most, before anybody has counted them.
-        output_tokens: of all its choices at most.
-        cap_tokens: of a chat that names no number: its answer has what the context leaves, and no more than these.
+        path: the API path; differs from the request's path on SageMaker.
+        values: the body that the engine receives.
+        shown_usage: the usage events that the client asked for in a stream.
+        num_choices: over all prompts.
+        prompt_tokens: upper bound over all choices.
+        output_tokens: upper bound over all choices.
+        cap_tokens: the limit for a chat without max_tokens. The answer may use what the context has left, up to this
+            limit.
     """
 
     path: str
@@ -100,23 +100,23 @@ def check(
     *,
     max_output_tokens: int | None,
     cache_salt: str | None = None,
-) -> Intake:
-    """Decide on a request.
+) -> CheckedRequest:
+    """Validate a request.
 
-    A stream is always asked for its usage, in every event, so that what was sent is known when the client leaves in
-    between; the replica takes out what the client did not ask for (`relay.py`).
+    Streams always include usage in every event, so that the usage is known if the client disconnects. The replica
+    removes usage that the client did not ask for (`relay.py`).
 
     Args:
-        cache_salt: requests share cached prompts with those of the same salt; None is without one.
+        cache_salt: requests with the same salt share cached prefixes; None adds no salt.
 
     Raises:
-        ApiError: 400, 403, 404 or 422, with the field that is at fault.
+        ApiError: 400, 403, 404 or 422, with the invalid field.
     """
     values = _parse(body)
-    path = _invoked(values) if path == INVOCATIONS_URL else path
+    path = _detect_path(values) if path == INVOCATIONS_URL else path
     _check_types(path, values)
     model = _model(values, key, models)
-    values = _as_an_engine_takes_it(path, values)
+    values = _drop_ignored_fields(path, values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
         raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
     _require_parser(values, model)
@@ -124,29 +124,29 @@ def check(
     if wrong := token_id_error(values, model.vocab_size):
         raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
     num_choices = _num_choices(path, values, model)
-    asked = _asked_tokens(path, values, model, max_output_tokens, num_choices)
-    tokens = default_tokens(path, key, model, max_output_tokens, num_choices) if asked is None else asked
+    requested = _requested_tokens(path, values, model, max_output_tokens, num_choices)
+    tokens = default_max_tokens(path, key, model, max_output_tokens, num_choices) if requested is None else requested
     shape = answer_shape(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
-    tokens = within_room(shape, model.max_answer_bytes, asked=asked, tokens=tokens)
+    tokens = limit_output_tokens(shape, model.max_answer_bytes, requested=requested, tokens=tokens)
     if path == COMPLETIONS_URL:
-        values["max_tokens"] = tokens  # vLLM would give it its own 16
+        values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
     if values.get("stream"):
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
     values["model"] = model.name
     values |= {"cache_salt": cache_salt} if cache_salt else {}
-    return Intake(
+    return CheckedRequest(
         path=path,
         values=values,
         model=model,
         shown_usage=_shown_usage(options),
         num_choices=num_choices,
-        prompt_tokens=_most_prompt_tokens(values, len(body), model, num_choices),
-        output_tokens=max(tokens, _LEAST_MADE) * num_choices,
-        # Not in the body, where vLLM would count it against the context beside the prompt and refuse what does not fit.
-        cap_tokens=tokens if asked is None and path == CHAT_URL and tokens < model.max_model_len else None,
+        prompt_tokens=_max_prompt_tokens(values, len(body), model, num_choices),
+        output_tokens=max(tokens, _MIN_OUTPUT_TOKENS) * num_choices,
+        # Not in the body: vLLM would refuse it if prompt and max_tokens together exceed the context.
+        cap_tokens=tokens if requested is None and path == CHAT_URL and tokens < model.max_model_len else None,
     )
 
 
@@ -157,25 +157,25 @@ def _shown_usage(options: Mapping[str, Any]) -> ShownUsage:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    REQUEST.check(body)
+    REQUEST_LIMITS.check(body)
     try:
-        values = from_json(body, parse_int=_whole_number, parse_float=_Fractions().read)
+        values = from_json(body, parse_int=_whole_number, parse_float=_FloatParser().parse)
     except HalfSurrogate as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(422, "the body must be a JSON object", code="invalid_type")
-    if len(values) > _MOST_FIELDS or any(len(field) > _LONGEST_FIELD for field in values):
-        message = f"a request has {_MOST_FIELDS} fields at most, with names of {_LONGEST_FIELD} characters"
+    if len(values) > _MAX_FIELDS or any(len(field) > _MAX_FIELD_CHARS for field in values):
+        message = f"a request has {_MAX_FIELDS} fields at limit, with names of {_MAX_FIELD_CHARS} characters"
         raise ApiError(400, message, code="too_many_values")
-    if body.count(b"[") + body.count(b"{") > _DEEPEST and _depth(values) > _DEEPEST:
-        raise ApiError(400, f"the body has more than {_DEEPEST} lists and objects in each other", code="too_deep")
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _depth(values) > _MAX_DEPTH:
+        raise ApiError(400, f"the body has more than {_MAX_DEPTH} nested lists and objects", code="too_deep")
     return values
 
 
-def _invoked(values: Mapping[str, Any]) -> str:
-    """The path of the API that a body without one is for."""
+def _detect_path(values: Mapping[str, Any]) -> str:
+    """Return the API path for a body that came without one."""
     for field, path in (("messages", CHAT_URL), ("prompt", COMPLETIONS_URL)):
         if field in values:
             return path
@@ -187,32 +187,37 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
         value = values.get(field)
         is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
         if value is not None and is_wrong:
-            raise ApiError(422, f"{field} must be {_WORDS[kinds[0]]}", code="invalid_type", param=field)
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1 and not _scores(path, field, values):
+            raise ApiError(422, f"{field} must be {_TYPE_NAMES[kinds[0]]}", code="invalid_type", param=field)
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value < 1
+            and not _only_scores_prompt(path, field, values)
+        ):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
 
 
-def _as_an_engine_takes_it(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without fields that ask for nothing or that the endpoint sets.
+def _drop_ignored_fields(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request without fields that have no effect or that the endpoint sets itself.
 
     Raises:
-        ApiError: 400, it has a field that nobody knows, or that is not taken.
+        ApiError: 400, a field is unknown or unsupported.
     """
     if refused := refused_field(path, values, in_bulk=False):
         code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
         raise ApiError(400, str(refused), code=code, param=refused.field)
     return {
-        name: value for name, value in values.items() if not (name in _OF_THE_ENDPOINT or asks_nothing(name, value))
+        name: value for name, value in values.items() if not (name in _ENDPOINT_FIELDS or asks_nothing(name, value))
     }
 
 
 def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
-    """Refuse a field for which the model is served without a parser.
+    """Refuse fields that need a parser which the model is served without.
 
-    vLLM would refuse it too, and name its own flags.
+    vLLM would refuse them as well, but its message names vLLM's flags.
 
     Raises:
-        ApiError: 400, with the setting.
+        ApiError: 400.
     """
     calls_tools = bool(values.get("tools")) and values.get("tool_choice", "auto") != "none"
     field = "tool_choice" if "tool_choice" in values else "tools"
@@ -221,40 +226,41 @@ def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
         raise ApiError(400, f"{field}: {message}", code="unsupported_value", param=field)
     field = "thinking_token_budget"
     if values.get(field, -1) != -1 and "reasoning_parser" not in model.parsers:
-        message = f"{model.name} is served without reasoning_parser, so its thinking cannot be bounded"
+        message = f"{model.name} is served without reasoning_parser, so its thinking cannot be limited"
         raise ApiError(400, f"{field}: {message}", code="unsupported_value", param=field)
 
 
 def _depth(values: Any) -> int:
     depth, level = 0, [values]
-    while level := [one for one in level if isinstance(one, list | dict)]:
+    while level := [value for value in level if isinstance(value, list | dict)]:
         depth += 1
-        level = list(itertools.chain.from_iterable(one.values() if isinstance(one, dict) else one for one in level))
+        children = (value.values() if isinstance(value, dict) else value for value in level)
+        level = list(itertools.chain.from_iterable(children))
     return depth
 
 
-def _scores(path: str, field: str, values: Mapping[str, Any]) -> bool:
-    """Whether a request wants only its prompt back, with its tokens' logprobs."""
+def _only_scores_prompt(path: str, field: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the request only wants the logprobs of its prompt (max_tokens 0 with echo)."""
     return path == COMPLETIONS_URL and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
-class _Fractions:
-    """Fractions in one body: slow to write down, and rarely many."""
+class _FloatParser:
+    """Parses the floats of one body and limits their number: serializing many floats is slow."""
 
     def __init__(self) -> None:
         self._num = 0
 
-    def read(self, digits: str) -> float:
-        """The next one."""
+    def parse(self, digits: str) -> float:
+        """Return the float."""
         self._num += 1
-        if self._num > _MOST_FRACTIONS:
-            raise ApiError(400, f"the body has more than {_MOST_FRACTIONS:,} fractions", code="too_many_values")
+        if self._num > _MAX_FLOATS:
+            raise ApiError(400, f"the body has more than {_MAX_FLOATS:,} fractions", code="too_many_values")
         return finite_float(digits)
 
 
 def _whole_number(digits: str) -> int:
-    is_short = len(digits) <= len(str(_LEAST_INT))  # Python itself refuses thousands of digits
-    if is_short and _LEAST_INT <= (number := int(digits)) <= _MOST_INT:
+    is_short = len(digits) <= len(str(_MIN_INT))  # Python refuses thousands of digits
+    if is_short and _MIN_INT <= (number := int(digits)) <= _MAX_INT:
         return number
     shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
     raise ApiError(400, f"the number {shown} is too large: whole numbers have 64 bits", code="invalid_value")
@@ -275,60 +281,58 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
     return models[name]
 
 
-def _asked_tokens(
-    path: str, values: Mapping[str, Any], model: ServedModel, most: int | None, num_choices: int
+def _requested_tokens(
+    path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
-    """The most output tokens of one choice, as the request names them.
+    """Return the max_tokens of the request, or None.
 
-    `most` is for all choices together.
+    Args:
+        limit: for all choices together.
     """
     field = (
         "max_tokens"
         if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None
         else "max_completion_tokens"
     )
-    asked: int | None = values.get(field)
-    limit = model.max_model_len if most is None else min(most // num_choices, model.max_model_len)
-    if asked is not None and max(asked, _LEAST_MADE) > limit:
+    requested: int | None = values.get(field)
+    limit = model.max_model_len if limit is None else min(limit // num_choices, model.max_model_len)
+    if requested is not None and max(requested, _MIN_OUTPUT_TOKENS) > limit:
         each = f" to each of {num_choices} choices" if num_choices > 1 else ""
-        message = f"{field} is {asked}, and {model.name} gives {limit} at most{each}"
+        message = f"{field} is {requested}, and {model.name} gives {limit} at limit{each}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)
-    return asked
+    return requested
 
 
-def _most_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedModel, num_choices: int) -> int:
-    """The most prompt tokens of all choices.
+def _max_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedModel, num_choices: int) -> int:
+    """Return an upper bound of the prompt tokens of all choices.
 
-    None is less than a byte of the body, but what a chat's template adds and what an image becomes, and no prompt is
-    longer than the context.
+    A token has at least one byte of the body. The chat template and images may add tokens, up to the context length.
     """
     n = int(values.get("n") or 1)
     num_prompts = num_choices // n
-    most = num_prompts * model.max_model_len
-    return n * (most if _has_media(values) else min(num_bytes + num_prompts * TEMPLATE_TOKENS, most))
+    limit = num_prompts * model.max_model_len
+    return n * (limit if _has_media(values) else min(num_bytes + num_prompts * TEMPLATE_TOKENS, limit))
 
 
 def _has_media(values: Mapping[str, Any]) -> bool:
-    """Whether a message has a part that may be something else than text."""
+    """Return whether a message has a part that may not be text."""
     messages = values.get("messages")
     messages = messages if isinstance(messages, list) else []
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
-    return any(isinstance(part, dict) and not part.keys() <= _OF_A_TEXT_PART for part in parts)
+    return any(isinstance(part, dict) and not part.keys() <= _TEXT_PART_FIELDS for part in parts)
 
 
-def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | None, num_choices: int = 1) -> int:
-    """The most output tokens of one choice where a request names no number.
-
-    The smallest limit there is.
+def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int | None, num_choices: int = 1) -> int:
+    """Return the smallest applicable limit of output tokens per choice, for a request without max_tokens.
 
     Raises:
         ApiError: 400, there are more choices than tokens for all of them.
     """
     if path == COMPLETIONS_URL:
-        of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [most]
+        of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [limit]
     else:
-        of_each, of_all = model.max_model_len, [most, key.output_tokens_per_min]
+        of_each, of_all = model.max_model_len, [limit, key.output_tokens_per_min]
     tokens = min([of_each, *(number // num_choices for number in of_all if number is not None)])
     if tokens < 1:
         message = f"the request has {num_choices} choices, and may not have as many output tokens; ask for fewer"
@@ -337,10 +341,10 @@ def default_tokens(path: str, key: KeyRecord, model: ServedModel, most: int | No
 
 
 def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
-    """Choices of all prompts together, each of which takes a slot of an engine.
+    """Return the choices over all prompts. Each needs a slot of an engine.
 
     Raises:
-        ApiError: 400, they are too many for one request.
+        ApiError: 400, too many for one request.
     """
     prompt = values.get("prompt")
     is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
@@ -350,7 +354,7 @@ def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> in
         raise ApiError(
             400,
             f"n is {n}, of {num_prompts} prompt(s), and {model.name} gives one request {model.max_choices} choices at "
-            "most; send several",
+            "limit; send several",
             code="too_many_choices",
             param="prompt" if num_prompts > model.max_choices else "n",
         )

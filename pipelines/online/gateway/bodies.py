@@ -1,12 +1,8 @@
-"""Bodies of requests: their shape before parsing, slow ones, large ones.
+"""Request bodies: limits of their structure, timeouts, and parsing in threads.
 
-A mebibyte of brackets is slower to read than one of text.
-
-Reading and checking hold Python's lock for as long as they take, and every stream of the endpoint waits. So a body has
-a number of values that takes some hundredths of a second. Pure: bytes in, an error out.
-
-Slow bodies are read in threads. Python runs one thread at a time, and hands over every five milliseconds, so that
-streams go on meanwhile; what is read must be made of short steps for that.
+A MiB of brackets takes far longer to parse than a MiB of text, and parsing holds Python's interpreter lock, so that all
+streams wait. So the number of values is limited before parsing, and long bodies are parsed in threads: Python switches
+threads every 5 ms, as long as no single step is long.
 """
 
 import asyncio
@@ -23,23 +19,23 @@ from starlette.types import Message, Receive, Scope, Send
 
 from peagle.errors import shown
 from pipelines.online.errors import ApiError
-from pipelines.online.serve.flow import Told
+from pipelines.online.serve.flow import UploadAckReceiver
 from pipelines.online.wire import header
 
-# A string, or what is left of one that does not end: then the search does not begin anew at each quote inside.
+# A string, possibly without its closing quote. Otherwise each quote inside would restart the search.
 _STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
 _STRINGS = re.compile(_STRING, re.DOTALL)
-_PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # some milliseconds' worth
+_PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # takes a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The most that a body may hold.
+class BodyLimits:
+    """The maximum structure of a body.
 
     Attributes:
         num_containers: objects and lists.
         num_members: of all objects together.
-        num_values: of all lists and objects together.
+        num_values: in all lists and objects together.
     """
 
     num_containers: int
@@ -47,10 +43,10 @@ class Shape:
     num_values: int
 
     def check(self, body: bytes) -> None:
-        """Refuse a body that holds more.
+        """Refuse a body that exceeds the limits.
 
         Raises:
-            ApiError: 400, with what there is too much of.
+            ApiError: 400, naming the limit.
         """
         if not self._excess(_counts(body)):
             return
@@ -72,7 +68,7 @@ class Shape:
 
 
 def _counts(text: bytes) -> tuple[int, int, int]:
-    """Containers, members and values but one of each container, outside of strings."""
+    """Return the number of containers, members, and separators in text without strings."""
     return text.count(b"[") + text.count(b"{"), text.count(b":"), text.count(b",")
 
 
@@ -84,33 +80,33 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
     yield body[at:]
 
 
-# 1 MiB of token ids has some 175,000, a conversation with tools five objects and lists a step.
-REQUEST = Shape(num_containers=10_000, num_members=30_000, num_values=250_000)
-ORDER = Shape(num_containers=10, num_members=50, num_values=50)
-"""The most values of a batch's order: six fields, one of them with 16 members."""
+# 1 MiB of token ids has about 175,000 values; a conversation with tools has five objects and lists per step.
+REQUEST_LIMITS = BodyLimits(num_containers=10_000, num_members=30_000, num_values=250_000)
+CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=50)
+"""For the body that creates a batch: six fields, one with 16 members."""
 
 
-AT_ONCE = 2
-_SHORT_BYTES = 16 * 1024  # a hundredth of a second at most, and half a millisecond for what people send
+NUM_THREADS = 2
+_SHORT_BYTES = 16 * 1024  # at most 10 ms, typically 0.5 ms
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class HeavyWork:
-    """The threads, and whose turn it is."""
+class ParsePool:
+    """A thread pool for parsing, with one body per key at a time."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="bodies")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bodies")
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
 
     async def run(
         self, key: str, num_bytes: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """The function's result, or what it raises.
+        """Return the result of the function.
 
         Args:
-            key: whose body it is; while one is read, the key's others wait and those of other keys do not.
-            num_bytes: of the body; a short one is read at once.
+            key: bodies of the same key wait for each other.
+            num_bytes: of the body; short ones are processed immediately in the calling thread.
         """
         if num_bytes <= _SHORT_BYTES:
             return function(*args, **kwargs)
@@ -129,16 +125,16 @@ class HeavyWork:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            # A thread cannot be stopped: the key's turn ends when it has, though the client has left.
+            # A thread cannot be cancelled: the key's turn ends with the thread, even if the client disconnected.
             await asyncio.wait([future])
             raise
 
 
 def parse(body: bytes) -> Any:
-    """The value of a body.
+    """Parse JSON.
 
     Raises:
-        ApiError: 400, it is not JSON.
+        ApiError: 400, invalid JSON.
     """
     try:
         return json.loads(body)
@@ -148,34 +144,31 @@ def parse(body: bytes) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class JsonBody:
-    """A body that the gate has parsed; nobody behind it does so again.
+    """A parsed body.
 
     Attributes:
-        values: until they are put through: they take many times as much memory as the body.
+        values: None once they are validated, since they take many times the body's memory.
         num_bytes: of the body.
-        key: whose it is, by name.
+        key: its key's name.
     """
 
     values: Any
     num_bytes: int
     key: str
-    heavy: HeavyWork
+    parse_pool: ParsePool
 
-    async def put_through(self, function: Callable[[Any], _T]) -> _T:
-        """The result of a function of the values, which may take long.
-
-        Then they are let go.
-        """
+    async def validate_in_thread(self, function: Callable[[Any], _T]) -> _T:
+        """Return the result of a possibly slow function of the values, and release the values."""
         values, self.values = self.values, None
-        return await self.heavy.run(self.key, self.num_bytes, function, values)
+        return await self.parse_pool.run(self.key, self.num_bytes, function, values)
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body may have {limit} bytes at most", code="body_too_large")
+    return ApiError(413, f"the body may have at most {limit} bytes", code="body_too_large")
 
 
 def require_length(scope: Scope, limit: int) -> None:
-    """Refuse a body that says of itself that it is too large.
+    """Refuse a body whose Content-Length is too large.
 
     Raises:
         ApiError: 413.
@@ -186,7 +179,7 @@ def require_length(scope: Scope, limit: int) -> None:
 
 
 def require_plain(scope: Scope) -> None:
-    """Refuse a body that is compressed or otherwise encoded.
+    """Refuse a compressed or otherwise encoded body.
 
     Raises:
         ApiError: 415.
@@ -198,26 +191,26 @@ def require_plain(scope: Scope) -> None:
 
 
 class Upload:
-    """The `receive` of a request that may be large.
+    """The `receive` of a request with a large body.
 
     Args:
-        send: where it says what was read, if somebody waits for that.
+        send: reports what was read to the proxy, see `serve/flow.py`.
         piece_timeout_s: for each piece.
-        timeout_s: for all of them.
+        timeout_s: for the whole body.
 
     Attributes:
-        is_whole: its end was read.
+        is_whole: the body was read to its end.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
-        self._receive = Told(receive, send)
+        self._receive = UploadAckReceiver(receive, send)
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._piece_timeout_s = piece_timeout_s
         self._give_up_at = time.monotonic() + timeout_s
         self.is_whole = False
 
     async def __call__(self) -> Message:
-        """The next piece; once the body is whole, what the client does.
+        """Return the next piece; after the end of the body, the client's next message.
 
         Raises:
             ApiError: 408 or 413.
@@ -238,10 +231,10 @@ class Upload:
 
 
 async def read_body(receive: Receive, send: Send, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body of a request.
+    """Return the whole body of a request.
 
     Args:
-        send: as `Upload` takes it.
+        send: as for `Upload`.
 
     Raises:
         ApiError: 400, 408 or 413.
@@ -250,6 +243,6 @@ async def read_body(receive: Receive, send: Send, *, max_bytes: int, timeout_s: 
     while not upload.is_whole:
         message = await upload()
         if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left before its request was whole", code="incomplete_body")
+            raise ApiError(400, "the client disconnected before the end of its request", code="incomplete_body")
         body += message.get("body", b"")
     return bytes(body)

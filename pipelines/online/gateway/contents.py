@@ -1,6 +1,6 @@
-"""Contents of a request: text, media, lists, constraints; room for its answer.
+"""Validation of a request's contents (text, media, lists, constraints) and of the size of its answer.
 
-Nothing that the engine's side would fetch, run or render for a client passes here. Pure: values in, an error out.
+Rejects everything that would make an engine fetch, execute or render data for a client.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from pipelines.online.errors import ApiError
 
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
 _TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
-# vLLM reads a part without a type, or with a uuid, by whichever of these it has; a uuid names what others sent before.
+# vLLM infers the type of an untyped part from these. A uuid refers to media that another client may have sent.
 _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
     *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
@@ -25,15 +25,15 @@ _MEDIA_KEYS = (
 def check_contents(
     values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
 ) -> None:
-    """Refuse what no engine is given.
+    """Refuse contents that engines must not receive.
 
     Args:
-        max_messages: each takes a token of the context at least.
-        media: items of each modality that one request may have; none of those that are not named.
-        media_domains: hosts from which an engine may fetch media; with none they come as data: URLs alone.
+        max_messages: each message needs at least one token of the context.
+        media: maximum items per request of each modality; others are refused.
+        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
 
     Raises:
-        ApiError: 400, with the field that is at fault.
+        ApiError: 400, with the invalid field.
     """
     kwargs = values.get("chat_template_kwargs")
     if kwargs is not None and (refused := template_error(kwargs)):
@@ -107,7 +107,7 @@ def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _urls(part: Mapping[str, Any]) -> Iterator[str]:
-    """All that a part has: which one vLLM reads depends on its type."""
+    """Yield all URLs of a part. Which one vLLM uses depends on the part's type."""
     for name in ("image_url", "audio_url", "video_url"):
         value = part.get(name)
         value = value.get("url") if isinstance(value, dict) else value
@@ -125,10 +125,7 @@ TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest
 def answer_shape(
     values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
 ) -> AnswerShape:
-    """How an answer to this request grows.
-
-    A prompt that is text has no more tokens than bytes.
-    """
+    """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
     asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
     if is_chat:
         logprobs = 1 + max(_count(values.get("top_logprobs")), _length(values.get("logprob_token_ids")))
@@ -137,9 +134,9 @@ def answer_shape(
         logprobs = (
             0 if asks_logprobs is None else 1 + max(_count(asks_logprobs), _length(values.get("logprob_token_ids")))
         )
-    asked = values.get("prompt_logprobs")
-    # vLLM gives a chat with `echo` those of its prompt, whether it wants any or not.
-    prompt_logprobs = 1 + _count(asked) if asked is not None else max(logprobs, int(is_chat)) * repeats
+    requested = values.get("prompt_logprobs")
+    # vLLM always returns prompt logprobs for a chat with `echo`.
+    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * repeats
     with_ids = bool(values.get("return_token_ids"))
     comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
     most = num_body_bytes + TEMPLATE_TOKENS
@@ -154,24 +151,24 @@ def answer_shape(
     )
 
 
-def within_room(shape: AnswerShape, most_bytes: int | None, *, asked: int | None, tokens: int) -> int:
-    """Output tokens of one choice for which an answer has room.
+def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested: int | None, tokens: int) -> int:
+    """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
 
     Args:
-        most_bytes: of the answer; None is without limit.
-        asked: the number that the request names. It is not lowered.
-        tokens: the request's, where nothing else limits them.
+        max_bytes: of the whole answer; None is unlimited.
+        requested: the request's own max_tokens, which is refused rather than lowered.
+        tokens: the limit from other rules.
 
     Raises:
         ApiError: 400, the answer could be too large.
     """
-    if most_bytes is None:
+    if max_bytes is None:
         return tokens
-    room = shape.most_output_tokens(most_bytes)
-    if room < 1 or (asked or 0) > room:
+    room = shape.most_output_tokens(max_bytes)
+    if room < 1 or (requested or 0) > room:
         message = (
-            f"the answer could have {shape.num_bytes(max(asked or 0, 1)) / 2**20:,.1f} MiB, by its choices, tokens and "
-            f"log-probabilities, and may have {most_bytes / 2**20:,.1f}; ask for less, or send several requests"
+            f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens and "
+            f"logprobs), but at most {max_bytes / 2**20:,.1f} are allowed; request less, or send several requests"
         )
         raise ApiError(400, message, code="answer_too_large")
     return min(tokens, room)
@@ -184,7 +181,7 @@ def _prompts(prompt: Any) -> list[Any]:
 
 def _prompt_length(prompt: Any) -> int:
     if isinstance(prompt, str):
-        return len(prompt.encode(errors="replace")) + 1  # and the token that begins a text
+        return len(prompt.encode(errors="replace")) + 1  # + 1 for the BOS token
     return _length(prompt)
 
 
@@ -193,10 +190,7 @@ def _length(value: Any) -> int:
 
 
 def _count(value: Any) -> int:
-    """A count as pydantic would take it.
-
-    -1 is the whole vocabulary, which vLLM refuses beyond its own limit.
-    """
+    """Return a count as pydantic would parse it. Negative values and values above vLLM's limit become the limit."""
     try:
         number = int(value or 0)
     except (TypeError, ValueError, OverflowError):

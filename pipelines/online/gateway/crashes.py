@@ -51,11 +51,11 @@ class _Crash:
 
     def find_suspects(self) -> list[Attempt]:
         """Return the attempts that may have caused the crash, the most likely one first."""
-        if repeated := [one for one in self.attempts if one.num_crashes > 1]:
+        if repeated := [attempt for attempt in self.attempts if attempt.num_crashes > 1]:
             return repeated
-        newest = max(self.attempts, key=lambda one: one.started_at)
-        others = (one for one in self.attempts if one is not newest)
-        return [newest, *(one for one in others if one.started_at >= newest.started_at - _SAME_STEP_S)]
+        newest = max(self.attempts, key=lambda attempt: attempt.started_at)
+        others = (attempt for attempt in self.attempts if attempt is not newest)
+        return [newest, *(attempt for attempt in others if attempt.started_at >= newest.started_at - _SAME_STEP_S)]
 
 
 class EngineCrashes:

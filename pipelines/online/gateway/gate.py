@@ -1,17 +1,14 @@
-"""The gate before the OpenAI routes, an ASGI middleware.
-
-It tells who asks, whether they may, and how much they used.
+"""ASGI middleware that authenticates, limits and meters each request.
 
     route -> authenticate -> admit -> forward -> settle
 
-    route           the path's, by the table; a path that is refused is told only to who has a key
-    authenticate    the key, whose request counts from here on, whatever becomes of it
-    admit           the body read and checked, tokens and cost held
-    forward         to the application, with the gate's pass and its word on the request
-    settle          by what the answer says of its own usage, or later by the ledger
+    route           look up the path; a 404 or 405 is only sent to a client with a key
+    authenticate    check the API key and count the request
+    admit           read and validate the body, reserve tokens and cost
+    forward         call the application with a `GatePass` in the scope
+    settle          replace the reservation by the usage in the answer, or later by the ledger's
 
-It knows HTTP by ASGI alone and no Ray: any application that answers as vLLM does can be behind it. Prompts and answers
-pass through; prompts are written down where the settings say so, answers never.
+Any ASGI application that answers like vLLM can be behind it. Answers are never stored; prompts only with `log_prompts`.
 """
 
 import asyncio
@@ -31,9 +28,9 @@ from peagle.economics.tags import tags_to_text
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import (
-    ORDER,
-    HeavyWork,
+    CREATE_BATCH_LIMITS,
     JsonBody,
+    ParsePool,
     Upload,
     parse,
     read_body,
@@ -41,36 +38,36 @@ from pipelines.online.gateway.bodies import (
     require_plain,
 )
 from pipelines.online.gateway.crashes import EngineCrashes
-from pipelines.online.gateway.invocations import INVOCATIONS, as_api, at
+from pipelines.online.gateway.invocations import INVOCATIONS, at, to_api_request
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
 from pipelines.online.gateway.limits import KeyLimits, Permit
 from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay, RefusalLog
 from pipelines.online.gateway.prompt_log import PromptLog
-from pipelines.online.gateway.routes import Route, Rule, as_get, find_route, require_local, with_pass
+from pipelines.online.gateway.routes import Route, Rule, find_route, head_as_get, require_local, with_pass
 from pipelines.online.gateway.tags import tags_of
 from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
 
-_JSON_RULES = (Rule.GENERATION, Rule.ORDER)
+_JSON_RULES = (Rule.GENERATION, Rule.CREATE_BATCH)
 _log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
-    """The settings of the gate, wherever the ingress lands.
+    """The settings of the gate. Picklable.
 
     Attributes:
-        key_file: read again whenever it changes.
-        fixed_keys: from the environment of whoever started the endpoint.
-        requires_key: if False, only this machine can connect; in a SageMaker container, anyone who can connect to it.
-        is_behind_sagemaker: whether SageMaker sends the requests, to its own route (`invocations.py`).
-        ledger: says what keys have spent before this process started.
-        prompts: folder in which requests are written down; None where they are not.
-        tags: of every request, beside its key's.
-        refusals_per_s: of one key, after the first ones; others are answered later.
-        shares_prefix_cache: a key's requests may find in an engine's cache what another key's have left there.
-        cache_secret: of this endpoint; a new one, as of an endpoint that is deployed anew, only empties caches.
+        key_file: reloaded when it changes.
+        fixed_keys: keys from the environment of `peagle serve`.
+        requires_key: if False, only clients on this machine are served (in a SageMaker container: any client).
+        is_behind_sagemaker: whether SageMaker's `/invocations` route exists, see `invocations.py`.
+        ledger: source of what keys spent before this process started.
+        prompts: folder for the prompt log; None disables it.
+        tags: added to every request.
+        refusals_per_s: refusals per key that are sent without delay, after an initial burst.
+        shares_prefix_cache: whether keys share an engine's prefix cache.
+        cache_secret: derives the cache salts; a new secret only invalidates cached prefixes.
     """
 
     models: tuple[ServedModel, ...]
@@ -91,18 +88,15 @@ class GateSettings:
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:
-        """The salt that keeps a key's cached prompts apart.
-
-        None where there is nobody to keep them from.
-        """
+        """Return the salt that separates the key's cached prefixes, or None if the cache is shared."""
         if self.shares_prefix_cache or not self.requires_key:
             return None
         return hmac.digest(self.cache_secret, key.name.encode(), "sha256").hex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A request of a key: it counts, and is not admitted yet."""
+class _Request:
+    """An authenticated request that has been counted but not admitted."""
 
     route: Route
     key: KeyRecord
@@ -114,11 +108,11 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Admitted:
-    """A request as the application gets it.
+    """A request as the application receives it.
 
     Attributes:
-        model, permit: of a request that an engine answers, and what it holds; None elsewhere.
-        body: for the log of prompts, as the client sent it.
+        model, permit: only set for requests that an engine answers.
+        body: the client's bytes, for the prompt log.
     """
 
     scope: Scope
@@ -129,10 +123,10 @@ class _Admitted:
 
 
 class Gate:
-    """The middleware.
+    """The gate in front of an application.
 
     Args:
-        routes: the application's own table; what is not in it never reaches the application.
+        routes: all routes of the application. Other paths never reach it.
     """
 
     def __init__(
@@ -151,22 +145,22 @@ class Gate:
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
-        self._heavy, self._pace = HeavyWork(), RefusalDelay(settings.refusals_per_s)
+        self._parse_pool, self._refusal_delay = ParsePool(), RefusalDelay(settings.refusals_per_s)
         self._refusals = RefusalLog()
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request through, or answer it."""
-        if scope["type"] == "websocket":  # no route is one, and nothing here would hold one to its key's limits
+        """Forward a request, or answer it with an error."""
+        if scope["type"] == "websocket":  # no route is a websocket, and the limits do not cover them
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = as_api(scope) if self._settings.is_behind_sagemaker else scope
-        scope, send = as_get(scope, send)
-        request_id = uuid.uuid4().hex  # never the client's: usage is told apart by it
-        answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._pace)
+        scope = to_api_request(scope) if self._settings.is_behind_sagemaker else scope
+        scope, send = head_as_get(scope, send)
+        request_id = uuid.uuid4().hex  # not the client's: the ledger needs unique ids
+        answer = Outgoing(send, {REQUEST_ID_HEADER: request_id}, self._refusal_delay)
         try:
             await self._serve(scope, receive, answer, request_id)
             return
@@ -176,33 +170,33 @@ class Gate:
                 _log.error("request %s failed", request_id, exc_info=error)
             else:
                 self._refusals.log(scope, refusal)
-        # While it is held back its traceback would keep the request's body in memory.
+        # The error may be delayed; its traceback would keep the request's body in memory.
         refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
-        found = self._route(scope)
-        if isinstance(found, Route) and self._is_open(found):
-            await self._app(with_pass(scope, found), receive, answer.send)
+        route = self._route(scope)
+        if isinstance(route, Route) and self._is_open(route):
+            await self._app(with_pass(scope, route), receive, answer.send)
             return
         key = self._authenticate(scope)
-        answer.know(key.account if self._settings.requires_key else None)
-        self._limits.count(key, is_poll=isinstance(found, Route) and found.rule is Rule.POLL)
-        if isinstance(found, ApiError):
-            raise found
-        asked = _Asked(route=found, key=key, request_id=request_id, scope=scope, receive=receive, answer=answer)
-        admitted = await self._admit(asked)
+        answer.set_account(key.account if self._settings.requires_key else None)
+        self._limits.count_request(key, is_poll=isinstance(route, Route) and route.rule is Rule.POLL)
+        if isinstance(route, ApiError):
+            raise route
+        request = _Request(route=route, key=key, request_id=request_id, scope=scope, receive=receive, answer=answer)
+        admitted = await self._admit(request)
         try:
-            await self._forward(asked, admitted)
+            await self._forward(request, admitted)
         finally:
             if admitted.permit is not None:
                 self._limits.settle(admitted.permit, answer.used)
 
     def _route(self, scope: Scope) -> Route | ApiError:
-        """The route, or what is wrong with the path, which only who has a key is told.
+        """Return the route, or the error that only a client with a valid key may see.
 
         Raises:
-            ApiError: 400, the path cannot be printed. Everybody is told.
+            ApiError: 400, the path contains unprintable characters. Sent to anyone.
         """
         if refusal := path_refusal(scope):
             raise refusal
@@ -212,7 +206,7 @@ class Gate:
             return error
 
     def _is_open(self, route: Route) -> bool:
-        """Whether anybody gets it; the page only where keys guard what it shows."""
+        """Return whether the route needs no key. The web page is public only if its API calls need keys."""
         return route.rule is Rule.OPEN or (route.rule is Rule.PAGE and self._settings.requires_key)
 
     def _authenticate(self, scope: Scope) -> KeyRecord:
@@ -230,44 +224,46 @@ class Gate:
             raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record
 
-    async def _admit(self, asked: _Asked) -> _Admitted:
-        """Read and check what the route's rule wants, and hold what it may cost."""
-        rule, receive = asked.route.rule, asked.receive
+    async def _admit(self, request: _Request) -> _Admitted:
+        """Read and validate what the route's rule requires, and reserve the maximum cost."""
+        rule, receive = request.route.rule, request.receive
         if rule is Rule.GENERATION:
             if self._settings.requires_key:
-                self._crashes.require_allowed(asked.key.account)
-            return await self._admit_generation(asked)
-        if rule in (Rule.ORDER, Rule.UPLOAD):  # the ledger says later what it cost
-            tags = tags_to_text({**self._settings.tags, **asked.key.tags})
-            await self._limits.require_budget(asked.key, tags)
-        if rule is Rule.ORDER:
-            body = await self._read(asked)
-            ORDER.check(body)
-            values = await self._heavy.run(asked.key.name, len(body), parse, body)
-            return _Admitted(scope=self._inward(asked, body=self._json(asked, body, values)), receive=receive)
+                self._crashes.require_allowed(request.key.account)
+            return await self._admit_generation(request)
+        if rule in (Rule.CREATE_BATCH, Rule.UPLOAD):  # the cost arises later
+            tags = tags_to_text({**self._settings.tags, **request.key.tags})
+            await self._limits.require_budget(request.key, tags)
+        if rule is Rule.CREATE_BATCH:
+            body = await self._read(request)
+            CREATE_BATCH_LIMITS.check(body)
+            values = await self._parse_pool.run(request.key.name, len(body), parse, body)
+            return _Admitted(
+                scope=self._forwarded_scope(request, body=self._json(request, body, values)), receive=receive
+            )
         if rule is Rule.UPLOAD:
-            receive = self._upload(asked)
-        return _Admitted(scope=self._inward(asked), receive=receive)
+            receive = self._upload(request)
+        return _Admitted(scope=self._forwarded_scope(request), receive=receive)
 
-    async def _admit_generation(self, asked: _Asked) -> _Admitted:
-        settings, key = self._settings, asked.key
-        tags, body = tags_of(asked.scope, key, settings.tags), await self._read(asked)
-        intake = await self._heavy.run(
+    async def _admit_generation(self, request: _Request) -> _Admitted:
+        settings, key = self._settings, request.key
+        tags, body = tags_of(request.scope, key, settings.tags), await self._read(request)
+        intake = await self._parse_pool.run(
             key.name,
             len(body),
             check,
-            asked.route.path,
+            request.route.path,
             body,
             key,
             self._models,
             max_output_tokens=settings.max_output_tokens,
             cache_salt=settings.cache_salt(key),
         )
-        if intake.path != asked.route.path:
-            scope = at(asked.scope, intake.path)
-            asked = replace(asked, scope=scope, route=find_route(self._routes, scope))
+        if intake.path != request.route.path:
+            scope = at(request.scope, intake.path)
+            request = replace(request, scope=scope, route=find_route(self._routes, scope))
         context = Context(
-            request_id=asked.request_id,
+            request_id=request.request_id,
             key=key.name,
             account=key.account,
             tags=tags,
@@ -275,58 +271,61 @@ class Gate:
             cap_tokens=intake.cap_tokens,
             shown_usage=intake.shown_usage,
         )
-        scope = self._inward(
-            asked, context.headers(), body=self._json(asked, body, intake.values), note=asked.answer.note
+        scope = self._forwarded_scope(
+            request,
+            context.headers(),
+            body=self._json(request, body, intake.values),
+            record_usage=request.answer.record_usage,
         )
         permit = await self._limits.admit(
             key,
             intake.model.name,
-            request_id=asked.request_id,
+            request_id=request.request_id,
             prompt_tokens=intake.prompt_tokens,
             output_tokens=intake.output_tokens,
             tags=tags,
         )
-        asked.answer.expect(intake.model)
-        return _Admitted(scope=scope, receive=asked.receive, model=intake.model.name, permit=permit, body=body)
+        request.answer.set_model(intake.model)
+        return _Admitted(scope=scope, receive=request.receive, model=intake.model.name, permit=permit, body=body)
 
-    async def _read(self, asked: _Asked) -> bytes:
-        require_plain(asked.scope)
-        require_length(asked.scope, self._settings.max_body_bytes)
+    async def _read(self, request: _Request) -> bytes:
+        require_plain(request.scope)
+        require_length(request.scope, self._settings.max_body_bytes)
         return await read_body(
-            asked.receive,
-            asked.answer.send,
+            request.receive,
+            request.answer.send,
             max_bytes=self._settings.max_body_bytes,
             timeout_s=self._settings.body_timeout_s,
         )
 
-    def _json(self, asked: _Asked, body: bytes, values: Any) -> JsonBody:
-        return JsonBody(values=values, num_bytes=len(body), key=asked.key.name, heavy=self._heavy)
+    def _json(self, request: _Request, body: bytes, values: Any) -> JsonBody:
+        return JsonBody(values=values, num_bytes=len(body), key=request.key.name, parse_pool=self._parse_pool)
 
-    def _upload(self, asked: _Asked) -> Upload:
+    def _upload(self, request: _Request) -> Upload:
         settings = self._settings
-        require_plain(asked.scope)
-        require_length(asked.scope, settings.max_upload_bytes)
+        require_plain(request.scope)
+        require_length(request.scope, settings.max_upload_bytes)
         times = settings.body_timeout_s, settings.request_timeout_s
-        upload = Upload(asked.receive, asked.answer.send, settings.max_upload_bytes, *times)
-        asked.answer.close_unless_read(upload)
+        upload = Upload(request.receive, request.answer.send, settings.max_upload_bytes, *times)
+        request.answer.close_unless_read(upload)
         return upload
 
-    def _inward(self, asked: _Asked, said: Mapping[str, str] | None = None, **given: Any) -> Scope:
-        """The request's scope for the application, with the gate's pass.
+    def _forwarded_scope(self, request: _Request, headers: Mapping[str, str] | None = None, **fields: Any) -> Scope:
+        """Return the scope for the application, with the gate's pass.
 
         Args:
-            said: headers that are the gate's to say.
-            given: as `with_pass` takes it.
+            headers: additional headers; the client cannot set them.
+            fields: for `with_pass`.
         """
-        said = {"x-request-id": asked.request_id, **(said or {})}
-        # What is read as JSON here is JSON behind it too, though `curl -d` calls it a form.
-        said |= {"content-type": "application/json"} if asked.route.rule in _JSON_RULES else {}
-        headers = with_headers(_of_client(asked.scope), said)
-        return with_pass({**asked.scope, "headers": headers}, asked.route, key=asked.key, **given)
+        own = {"x-request-id": request.request_id, **(headers or {})}
+        if request.route.rule in _JSON_RULES:
+            own["content-type"] = "application/json"  # `curl -d` says that it is a form
+        scope = {**request.scope, "headers": with_headers(_client_headers(request.scope), own)}
+        return with_pass(scope, request.route, key=request.key, **fields)
 
-    async def _forward(self, asked: _Asked, admitted: _Admitted) -> None:
-        """Have the application answer; where an engine does, within its time."""
-        model, answer = admitted.model, asked.answer
+    async def _forward(self, request: _Request, admitted: _Admitted) -> None:
+        """Call the application, with a timeout if an engine answers."""
+        model, answer = admitted.model, request.answer
         if model is None:
             await self._app(admitted.scope, admitted.receive, answer.send)
             return
@@ -334,25 +333,30 @@ class Gate:
         try:
             async with asyncio.timeout(limit_s) as limit:
                 if self._prompts:
-                    told = {"request_id": asked.request_id, "key": asked.key.name, "path": asked.route.path}
-                    await self._prompts.write(**told, model=model, body=admitted.body)
+                    await self._prompts.write(
+                        request_id=request.request_id,
+                        key=request.key.name,
+                        path=request.route.path,
+                        model=model,
+                        body=admitted.body,
+                    )
                 with self._load.request(model):
                     await self._app(admitted.scope, admitted.receive, answer.send)
         except asyncio.CancelledError:
-            answer.give_up()
+            answer.abandon()
             raise
         except TimeoutError:
             if not limit.expired():
                 raise
-            answer.give_up()
+            answer.abandon()
             raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
 
 
-def _of_client(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """A request's headers that are the client's to say.
+def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the client's headers that are forwarded.
 
-    None begins with x-: ours would be believed, and vLLM and Ray read others, of which they can fail (X-Vllm-Priority,
-    x_session_id). The key is nobody's business.
+    Headers that begin with x- are dropped: the application trusts the gate's own, and some crash vLLM or Ray
+    (X-Vllm-Priority, x_session_id). The API key is dropped, too.
     """
     return [
         (name, value)

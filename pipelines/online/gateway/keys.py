@@ -1,7 +1,6 @@
-"""API keys: made, kept as hashes, compared in constant time, revoked.
+"""API keys: created, stored as hashes, compared in constant time, revoked.
 
-A key is 32 random bytes, so one SHA-256 is enough to store it safely: there is nothing to guess, and a slow hash for
-passwords would only slow every request. It knows a file and an environment variable; what a key may do is `limits.py`.
+A key is 32 random bytes, so a single SHA-256 is a safe hash. A slow password hash would only slow down requests.
 """
 
 import contextlib
@@ -27,26 +26,26 @@ from pipelines.online.gateway.watched import WatchedFile
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
-_LEAST_LENGTH = 16  # of a key that a user made up
-_NO_HASH = "0" * 64  # no key has it
-LOCAL_NAME = "local"  # in usage, where there are no keys
+_MIN_KEY_CHARS = 16  # of user-defined keys
+_NO_HASH = "0" * 64  # matches no key
+LOCAL_NAME = "local"  # the name of requests to an endpoint without keys
 
 
 class KeyRecord(TagOptions):
-    """A key as it is stored, and what it may do; null is no limit.
+    """A stored API key with its limits; null is unlimited.
 
     Attributes:
-        name: of whom it is; usage and cost carry it.
-        sha256: of the key, in hexadecimal.
-        models: names of models that it may use.
-        max_parallel_requests: requests to engines that it may have under way at once.
-        budget_usd: what all its requests and batches together may cost.
-        budget_every: the period for which that is; null is all time.
-        max_stored_mib, max_stored_files: what it may keep, outputs of its batches included; null is as for all keys.
+        name: owner of the key, shown in usage and cost.
+        sha256: of the key, hexadecimal.
+        models: names of the models that it may use.
+        max_parallel_requests: concurrent requests to engines.
+        budget_usd: for all its requests and batches together.
+        budget_every: the budget's period; null is all time.
+        max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default.
         max_unfinished_batches: likewise.
-        expires_at: Unix time from which on it does not hold.
-        is_operator: it sees the usage of all keys, not only its own.
-        tags: of all its requests and batches.
+        expires_at: Unix time.
+        is_operator: may read the usage of all keys.
+        tags: added to all its requests and batches.
         request_tags: names of tags that its requests may set themselves.
     """
 
@@ -71,64 +70,54 @@ class KeyRecord(TagOptions):
 
     @property
     def account(self) -> str:
-        """The account of a key's spending.
-
-        Not its name alone, which a revoked key may have had.
-        """
+        """The account of the key's spend. Differs from the name, which a revoked key may have had."""
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def describe_budget(self) -> str:
-        """Its budget in words, for whoever it stops."""
+        """Return the budget as text for messages."""
         period = f" a {self.budget_every}" if self.budget_every else ""
         return f"the budget of ${self.budget_usd or 0:g}{period} of this key"
 
     def is_expired(self) -> bool:
-        """Whether its time is over, by this machine's clock."""
         return self.expires_at is not None and self.expires_at <= time.time()
 
     def without_hash(self) -> Self:
-        """As it may be stored and sent elsewhere."""
+        """Return a copy without the hash, to store or send elsewhere."""
         return self.model_copy(update={"sha256": _NO_HASH})
 
 
 def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
-    """A key, and what to store of it. The key itself is stored nowhere.
+    """Create a key. Returns the secret, which is not stored anywhere, and its record.
 
     Raises:
-        ConfigError: not a name, or not limits.
+        ConfigError: invalid name or limits.
     """
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, _record({"name": name, "sha256": digest(key), "created_at": time.time(), **limits}, where="the key")
 
 
-def rotated(record: KeyRecord) -> tuple[str, KeyRecord]:
-    """A new key in place of one, which no longer holds.
-
-    Its name, limits, files and spending stay.
-    """
+def rotate(record: KeyRecord) -> tuple[str, KeyRecord]:
+    """Return a new secret and its record. The old secret becomes invalid; name, limits, files and spend stay."""
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, record.model_copy(update={"sha256": digest(key)})
 
 
-def changed(record: KeyRecord, **limits: Any) -> KeyRecord:
-    """A key with other limits; its secret and its spending stay.
+def with_limits(record: KeyRecord, **limits: Any) -> KeyRecord:
+    """Return the key with other limits; the secret and the spend stay.
 
     Raises:
-        ConfigError: not limits.
+        ConfigError: invalid limits.
     """
     return _record({**record.model_dump(), **limits}, where="the key")
 
 
 def digest(key: str) -> str:
-    """The stored form of a key."""
+    """Return the stored hash of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
-    """The record of `key`.
-
-    Every record is compared, whole: the time tells nothing of which one came close.
-    """
+    """Return the record of a key. Compares with every record in constant time."""
     presented, found = digest(key), None
     for record in records:
         if hmac.compare_digest(presented, record.sha256):
@@ -137,24 +126,24 @@ def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """The keys of a file; none where it does not exist.
+    """Return the keys of a file; none if it does not exist.
 
     Raises:
-        ConfigError: it is no file of keys.
+        ConfigError: invalid file.
     """
     values = read_list(path, "keys", hint="`peagle serve keys add` writes such files")
     return tuple(_record(value, where=f"keys {path}") for value in values)
 
 
 def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
-    """Replace the file; only its owner can read it.
+    """Replace the file, readable only by its owner.
 
     Raises:
-        ConfigError: a name is there twice, or the file cannot be written.
+        ConfigError: a name is used twice, or the file cannot be written.
     """
     names = [record.name for record in records]
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"keys {path}: there is a key called {min(repeated)} already", hint="choose another name")
+        raise ConfigError(f"keys {path}: a key named {min(repeated)} already exists", hint="choose another name")
     data = json.dumps([record.model_dump(mode="json") for record in records], indent=2) + "\n"
     try:
         write_atomic(path, data.encode(), mode=SECRET_MODE)
@@ -163,13 +152,11 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
 
 
 @contextlib.contextmanager
-def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
-    """The keys of a file; as they are at the end of the `with`, they are written.
-
-    Whoever else changes it waits.
+def edit_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
+    """Lock a key file, yield its keys, and write them back at the end.
 
     Args:
-        create: make its folder.
+        create: create the folder.
 
     Raises:
         ConfigError: as `read_keys` and `write_keys`.
@@ -187,24 +174,24 @@ def changing_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecor
 
 
 def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[KeyRecord, ...]:
-    """Keys in `PEAGLE_API_KEYS`, NAME=KEY separated by commas; without limits.
+    """Return the keys in `PEAGLE_API_KEYS`, comma-separated NAME=KEY pairs; they have no limits.
 
     Raises:
-        ConfigError: an entry is no such pair, or its key is short enough to be guessed.
+        ConfigError: an entry is not a pair, or its key is too short.
     """
     records = []
     for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
         name, separator, key = (part.strip() for part in entry.partition("="))
-        if not separator or len(key) < _LEAST_LENGTH:
-            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY with {_LEAST_LENGTH} characters or more")
+        if not separator or len(key) < _MIN_KEY_CHARS:
+            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY with {_MIN_KEY_CHARS} characters or more")
         records.append(_record({"name": name, "sha256": digest(key)}, where=ENVIRONMENT))
     return tuple(records)
 
 
 class KeyRing:
-    """The valid keys: fixed ones, and those of a file that is read when changed.
+    """The valid keys: fixed ones, and those of a file that is reloaded when it changes.
 
-    While the file cannot be read the keys that were read last go on holding, revoked ones too.
+    While the file cannot be read, the keys that were read last remain valid, including revoked ones.
     """
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
@@ -212,33 +199,33 @@ class KeyRing:
         self._fixed = tuple(fixed)
 
     def find(self, key: str) -> KeyRecord | None:
-        """The record of a key that holds now.
+        """Return the record of a key, or None if it is invalid.
 
         Raises:
-            ConfigError: the file cannot be read, and never could be.
+            ConfigError: the file could never be read.
         """
         return find(key, self._records())
 
     def all(self) -> tuple[KeyRecord, ...]:
-        """All keys of this moment.
+        """Return all keys.
 
         Raises:
             ConfigError: as `find`.
         """
         return self._records()
 
-    def present(self, key: KeyRecord) -> KeyRecord | None:
-        """The key of this name with its present rights, without its hash.
-
-        None if it was revoked, or has expired.
+    def current(self, key: KeyRecord) -> KeyRecord | None:
+        """Return the key of this name with its current limits and without its hash, or None if revoked or expired.
 
         Raises:
             ConfigError: as `find`.
         """
         if key == LOCAL:
-            return LOCAL  # this machine's, from when there were no keys: nobody can revoke it
-        there = (record for record in self._records() if record.name == key.name and not record.is_expired())
-        return next((record.without_hash() for record in there), None)
+            return LOCAL  # from when the endpoint had no keys; cannot be revoked
+        for record in self._records():
+            if record.name == key.name and not record.is_expired():
+                return record.without_hash()
+        return None
 
     def _records(self) -> tuple[KeyRecord, ...]:
         return self._fixed + (self._file.now() if self._file else ())
@@ -246,12 +233,12 @@ class KeyRing:
 
 def _record(values: Any, *, where: str) -> KeyRecord:
     record = record_of(KeyRecord, values, where=where)
-    if record.name == LOCAL_NAME:  # it would own the files and the usage of an endpoint that had no keys
+    if record.name == LOCAL_NAME:  # it would own the files and usage of requests without a key
         raise ConfigError(
-            f"{where}: name: {LOCAL_NAME!r} stands for requests without a key", hint="choose another name"
+            f"{where}: name: {LOCAL_NAME!r} is reserved for requests without a key", hint="choose another name"
         )
     return record
 
 
 LOCAL = KeyRecord(name=LOCAL_NAME, sha256=_NO_HASH, is_operator=True)
-"""Whoever asks an endpoint without keys, which only this machine can reach."""
+"""The client of an endpoint without keys."""

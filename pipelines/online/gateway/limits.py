@@ -1,25 +1,22 @@
-"""Limits of a key: requests at once and a minute, tokens a minute, budgets.
+"""Limits of API keys: requests and tokens per minute, concurrent requests, budgets.
 
     admit -> Permit -> settle, by the answer; or later by the ledger, with `catch_up`
 
-A clock is injected, and it knows neither HTTP nor where keys come from. Counts live in one process (the ingress); money
-is kept by `budgets.py`.
+Rate limits are kept in memory of one process (the ingress), money in `budgets.py`.
 
-A request counts before anything else is looked at: those that are refused, that read or that delete cost time too.
-Output tokens count when they are known, and until then as many as the request may have, so that no burst of requests
-overshoots the limit. An engine counts prompt tokens; until then a request has as many as its bytes, which are more. So
-one that is alone under way gets in while the minute has any left, and overshoots it at most by itself. A window slides:
-an entry that is a minute old no longer counts.
+A request counts when it arrives, even if it is refused or only reads or deletes something.
 
-Of a budget a request holds what it costs alone, its prompt and its output each at their recent price (`sums.py`), until
-its own cost is known. One that is alone under way gets in with whatever is left; one of a model without a price gets in
-only so. So requests overspend a budget by the last one, and by what some cost beyond what they held. A tag's budget is
-held likewise by all requests with the tag. Of the endpoint's nothing is held: its engines cost the same with and
-without a request.
+Tokens are reserved at their maximum until the actual number is known, so that a burst cannot exceed the limit. For
+prompts the maximum is the body's size in bytes. That may be far too high, so the only running request of a key is
+admitted as long as the minute has any tokens left.
 
-The usage of a request whose client left never reaches the ingress; its engine writes it to the ledger, and until it is
-read there the request holds what it reserved. So nobody gets tokens for nothing by hanging up. What another ingress let
-in is spent too, as soon as its engine has written it.
+Each budget reserves the request's maximum cost at recent prices (`ledger_totals.py`). The only running request may use
+whatever is left; a request of a model without a price can only run alone. So a budget is exceeded by at most one
+request, plus price errors. Tags reserve like keys. The endpoint's budget reserves nothing: its engines cost the same
+with or without a request.
+
+If a client disconnects, the ingress never learns the usage. The engine writes it to the ledger, and the reservation
+stays until it is read there.
 """
 
 import asyncio
@@ -35,23 +32,70 @@ from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.gateway.windows import MinuteWindow, TokenWindow, check_input, check_output, too_many
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 from pipelines.online.totals import Totals
 
-POLLS_PER_MIN = 60  # of a key that has a limit of requests: two pages, each of which asks every two seconds
-_BATCH_RETRY_S = 60.0  # or that of a batch
+WINDOW_S = 60.0
+_BUSY_RETRY_S = 1.0  # if the wait depends on running requests
+POLLS_PER_MIN = 60  # per key with a rate limit: two pages that poll every two seconds
+_BATCH_RETRY_S = 60.0  # if a batch has reserved the rest of the budget
 _NO_PRICE = TokenPrice()
-_LOOK_S = 1.0
-_LOOK_ANYWAY_S = 30.0  # for batches that have ended
-_YOUNG_S = 120.0  # after a start, engines write what the ingress before this one let in
-_GIVE_UP_S = 120.0  # an engine that was killed writes nothing
+_POLL_S = 1.0
+_IDLE_POLL_S = 30.0  # picks up ended batches
+_STARTUP_S = 120.0  # after a start, engines still write records of the previous ingress's requests
+_LEDGER_TIMEOUT_S = 120.0  # a killed engine never writes its records
+
+
+@dataclass(slots=True)
+class MinuteWindow:
+    """A sliding window over the last minute."""
+
+    entries: deque[tuple[float, int]] = field(default_factory=deque)
+    total: int = 0
+
+    def add(self, now: float, amount: int) -> None:
+        self.entries.append((now, amount))
+        self.total += amount
+
+    def expire(self, now: float) -> None:
+        while self.entries and self.entries[0][0] <= now - WINDOW_S:
+            self.total -= self.entries.popleft()[1]
+
+    def wait_s(self, now: float, excess: int) -> float | None:
+        """Return the seconds until `excess` of the total has expired, or None if the total is smaller."""
+        for at, amount in self.entries:
+            excess -= amount
+            if excess <= 0:
+                return at + WINDOW_S - now
+        return None
+
+
+@dataclass(slots=True)
+class TokenWindow:
+    """Tokens of the last minute.
+
+    Attributes:
+        counted: tokens of finished requests.
+        reserved: maximum tokens of running requests.
+    """
+
+    counted: MinuteWindow = field(default_factory=MinuteWindow)
+    reserved: int = 0
+
+    def excess(self, now: float, tokens: int, limit: int) -> int:
+        """Return the tokens above the limit if `tokens` more were reserved; 0 or less if they fit."""
+        self.counted.expire(now)
+        return self.counted.total + self.reserved + tokens - limit
+
+    def settle(self, now: float, reserved: int, used: int) -> None:
+        """Replace reserved tokens by used ones."""
+        self.reserved -= reserved
+        if used:
+            self.counted.add(now, used)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """The usage of a request that has ended."""
-
+class ActualUsage:
     prompt_tokens: int = 0
     output_tokens: int = 0
     usd: float = 0.0
@@ -59,11 +103,11 @@ class Used:
 
 @dataclass(slots=True, kw_only=True)
 class Permit:
-    """An admitted request; give it back with `KeyLimits.settle` when it has ended.
+    """An admitted request. Return it with `KeyLimits.settle`.
 
     Attributes:
-        payers: accounts of which it holds something: its key's and its tags'.
-        prompt_tokens, output_tokens: that it reserves.
+        payers: accounts with a reservation: the key's and its tags'.
+        prompt_tokens, output_tokens: reserved.
     """
 
     account: str
@@ -71,26 +115,25 @@ class Permit:
     request_id: str
     prompt_tokens: int
     output_tokens: int
-    is_being_answered: bool = True
+    is_running: bool = True
 
 
 @dataclass(slots=True)
 class _Counts:
-    """The counts of one account."""
+    """The counters of one account."""
 
     requests: MinuteWindow = field(default_factory=MinuteWindow)
     polls: MinuteWindow = field(default_factory=MinuteWindow)
     prompt_tokens: TokenWindow = field(default_factory=TokenWindow)
     output_tokens: TokenWindow = field(default_factory=TokenWindow)
-    num_being_answered: int = 0
+    num_running: int = 0
 
 
 class KeyLimits:
     """The limits of all keys.
 
     Args:
-        totals: of the ledger; what it holds now was spent before. It is read beside everything else.
-        monotonic: seconds; only differences matter.
+        totals: of the ledger; read in the background.
     """
 
     def __init__(self, totals: Totals, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -98,26 +141,24 @@ class KeyLimits:
         self._shared = SharedBudgets(totals.folder)
         self._monotonic = monotonic
         self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
-        self._permits: dict[str, Permit] = {}  # by the request's id, until its answer or the ledger has told
-        self._waiting: dict[str, float] = {}  # for the ledger alone, since when
-        self._without_price: set[str] = set()  # models that keys with a budget have asked for
-        self._heard: deque[RequestUsage] = deque()  # by whichever thread reads the ledger
+        self._permits: dict[str, Permit] = {}  # by request id, until settled
+        self._waiting: dict[str, float] = {}  # requests whose usage only the ledger has, since when
+        self._unpriced_models: set[str] = set()  # requested by keys with a budget
+        self._ledger_records: deque[RequestUsage] = deque()  # filled by the thread that reads the ledger
         self._started_at = monotonic()
-        self._looked_at = -math.inf
-        self._look_task: asyncio.Task[None] | None = None
-        totals.follow(self)
+        self._polled_at = -math.inf
+        self._poll_task: asyncio.Task[None] | None = None
+        totals.add_follower(self)
         totals.read_in_background()
 
-    def count(self, key: KeyRecord, *, is_poll: bool = False) -> None:
-        """Count a request, whatever becomes of it.
-
-        A request that is refused here does not count.
+    def count_request(self, key: KeyRecord, *, is_poll: bool = False) -> None:
+        """Count a request against the rate limit. A request refused here does not count.
 
         Args:
-            is_poll: it counts in a window of its own, as the page asks for figures every two seconds.
+            is_poll: use the separate limit for the web page's polling.
 
         Raises:
-            ApiError: 429, with the time after which another attempt makes sense.
+            ApiError: 429, with a retry time.
         """
         if key.requests_per_min is None:
             return
@@ -128,20 +169,20 @@ class KeyLimits:
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
             counted = "requests for figures" if is_poll else "requests"
-            raise too_many(f"this key may make {limit} {counted} a minute", wait_s)
+            raise _rate_limit_error(f"this key may make {limit} {counted} a minute", wait_s)
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
-        """Refuse free actions, such as a file or an order, once a budget is spent.
+        """Refuse actions without an immediate cost, such as uploads and new batches, if a budget is spent.
 
         Args:
-            tags: as `admit`.
+            tags: as for `admit`.
 
         Raises:
-            ApiError: 429 and 503, as `admit`.
+            ApiError: 429 or 503, as for `admit`.
         """
         payers: list[Payer] = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
-        await self._know_spending(payers)
+        await self._wait_for_spend(payers)
         self._require_budgets(payers, is_free=True)
 
     async def admit(
@@ -154,34 +195,34 @@ class KeyLimits:
         output_tokens: int,
         tags: str = NO_TAGS,
     ) -> Permit:
-        """Let a request in that may have so many tokens of this model.
+        """Admit a request and reserve its tokens and cost.
 
         Args:
-            request_id: by which the ledger will name it.
-            tags: all of the request's, as the ledger will have them.
+            request_id: the id in the ledger.
+            tags: all of the request's tags, as in the ledger.
 
         Raises:
-            ApiError: 429, with the time after which another attempt makes sense; 400 where none does; 503, a budget
-                pays for it, and what is spent is not known yet.
+            ApiError: 429, a limit is reached; 400, the request exceeds a limit on its own; 503, the spend is still
+                being read.
         """
         payers: list[Payer] = [key, *self._shared.of_tags(tags)]
         endpoint = self._shared.of_endpoint()
-        await self._know_spending([*payers, *endpoint])
-        if _with_budget(payers) and model not in self._totals.prices:
-            self._without_price.add(model)
+        await self._wait_for_spend([*payers, *endpoint])
+        if _has_budget(payers) and model not in self._totals.prices:
+            self._unpriced_models.add(model)
         counts = self._counts[key.account]
         self._require_budgets(payers)
-        self._require_budgets(endpoint, is_free=True)  # its engines cost the same without the request
+        self._require_budgets(endpoint, is_free=True)  # nothing is reserved, see above
         _check_parallel(key, counts)
         now = self._monotonic()
-        check_output(key, counts.output_tokens, now, output_tokens)
-        check_input(key, counts.prompt_tokens, now, prompt_tokens)
+        _check_output_tokens(key, counts.output_tokens, now, output_tokens)
+        _check_input_tokens(key, counts.prompt_tokens, now, prompt_tokens)
         price = self._totals.prices.get(model, _NO_PRICE)
         usd = price.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        self._hold(request_id, payers, usd)
+        self._reserve(request_id, payers, usd)
         counts.prompt_tokens.reserved += prompt_tokens
         counts.output_tokens.reserved += output_tokens
-        counts.num_being_answered += 1
+        counts.num_running += 1
         permit = Permit(
             account=key.account,
             payers=[payer.account for payer in payers],
@@ -192,134 +233,170 @@ class KeyLimits:
         self._permits[request_id] = permit
         return permit
 
-    def settle(self, permit: Permit, used: Used | None) -> None:
-        """Take a permit back; settling it again changes nothing.
+    def settle(self, permit: Permit, used: ActualUsage | None) -> None:
+        """Return a permit. Idempotent.
 
         Args:
-            used: as the answer has said; None where nobody waited for that, and the ledger will say it. The ledger may
-                have done so already: an engine may be done before the ingress is.
+            used: the usage in the answer; None if unknown, and then the ledger's record settles it.
         """
-        self._leave(permit)
+        self._mark_answered(permit)
         if permit.request_id not in self._permits:
             return
         if used is None:
             self._waiting[permit.request_id] = self._monotonic()
         else:
-            self._end(permit.request_id, used)
+            self._settle(permit.request_id, used)
 
     async def catch_up(self) -> None:
-        """Settle what the ledger has told, at most once a second.
-
-        Seldom when nothing waits.
-        """
+        """Settle requests from new ledger records, at most once per second; rarely if nothing is waiting."""
         now = self._monotonic()
-        is_looking = self._look_task is not None and not self._look_task.done()
-        if is_looking or now < self._looked_at + self._pause_s(now):
+        is_looking = self._poll_task is not None and not self._poll_task.done()
+        if is_looking or now < self._polled_at + self._poll_interval_s(now):
             return
-        self._looked_at = now
-        # It goes on where the client leaves for whom it was: what has been read is not read again.
-        self._look_task = asyncio.create_task(self._look(now))
-        await asyncio.shield(self._look_task)
+        self._polled_at = now
+        # Shielded: the records are read only once, so a client that disconnects must not cancel the reading.
+        self._poll_task = asyncio.create_task(self._settle_from_ledger(now))
+        await asyncio.shield(self._poll_task)
 
     # --- as a follower of the ledger
 
-    def begin(self, totals: Totals) -> None:
-        """Begin at the ledger's end: older records count for budgets alone."""
+    def on_attach(self, totals: Totals) -> None:
+        """Ignore records from before the start: they only count for budgets."""
 
-    def hear(self, request: RequestUsage) -> None:
-        """Note what the ledger says of a request that was let in here."""
+    def on_ledger_record(self, request: RequestUsage) -> None:
+        """Queue the record of a request that was admitted here."""
         if request.request_id in self._permits:
-            self._heard.append(request)
+            self._ledger_records.append(request)
 
-    def _allowed_usd(self, payer: Payer) -> float | None:
-        return self._budgets.allowed_usd(payer.account, payer.budget_usd, payer.budget_every)
+    def _spending_limit(self, payer: Payer) -> float | None:
+        return self._budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every)
 
     def _require_budgets(self, payers: Iterable[Payer], *, is_free: bool = False) -> None:
         for payer in payers:
-            _raise(payer, self._budgets.refusal(payer.account, self._allowed_usd(payer), is_free=is_free))
+            _raise_refusal(payer, self._budgets.refusal(payer.account, self._spending_limit(payer), is_free=is_free))
 
-    def _hold(self, request_id: str, payers: Sequence[Payer], usd: float | None) -> None:
-        """Hold what a request may cost of each budget, or of none."""
+    def _reserve(self, request_id: str, payers: Sequence[Payer], usd: float | None) -> None:
+        """Reserve the cost in every budget, or in none."""
         for index, payer in enumerate(payers):
-            refusal = self._budgets.hold_request(request_id, payer.account, self._allowed_usd(payer), usd)
+            refusal = self._budgets.reserve_request(request_id, payer.account, self._spending_limit(payer), usd)
             if refusal:
                 for earlier in payers[:index]:
-                    self._budgets.let_go(request_id, earlier.account)
-                _raise(payer, refusal)
+                    self._budgets.release_request(request_id, earlier.account)
+                _raise_refusal(payer, refusal)
 
-    async def _know_spending(self, payers: Sequence[Payer]) -> None:
-        if self._totals.is_known:
+    async def _wait_for_spend(self, payers: Sequence[Payer]) -> None:
+        if self._totals.is_loaded:
             await self.catch_up()
-        elif _with_budget(payers) and not await self._totals.is_known_soon():
+        elif _has_budget(payers) and not await self._totals.wait_until_loaded():
             raise overloaded("the spend of this key is still being read; try again")
 
-    def _pause_s(self, now: float) -> float:
-        """Seconds between two looks.
+    def _poll_interval_s(self, now: float) -> float:
+        """Return the seconds between reads of the ledger.
 
-        Short where the ledger is waited for, or says first what tokens cost.
+        Short if a record or the first price of a model is awaited.
         """
-        is_awaited = self._waiting or self._without_price or now < self._started_at + _YOUNG_S
-        return _LOOK_S if is_awaited else _LOOK_ANYWAY_S
+        is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
+        return _POLL_S if is_awaited else _IDLE_POLL_S
 
-    async def _look(self, now: float) -> None:
+    async def _settle_from_ledger(self, now: float) -> None:
         await asyncio.to_thread(self._totals.catch_up)
-        self._without_price -= self._totals.prices.keys()
-        while self._heard:
-            request = self._heard.popleft()
+        self._unpriced_models -= self._totals.prices.keys()
+        while self._ledger_records:
+            request = self._ledger_records.popleft()
             if request.request_id in self._permits:
                 usage = request.usage
-                used = Used(
+                used = ActualUsage(
                     prompt_tokens=usage.num_prompt_tokens, output_tokens=usage.num_output_tokens, usd=request.usd
                 )
-                self._end(request.request_id, used)
-        overdue = [request_id for request_id, since in self._waiting.items() if since < now - _GIVE_UP_S]
+                self._settle(request.request_id, used)
+        overdue = [request_id for request_id, since in self._waiting.items() if since < now - _LEDGER_TIMEOUT_S]
         for request_id in overdue:
-            self._end(request_id, None)  # a late record is spent all the same
-        self._budgets.forget(now - _GIVE_UP_S)
+            self._settle(request_id, None)  # a late record still counts as spent
+        self._budgets.expire_unconfirmed(now - _LEDGER_TIMEOUT_S)
 
-    def _leave(self, permit: Permit) -> None:
-        """Nobody waits for the answer any more."""
-        if permit.is_being_answered:
-            permit.is_being_answered = False
-            self._counts[permit.account].num_being_answered -= 1
+    def _mark_answered(self, permit: Permit) -> None:
+        if permit.is_running:
+            permit.is_running = False
+            self._counts[permit.account].num_running -= 1
 
-    def _end(self, request_id: str, used: Used | None) -> None:
-        """Let go what a request reserved, and count what it used.
+    def _settle(self, request_id: str, used: ActualUsage | None) -> None:
+        """Replace a reservation by the usage.
 
         Args:
-            used: None where nobody will ever say.
+            used: None if it will never be known.
         """
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
-        self._leave(permit)
-        counts, now, known = self._counts[permit.account], self._monotonic(), used or Used()
+        self._mark_answered(permit)
+        counts, now, known = self._counts[permit.account], self._monotonic(), used or ActualUsage()
         counts.prompt_tokens.settle(now, permit.prompt_tokens, known.prompt_tokens)
         counts.output_tokens.settle(now, permit.output_tokens, known.output_tokens)
         for account in permit.payers:
             if used is None:
-                self._budgets.let_go(request_id, account)
+                self._budgets.release_request(request_id, account)
             else:
                 self._budgets.settle_request(request_id, account, used.usd)
 
 
-def _with_budget(payers: Iterable[Payer]) -> bool:
+def _has_budget(payers: Iterable[Payer]) -> bool:
     return any(payer.budget_usd is not None for payer in payers)
 
 
 def _check_parallel(key: KeyRecord, counts: _Counts) -> None:
     limit = key.max_parallel_requests
-    if limit is not None and counts.num_being_answered >= limit:
-        raise too_many(f"this key may have {limit} concurrent requests", None)
+    if limit is not None and counts.num_running >= limit:
+        raise _rate_limit_error(f"this key may have {limit} concurrent requests", None)
 
 
-def _raise(payer: Payer, refusal: Refusal | None) -> None:
-    """Say of a budget why it does not reach."""
+def _raise_refusal(payer: Payer, refusal: Refusal | None) -> None:
     if refusal is None:
         return
     budget = payer.describe_budget()
     if refusal == "spent":
         raise ApiError(429, f"{budget} is spent", code="insufficient_quota")
-    if refusal == "held by a batch":
-        raise too_many(f"the rest of {budget} is reserved by a batch until it ends", _BATCH_RETRY_S)
-    if refusal == "held by requests":
-        raise too_many(f"the rest of {budget} is reserved by running requests until they end", None)
+    if refusal == "reserved by a batch":
+        raise _rate_limit_error(f"the rest of {budget} is reserved by a batch until it ends", _BATCH_RETRY_S)
+    if refusal == "reserved by requests":
+        raise _rate_limit_error(f"the rest of {budget} is reserved by running requests until they end", None)
+
+
+def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens: int) -> None:
+    """Refuse a prompt that may exceed the limit. The only running request may use whatever is left.
+
+    Raises:
+        ApiError: 429, with a retry time.
+    """
+    limit = key.input_tokens_per_min
+    if limit is None or window.excess(now, tokens, limit) <= 0:
+        return
+    over = window.counted.total - limit + 1
+    if over > 0 or window.reserved:
+        wait_s = window.counted.wait_s(now, over) if over > 0 else None
+        raise _rate_limit_error(f"this key may have {limit} input tokens a minute", wait_s)
+
+
+def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output_tokens: int) -> None:
+    """Refuse an answer that may exceed the limit.
+
+    Raises:
+        ApiError: 429, with a retry time; 400, the request alone exceeds the limit.
+    """
+    limit = key.output_tokens_per_min
+    if limit is None:
+        return
+    if output_tokens > limit:
+        raise ApiError(
+            400,
+            f"this key may have {limit} output tokens a minute, and the request asks for {output_tokens}",
+            code="max_tokens_too_large",
+            param="max_tokens",
+        )
+    excess = window.excess(now, output_tokens, limit)
+    if excess > 0:
+        wait_s = window.counted.wait_s(now, excess)
+        raise _rate_limit_error(f"this key may have {limit} output tokens a minute", wait_s)
+
+
+def _rate_limit_error(message: str, wait_s: float | None) -> ApiError:
+    """Return a 429 error with a retry time; None means soon."""
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S if wait_s is None else wait_s)

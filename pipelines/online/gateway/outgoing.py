@@ -1,10 +1,7 @@
-"""Answers on their way to clients, and the requests under way by model.
+"""Sends answers and refusals to clients, and counts running requests per model.
 
-Headers are added. The application says by `note` what a request used: of a whole answer before it starts the response,
-of a stream before it ends. Refusals of one key are held back when they are many. Nothing here parses an answer. It
-knows ASGI alone.
-
-Requests under way are a counter that the gate moves and `/v1/live` reads; both are in the one process of the ingress.
+Adds headers and records the usage, without parsing answers: the application reports usage with `record_usage`, before a
+non-streaming answer starts or before a stream ends. Refusals of one key are delayed if there are many.
 """
 
 import asyncio
@@ -21,27 +18,26 @@ from starlette.types import Message, Scope, Send
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.bodies import Upload
-from pipelines.online.gateway.limits import Used
+from pipelines.online.gateway.limits import ActualUsage
 from pipelines.online.wire import OURS, AnswerTally, encoded, error_event, error_response
 
-_NOTHING = Used()  # as of a request that was refused
+_NOTHING = ActualUsage()  # of a refused request
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
-_REFUSALS_IN_A_ROW = 20
-_LONGEST_HOLD_S = 2.0
-_MOST_HELD = 64  # of one key, whose further refusals are answered at once
+_REFUSAL_BURST = 20
+_MAX_DELAY_S = 2.0
+_MAX_DELAYED = 64  # per key; further refusals are sent immediately
 _LOG_INTERVAL_S = 1.0
-_MOST_ADDRESSES, _LONGEST_LOGGED = 1024, 200
+_MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200
 _log = logging.getLogger("ray.serve")
 
 
 class RefusalDelay:
-    """Delays of a key's refusals in a row, each two seconds at most.
+    """Delays consecutive refusals of a key, by at most two seconds each.
 
-    A refusal takes the endpoint as long as a short request does, and a client that is refused can ask again at once.
-    A client that waits for its answer slows down; the key's own limits count its requests all the same.
+    A refusal costs the endpoint as much time as a short request, and some clients retry immediately.
 
     Args:
-        per_s: refusals a second of one key, after the first twenty.
+        per_s: refusals per second of one key after a burst of 20.
     """
 
     def __init__(
@@ -54,20 +50,20 @@ class RefusalDelay:
         self._interval_s = 1 / per_s
         self._monotonic, self._sleep = monotonic, sleep
         self._due_at: dict[str, float] = {}
-        self._held: Counter[str] = Counter()
+        self._num_delayed: Counter[str] = Counter()
 
-    async def hold(self, account: str) -> None:
+    async def wait(self, account: str) -> None:
         """Wait until the next refusal of this account is due."""
         now = self._monotonic()
-        due_at = max(self._due_at.get(account, 0.0), now - _REFUSALS_IN_A_ROW * self._interval_s)
-        self._due_at[account] = min(due_at + self._interval_s, now + _LONGEST_HOLD_S)
-        if due_at <= now or self._held[account] >= _MOST_HELD:
+        due_at = max(self._due_at.get(account, 0.0), now - _REFUSAL_BURST * self._interval_s)
+        self._due_at[account] = min(due_at + self._interval_s, now + _MAX_DELAY_S)
+        if due_at <= now or self._num_delayed[account] >= _MAX_DELAYED:
             return
-        self._held[account] += 1
+        self._num_delayed[account] += 1
         try:
             await self._sleep(due_at - now)
         finally:
-            self._held[account] -= 1
+            self._num_delayed[account] -= 1
 
 
 class RefusalLog:
@@ -75,10 +71,12 @@ class RefusalLog:
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by address: when, and how many not since
+        self._logged: OrderedDict[str, tuple[float, int]] = (
+            OrderedDict()
+        )  # by address: time of the last line, and refusals since then
 
     def log(self, scope: Scope, error: ApiError) -> None:
-        """Log a refusal, with the number of the address's refusals that were not logged."""
+        """Log a refusal, and how many of the same address were not logged."""
         address = str((scope.get("client") or ("unknown",))[0])
         logged_at, num_more = self._logged.get(address, (-math.inf, 0))
         if self._monotonic() < logged_at + _LOG_INTERVAL_S:
@@ -86,62 +84,56 @@ class RefusalLog:
             return
         self._logged[address] = self._monotonic(), 0
         self._logged.move_to_end(address)
-        if len(self._logged) > _MOST_ADDRESSES:
+        if len(self._logged) > _MAX_ADDRESSES:
             self._logged.popitem(last=False)
         more = f"; {num_more} more since the last line" if num_more else ""
-        path = ascii(scope["path"][:_LONGEST_LOGGED])
+        path = ascii(scope["path"][:_MAX_LOGGED_CHARS])
         _log.warning("refused %s %s from %s: %d %s%s", scope["method"], path, address, error.status, error.code, more)
 
 
 class Outgoing:
-    """Sends the application's answer on, and knows what its request used.
+    """Sends the application's answer and records its usage.
 
     Attributes:
-        used: by the request; None where nobody waited for its end, or it has not said so yet.
+        used: None if the usage is not known yet or will not be known.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], pace: RefusalDelay) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], refusal_delay: RefusalDelay) -> None:
         self._send = send
-        self._pace = pace
-        self._account: str | None = ""  # of strangers, until somebody is known
+        self._refusal_delay = refusal_delay
+        self._account: str | None = ""  # clients without a valid key share one
         self._headers = dict(headers)
         self._upload: Upload | None = None
-        self._start: Message | None = None
+        self._response_start: Message | None = None
         self._is_stream = False
         self.is_started = False
-        self.used: Used | None = _NOTHING
+        self.used: ActualUsage | None = _NOTHING
 
-    def know(self, account: str | None) -> None:
-        """Whose refusals this one counts among; None where nobody is kept waiting."""
+    def set_account(self, account: str | None) -> None:
+        """Set the account whose refusals are delayed together; None disables the delay."""
         self._account = account
 
-    def expect(self, model: ServedModel) -> None:
-        """An engine of this model will answer."""
+    def set_model(self, model: ServedModel) -> None:
+        """Add headers that describe the model."""
         self._headers["x-peagle-model"] = model.name
         self._headers["x-peagle-drafter"] = model.drafter or "none"
         if model.num_speculative_tokens:
             self._headers["x-peagle-num-speculative-tokens"] = str(model.num_speculative_tokens)
 
-    def give_up(self) -> None:
-        """Give up an answer that nobody waits for.
-
-        Before its first byte, only its engine knows its usage.
-        """
-        if self._start is None:
+    def abandon(self) -> None:
+        """Stop waiting for the answer. Before its first byte, only the engine knows the usage."""
+        if self._response_start is None:
             self.used = None
 
     def close_unless_read(self, upload: Upload) -> None:
-        """Close the connection of a body that is not read to its end.
-
-        An answer before the end is for what is not a form.
-        """
+        """Close the connection after the answer unless the upload was read completely."""
         self._upload = upload
 
-    def note(self, said: Mapping[str, Any]) -> None:
-        """Take what an answer says of its own usage."""
-        tally, summary = AnswerTally(), said.get(OURS) or {}
-        tally.read(said)
-        self.used = Used(
+    def record_usage(self, report: Mapping[str, Any]) -> None:
+        """Record the usage in an engine's answer."""
+        tally, summary = AnswerTally(), report.get(OURS) or {}
+        tally.read(report)
+        self.used = ActualUsage(
             prompt_tokens=tally.num_prompt_tokens,
             output_tokens=tally.num_output_tokens,
             usd=summary.get("usd") or 0.0,
@@ -151,72 +143,72 @@ class Outgoing:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
 
     async def send(self, message: Message) -> None:
-        """One ASGI message of the application."""
+        """Send an ASGI message of the application."""
         if message["type"] == "http.response.start":
             kind = dict(message.get("headers", [])).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
-            self._start = message
+            self._response_start = message
             if self.used is _NOTHING and message["status"] == 200:
-                self.used = None  # until `note`
+                self.used = None  # until `record_usage`
             await self._begin()
         else:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with an error: a response, or the last event of a begun stream."""
+        """Send an error: as a response, or as the last event if a stream has started."""
         if self.is_started:
             event = error_event(error).encode() if self._is_stream else b""
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
         headers, body = error_response(error)
-        self._start = {"type": "http.response.start", "status": error.status, "headers": encoded(headers)}
+        self._response_start = {"type": "http.response.start", "status": error.status, "headers": encoded(headers)}
         await self._begin()
         await self._send({"type": "http.response.body", "body": body})
 
     async def _begin(self) -> None:
-        assert self._start is not None, "the application starts its response before its body"
+        assert self._response_start is not None, "the application starts its response before its body"
         if self._upload is not None and not self._upload.is_whole:
             self._headers["connection"] = "close"
-        if self._account is not None and 400 <= self._start["status"] < 500:
-            await self._pace.hold(self._account)
+        if self._account is not None and 400 <= self._response_start["status"] < 500:
+            await self._refusal_delay.wait(self._account)
         self.is_started = True
-        headers = [*self._start.get("headers", []), *encoded(self._headers)]
-        await self._send({**self._start, "headers": headers})
+        headers = [*self._response_start.get("headers", []), *encoded(self._headers)]
+        await self._send({**self._response_start, "headers": headers})
 
 
 class Load:
-    """The counts now."""
+    """The number of running requests per model."""
 
     def __init__(self) -> None:
-        self._under_way: Counter[str] = Counter()
+        self._num_running: Counter[str] = Counter()
 
     @contextmanager
     def request(self, model: str) -> Iterator[None]:
-        """A request of this model, until it is answered, whatever the answer."""
-        self._under_way[model] += 1
+        """Count a request until it is answered."""
+        self._num_running[model] += 1
         try:
             yield
         finally:
-            self._under_way[model] -= 1
+            self._num_running[model] -= 1
 
-    def under_way(self, model: str) -> int:
-        """Requests that wait for an engine or are in one."""
-        return self._under_way[model]
+    def num_running(self, model: str) -> int:
+        """Return the requests that wait for an engine or are in one."""
+        return self._num_running[model]
 
 
-def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_under_way: int) -> dict[str, int]:
-    """A model's engines and requests, ready for JSON.
+def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_running: int) -> dict[str, int]:
+    """Return a model's engines and requests as JSON.
 
-    Serve gives an engine so many requests and no more; the others wait at the ingress.
+    Serve sends each engine a limited number of requests; the others wait in the ingress.
 
     Args:
-        card: what the model's card says of its engines.
-        replicas: as `replica_counts` has them.
+        card: the model's entry in `/v1/models`.
+        replicas: from `replica_counts`.
     """
     in_engines = replicas["num_running_replicas"] * card["max_requests_per_replica"]
     return {
         **replicas,
         "max_replicas": card["max_replicas"],
-        "num_requests_under_way": num_under_way,
-        "num_requests_waiting": max(0, num_under_way - in_engines),
+        "num_requests_under_way": num_running,
+        "num_requests_waiting": max(0, num_running - in_engines),
     }

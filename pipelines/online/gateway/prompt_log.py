@@ -1,9 +1,6 @@
-"""A log of requests with prompts, only where `log_prompts` asks for it.
+"""A log of admitted requests with their prompts, enabled by `log_prompts`.
 
-It is for whoever runs the endpoint.
-
-A line of JSON for each request that was let in: what the client sent, and whose it was; never the key itself. It knows
-files, no HTTP.
+One JSON line per request with the client's body and the key's name, never the key itself.
 """
 
 import asyncio
@@ -20,10 +17,10 @@ _log = logging.getLogger("ray.serve")
 
 
 class PromptLog:
-    """One file for each start of the ingress, which its owner alone can read.
+    """A log file per start of the ingress, readable only by its owner.
 
     Args:
-        folder: made with the first request.
+        folder: created with the first request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,21 +28,21 @@ class PromptLog:
         self._lock = threading.Lock()
 
     async def write(self, *, request_id: str, key: str, model: str, path: str, body: bytes) -> None:
-        """Log a request; one that cannot be written is answered all the same.
+        """Log a request. If that fails, the request is served anyway.
 
         Args:
             key: its name.
-            body: as the client sent it, which is JSON.
+            body: the client's JSON.
         """
         head = {"request_id": request_id, "received_at": time.time(), "key": key, "model": model, "path": path}
         try:
             await asyncio.to_thread(self._append, head, body)
         except OSError as error:
-            _log.error("request %s is not in the log of prompts: %s", request_id, error)
+            _log.error("cannot write request %s to the prompt log: %s", request_id, error)
 
     def _append(self, head: Mapping[str, object], body: bytes) -> None:
         line = json.dumps({**head, "body": json.loads(body)}).encode()
-        with self._lock:  # a client that leaves while its request is written does not end the writing
+        with self._lock:  # a client that disconnects does not stop the thread
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
             append_line(self._path, line)

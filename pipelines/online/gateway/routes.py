@@ -1,13 +1,11 @@
-"""The table of routes, each with the rule under which the gate lets it in.
+"""Routes and the rules by which the gate admits their requests.
 
-Also the rule for an endpoint without keys: requests of this machine.
+The gate looks up each request in this table, and the application's router is built from it. A route only answers
+requests that carry the gate's pass for that route. If gate and router ever parse a path differently, the result is an
+error instead of an unmetered answer.
 
-The gate looks a request up in this table, and the application's router is built from it. A route answers only what the
-gate has treated as that very route: without the gate's pass it refuses, so that two readings of one path give an error
-and never an answer that nobody counted. It knows ASGI and FastAPI, no keys and no limits.
-
-A page of any site can send requests to 127.0.0.1, and where its site's name is made to resolve to 127.0.0.1 (DNS
-rebinding) it may read the answers as if they were its own. What it cannot choose are the headers Host and Origin.
+An endpoint without keys only serves this machine. Any web page can send requests to 127.0.0.1, and with DNS rebinding
+it can read the answers. It cannot forge the headers Host and Origin, so these are checked.
 """
 
 import enum
@@ -32,30 +30,27 @@ from pipelines.online.gateway.bodies import JsonBody
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.serve.http_names import route_path, validated
 
-PASS = "peagle.pass"  # in the scope, where no client can write
+PASS = "peagle.pass"  # a key of the ASGI scope; clients cannot set it
 _log = logging.getLogger("ray.serve")
 
 
 class Rule(enum.Enum):
-    """The gate's action before a route answers.
-
-    All but the first two want a key and count as a request of it.
-    """
+    """How the gate treats a request. All except OPEN and PAGE require a key and count toward its limits."""
 
     OPEN = enum.auto()
-    """Anybody is answered."""
+    """No key needed."""
     PAGE = enum.auto()
-    """Anybody where keys guard what the page shows, else this machine."""
+    """The web page: public if the API needs keys, otherwise only for this machine."""
     KEY = enum.auto()
-    """Whoever has a key."""
+    """Any key."""
     POLL = enum.auto()
-    """The same, in a window of its own: figures, for which the page asks every two seconds."""
+    """Any key, with a separate rate limit: figures that the web page polls every two seconds."""
     GENERATION = enum.auto()
-    """An engine answers: the body is checked, and its tokens and cost are held."""
-    ORDER = enum.auto()
-    """A body of JSON that costs later."""
+    """An engine answers: the body is validated, tokens and cost are reserved."""
+    CREATE_BATCH = enum.auto()
+    """A small JSON body; the cost arises later."""
     UPLOAD = enum.auto()
-    """A body that is too large to be held."""
+    """A body too large to hold in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,75 +63,74 @@ class Route:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, app: FastAPI) -> Callable[[Any], Any]:
-        """As Ray's `make_fastapi_ingress` asks for it."""
+        """Register a handler; the interface of Ray's `make_fastapi_ingress`."""
         return app.api_route(self.path, methods=[self.method], **self.options)
 
     def matches(self, path: str) -> bool:
-        """Whether the path is one of its own, to the last character."""
         return _pattern(self.path).fullmatch(path) is not None
 
 
 def get(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
-    """A route that is read."""
+    """Return a GET route."""
     return Route(method="GET", path=path, rule=rule, options=options)
 
 
 def post(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
-    """A route that is written to."""
+    """Return a POST route."""
     return Route(method="POST", path=path, rule=rule, options=options)
 
 
 def delete(path: str) -> Route:
-    """A route by which something is deleted."""
+    """Return a DELETE route."""
     return Route(method="DELETE", path=path, rule=Rule.KEY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatePass:
-    """The gate's leave for one request, in its scope.
+    """The gate's permission for one request, stored in its scope.
 
     Attributes:
-        route: method and path of the route by whose rule the gate has treated it.
-        key: whose it is; None on a route that is open to anybody.
-        body: where its rule reads JSON; None elsewhere.
-        note: takes what an answer says of its own usage; None where no engine answers.
+        route: method and path of the admitted route.
+        key: None on routes that need no key.
+        body: the parsed body, if the rule reads JSON.
+        record_usage: receives the usage in the engine's answer; None if no engine answers.
     """
 
     route: tuple[str, str]
     key: KeyRecord | None = field(default=None, repr=False)
     body: JsonBody | None = field(default=None, repr=False)
-    note: Callable[[Mapping[str, Any]], None] | None = field(default=None, repr=False)
+    record_usage: Callable[[Mapping[str, Any]], None] | None = field(default=None, repr=False)
 
 
-def with_pass(scope: Scope, route: Route, **given: Any) -> Scope:
-    """The scope of a request that the gate has treated by the route's rule.
+def with_pass(scope: Scope, route: Route, **fields: Any) -> Scope:
+    """Return the scope of an admitted request.
 
     Args:
-        given: as `GatePass` has it.
+        fields: of `GatePass`.
     """
-    return {**scope, PASS: GatePass(route=(route.method, route.path), **given)}
+    return {**scope, PASS: GatePass(route=(route.method, route.path), **fields)}
 
 
 def pass_of(request: Request) -> GatePass:
-    """The gate's leave for a request that a route answers."""
-    let_in: GatePass = request.scope[PASS]
-    return let_in
+    """Return the gate's pass of a request."""
+    gate_pass: GatePass = request.scope[PASS]
+    return gate_pass
 
 
 def key_of(request: Request) -> KeyRecord:
-    """Whose request it is."""
+    """Return the key of a request."""
     key = pass_of(request).key
     assert key is not None, "the route needs no key"
     return key
 
 
 class GuardedRoute(APIRoute):
-    """A route for requests that the gate let in; it checks bodies beside the loop."""
+    """A FastAPI route that requires the gate's pass, and validates bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given the body that it wants.
+        """Return FastAPI's handler with a validated body.
 
-        FastAPI itself would parse and check it while all streams wait.
+        FastAPI would validate it in the event loop and block all streams.
         """
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
@@ -144,67 +138,65 @@ class GuardedRoute(APIRoute):
 
         async def check_and_handle(request: Request) -> Response:
             body = pass_of(request).body
-            assert body is not None, "`handle` has looked"
-            value = await body.put_through(functools.partial(_checked, field))
+            assert body is not None, "checked by `handle`"
+            value = await body.validate_in_thread(functools.partial(_checked, field))
             return await handle(_CheckedRequest(request.scope, value))
 
         return check_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, before anything of its body is read.
+        """Answer a request that has the gate's pass for this route.
 
         Raises:
-            ApiError: 500, the gate has let it in as another route, has not seen it, or has not read its body.
+            ApiError: 500, it has none.
         """
-        let_in = scope.get(PASS)
-        is_let_in = (
-            isinstance(let_in, GatePass)
-            and let_in.route == (scope["method"], self.path)
-            and (self.body_field is None or let_in.body is not None)
+        gate_pass = scope.get(PASS)
+        is_gate_pass = (
+            isinstance(gate_pass, GatePass)
+            and gate_pass.route == (scope["method"], self.path)
+            and (self.body_field is None or gate_pass.body is not None)
         )
-        if not is_let_in:
-            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, let_in)
+        if not is_gate_pass:
+            _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, gate_pass)
             raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
         require_known_parameters(scope, self)
         await super().handle(scope, receive, send)
 
 
 def require_known_parameters(scope: Scope, route: APIRoute) -> None:
-    """Refuse a query parameter that a route does not have.
-
-    It would change nothing, and nobody would notice.
+    """Refuse query parameters that the route does not have, since ignoring a typo would hide it.
 
     Raises:
-        ApiError: 422, with the nearest one that there is.
+        ApiError: 422, with the nearest known parameter.
     """
     known = {field.alias for field in route.dependant.query_params}
     for name in QueryParams(scope.get("query_string", b"")):
         if name not in known:
-            hint = did_you_mean(name, known) if known else "this path takes none"
-            raise ApiError(422, f"there is no parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
+            hint = did_you_mean(name, known) if known else "this path has no parameters"
+            raise ApiError(422, f"unknown parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
 
 
 class _CheckedRequest(Request):
-    """A request whose body is what the handler wants."""
+    """A request whose `json` is the already validated body."""
 
     def __init__(self, scope: Scope, value: Any) -> None:
         super().__init__(scope)
         self._value = value
 
     async def body(self) -> bytes:
-        """For FastAPI, which asks whether there is one."""
+        """Return a placeholder, since FastAPI checks if there is a body."""
         return b"{}"
 
     async def json(self) -> Any:
-        """For FastAPI, to which a value of the right type is valid as it is."""
+        """Return the validated value. FastAPI accepts an instance of the right type as is."""
         return self._value
 
 
 def _checked(field: Any, values: Any) -> Any:
-    """The value of a body that a handler gets.
+    """Return the validated body.
 
     Raises:
-        RequestValidationError: it is none of this type; its first fault of each list.
+        RequestValidationError: invalid; only the first error of each list is included.
     """
     value, errors = validated(field, values)
     if errors:
@@ -213,17 +205,17 @@ def _checked(field: Any, values: Any) -> Any:
 
 
 def guarded_app(**options: Any) -> FastAPI:
-    """An application of guarded routes only: none of FastAPI's own, no redirects."""
+    """Return an application with guarded routes only: no docs routes, no redirects."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, **options)
     app.router.route_class = GuardedRoute
     return app
 
 
 def find_route(routes: Iterable[Route], scope: Scope) -> Route:
-    """The route of a request.
+    """Return the route of a request.
 
     Raises:
-        ApiError: 404 or 405, there is none.
+        ApiError: 404 or 405.
     """
     path, method = route_path(scope), scope["method"]
     found = [route for route in routes if route.matches(path)]
@@ -233,12 +225,12 @@ def find_route(routes: Iterable[Route], scope: Scope) -> Route:
     if found:
         methods = {route.method for route in found}
         allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
-        raise ApiError(405, f"this path takes {allowed}", code="method_not_allowed", allow=allowed)
-    raise ApiError(404, "there is no such path; /openapi.json lists those there are", code="not_found")
+        raise ApiError(405, f"this path only allows {allowed}", code="method_not_allowed", allow=allowed)
+    raise ApiError(404, "this path does not exist; /openapi.json lists all paths", code="not_found")
 
 
-def as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Return a HEAD request as a GET whose answer is sent without its body. Any other stays as it is."""
+def head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """Convert a HEAD request to GET and drop the body of its answer."""
     if scope["method"] != "HEAD":
         return scope, send
 
@@ -257,27 +249,26 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 _ORIGIN = re.compile(f"https?://{_HOST.pattern}", re.IGNORECASE)
-_WHAT_TO_DO = "ask for localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
+_WHAT_TO_DO = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 
 
 def require_local(scope: Scope) -> None:
-    """Let a client of this machine pass that asks for this machine by its own names.
+    """Refuse clients of other machines, and web pages of other sites.
 
     Raises:
-        ApiError: 403, it is none.
+        ApiError: 403.
     """
     if not _is_loopback(scope):
-        raise _refusal("answers only its own machine")
+        raise _refusal("only answers clients on its own machine")
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _HOST.fullmatch(host):
-        raise _refusal(f"is not called {shown(host)}: {_WHAT_TO_DO}")
+        raise _refusal(f"does not answer to the host name {shown(host)}: {_WHAT_TO_DO}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
-        raise _refusal(f"answers no page of {shown(origin)}: {_WHAT_TO_DO}")
+        raise _refusal(f"does not answer web pages of {shown(origin)}: {_WHAT_TO_DO}")
 
 
 def _is_loopback(scope: Scope) -> bool:
-    """Whether the client is on this machine."""
     try:
         return ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:

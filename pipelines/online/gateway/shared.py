@@ -1,4 +1,4 @@
-"""Budgets of tags and of the endpoint, as they are at the moment."""
+"""The current budgets of tags and of the endpoint."""
 
 from pathlib import Path
 
@@ -11,23 +11,22 @@ Payer = KeyRecord | SharedBudget
 
 
 class SharedBudgets:
-    """The budgets of a ledger; a change counts within a second.
+    """The budgets of a ledger, reloaded when they change.
 
-    Each method raises ConfigError where they cannot be read, and never could be.
+    All methods raise ConfigError if the file could never be read.
     """
 
     def __init__(self, ledger: Path) -> None:
         self._file = WatchedFile(ledger / BUDGETS_NAME, read_budgets)
 
     def all(self) -> tuple[SharedBudget, ...]:
-        """Those of tags, and the endpoint's."""
         return self._file.now()
 
     def of_tags(self, tags: str) -> list[SharedBudget]:
-        """Those that pay for whatever has these tags, in the form of a record."""
+        """Return the budgets that apply to these tags, which are in the form of a ledger record."""
         accounts = tag_accounts(tags)
         return [budget for budget in self._file.now() if budget.account in accounts]
 
     def of_endpoint(self) -> list[SharedBudget]:
-        """The endpoint's, if it has one."""
+        """Return the endpoint's budget, if there is one."""
         return [budget for budget in self._file.now() if budget.account == ENDPOINT_ACCOUNT]

@@ -1,8 +1,6 @@
-"""Tags of a request: the endpoint's, its key's, and those that it adds itself.
+"""Tags of a request: from the endpoint, its key, and the header `X-Peagle-Tags: project=x, run=7`.
 
-    X-Peagle-Tags: project=x, run=7
-
-Of several of the same name the request's counts before the key's, and the key's before the endpoint's.
+The request's tags take precedence over the key's, and these over the endpoint's.
 """
 
 from collections.abc import Mapping
@@ -18,13 +16,13 @@ TAGS_HEADER = "x-peagle-tags"
 
 
 def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
-    """All tags of a request, as the ledger has them.
+    """Return all tags of a request in the form of the ledger.
 
     Args:
-        endpoint: those of the endpoint.
+        endpoint: the endpoint's tags.
 
     Raises:
-        ApiError: 422, the header holds no tags; 403, the key does not let its requests set one of them.
+        ApiError: 400, invalid header; 403, the key's requests may not set a tag.
     """
     text = header(scope, TAGS_HEADER)
     try:
@@ -32,6 +30,6 @@ def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
     except ValueError as error:
         raise ApiError(400, f"{TAGS_HEADER}: {error}", code="invalid_value", param=TAGS_HEADER) from error
     if key != LOCAL and (refused := sorted(own.keys() - set(key.request_tags))):
-        message = f"this key does not let its requests set the tag {refused[0]}"
+        message = f"requests with this key may not set the tag {refused[0]}"
         raise ApiError(403, message, code="tag_not_allowed", param=TAGS_HEADER)
     return tags_to_text({**endpoint, **key.tags, **own})

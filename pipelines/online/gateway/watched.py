@@ -1,4 +1,4 @@
-"""Records of a file that others change while the endpoint runs."""
+"""A file of records that is reloaded when it changes."""
 
 import logging
 import time
@@ -14,13 +14,13 @@ _log = logging.getLogger("ray.serve")
 
 
 class WatchedFile(Generic[T]):
-    """The records of a file, read again when it has changed.
+    """The records of a file, reloaded when it changes.
 
-    A file that cannot be read, as one that somebody is just editing, changes nothing: the records that were read last
-    go on holding until it can. One that is gone holds none.
+    While the file cannot be read, for example in the middle of an edit, the previous records stay valid. A deleted file
+    has no records.
 
     Args:
-        read: the records; none where there is no file. It raises ConfigError.
+        read: reads the records; raises ConfigError if the file is invalid.
     """
 
     def __init__(self, path: Path, read: Callable[[Path], tuple[T, ...]]) -> None:
@@ -32,10 +32,10 @@ class WatchedFile(Generic[T]):
         self._next_look = 0.0
 
     def now(self) -> tuple[T, ...]:
-        """The records of this moment, or of a second ago.
+        """Return the records, at most a second old.
 
         Raises:
-            ConfigError: the file cannot be read, and never could be.
+            ConfigError: the file could never be read.
         """
         if time.monotonic() >= self._next_look:
             self._look()
@@ -51,9 +51,9 @@ class WatchedFile(Generic[T]):
         except ConfigError as error:
             if self._version is None:
                 raise
-            if version != self._refused:  # it is tried again with each look, and told once
+            if version != self._refused:  # retried each time, but logged once
                 self._refused = version
-                _log.error("%s; the records that were read before it changed go on holding", error.message)
+                _log.error("%s; the previous records stay valid", error.message)
 
 
 def _version(path: Path) -> tuple[int, int]:

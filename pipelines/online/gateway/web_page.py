@@ -1,7 +1,6 @@
-"""The page at `/`: its files, with headers that confine it to this endpoint.
+"""The web page at `/`: static files in `page/`, sent with a strict content security policy.
 
-The files lie in `page/`: plain HTML, CSS and JavaScript modules, without a build step. They hold no secrets, so they
-are sent without a key; what they show is asked for with one. It knows starlette, no Ray.
+The files contain no secrets and need no key. The page calls the API with the user's key.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ from pipelines.online.errors import ApiError
 
 FOLDER = "/page/"
 _INDEX = "index.html"
-_KINDS = {
+_MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -29,7 +28,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # No text becomes HTML or code, wherever it came from: browsers that know it refuse `innerHTML` and its like.
+        # Browsers that support trusted types refuse `innerHTML` and similar.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     ]
@@ -44,14 +43,14 @@ HEADERS = {
 }
 
 
-def page_response(name: str = _INDEX) -> Response:
-    """One of the files.
+def get_page(name: str = _INDEX) -> Response:
+    """Return a file of the page.
 
     Raises:
-        ApiError: 404, there is none of this name.
+        ApiError: 404.
     """
     folder = Path(__file__).with_name("page")
-    path = next((path for path in folder.iterdir() if path.name == name and path.suffix in _KINDS), None)
+    path = next((path for path in folder.iterdir() if path.name == name and path.suffix in _MEDIA_TYPES), None)
     if path is None:
-        raise ApiError(404, f"there is no {shown(FOLDER + name)}", code="not_found")
-    return Response(path.read_bytes(), media_type=_KINDS[path.suffix], headers=HEADERS)
+        raise ApiError(404, f"{shown(FOLDER + name)} does not exist", code="not_found")
+    return Response(path.read_bytes(), media_type=_MEDIA_TYPES[path.suffix], headers=HEADERS)

@@ -1,8 +1,4 @@
-"""The account of one engine: its seconds, and a usage record per request.
-
-It reads clocks and writes the ledger; it knows neither Ray nor vLLM. `server.py` tells it when a request begins, what
-its answer says, and when it ends.
-"""
+"""The account of one engine: where its seconds went, and a usage record per request."""
 
 import asyncio
 import contextlib
@@ -25,32 +21,30 @@ from pipelines.online.serve.sequences import Sequences
 from pipelines.online.wire import OURS, AnswerTally
 
 _log = logging.getLogger("ray.serve")
-_DISK_S = 5.0  # that a request waits for its record to be on the disk
-_KEPT_EVERY_S = 60.0  # the first of each minute: windows begin with one (`cost.py`)
+_DISK_S = 5.0  # maximum wait for a record to reach the disk
+_KEPT_EVERY_S = 60.0  # keep the first of each minute, where windows start (`cost.py`)
 
 
 class RecordListener(Protocol):
-    """Told of each record once it is in the ledger."""
+    """Receives each record after it was written to the ledger."""
 
-    def request(self, record: RequestUsage) -> None:
-        """A request has ended."""
+    def request(self, record: RequestUsage) -> None: ...
 
-    def heartbeat(self, session: EngineSession) -> None:
-        """Where the engine's seconds went until now."""
+    def heartbeat(self, session: EngineSession) -> None: ...
 
 
 class EngineAccount:
-    """The account of an engine from its process's first second to its last.
+    """Accounts for an engine from the start of its process to its end.
 
     Attributes:
-        self_check: what the engine's self-check found, as JSON; empty before it.
-        start_warnings: of the engine's start.
+        self_check: result of the engine's self-check as JSON; empty before it.
+        start_warnings: warnings of the engine's start.
 
     Args:
-        folder: of the ledger; created if need be.
-        heartbeat_s: between two entries.
-        listener: told of what is written.
-        monotonic: the clock for durations.
+        folder: of the ledger; created if missing.
+        heartbeat_s: interval between session records.
+        listener: receives what is written.
+        monotonic: clock for durations.
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class EngineAccount:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def ready(self, compile_s: float = 0.0) -> None:
-        """The engine is up; so much of the time until now went into compiling."""
+        """Mark the end of the engine's start, of which `compile_s` were spent on compiling."""
         self._meter.ready(compile_s)
         self.heartbeat()
 
@@ -98,17 +92,16 @@ class EngineAccount:
         first_asked_at: float | None = None,
         is_row: bool = False,
     ) -> "RequestAccount":
-        """A request enters the engine.
-
-        Each prompt of a completion gets so many choices.
+        """Start accounting for a request that enters the engine.
 
         Args:
+            choices_per_prompt: of a completion with several prompts.
             account: of the key.
             tags: as JSON (`tags.py`).
-            num_choices: slots that all its choices take at most. Until it ends, each has a share of the busy seconds.
-            first_asked_at: Unix time, by the ingress, at which another engine was asked, which died. Where that one has
-                billed it, this one does not.
-            is_row: of a batch, whose run tells the listener's figures.
+            num_choices: slots used by all choices; determines the request's share of the busy seconds.
+            first_asked_at: Unix time at which an earlier engine, which crashed, received the request. If that engine
+                has billed it, this one does not.
+            is_row: whether it is a row of a batch, which the run reports to the listener's metrics.
         """
         number = next(self._numbers)
         self._meter.start(number, num_choices)
@@ -127,13 +120,13 @@ class EngineAccount:
         )
 
     def end(self) -> None:
-        """The engine stops, for good."""
+        """Mark the end of the engine."""
         if not self._ended.is_set():
             self._ended.set()
             self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Write where the seconds went until now."""
+        """Write the session record."""
         session = self._meter.snapshot().to_session(
             self.session_id,
             self._engine,
@@ -152,14 +145,11 @@ class EngineAccount:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(OSError):  # what cannot be written now, the next heartbeat tells too
+            with contextlib.suppress(OSError):  # the next heartbeat includes it
                 self.heartbeat()
 
     def _keep(self, record: RequestUsage, *, first_asked_at: float | None, is_row: bool) -> bool:
-        """Write a record unless another engine has billed the request.
-
-        Returns whether it was written.
-        """
+        """Write a record unless another engine has billed the request. Returns whether it was written."""
         if first_asked_at is not None and is_billed(
             self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
         ):
@@ -172,13 +162,15 @@ class EngineAccount:
     async def _reach_disk(self) -> None:
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
-        except OSError as error:  # a time-out is one
+        except OSError as error:  # includes timeouts
             why = str(error) or f"no answer of the disk in {_DISK_S:g} s"
             _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine = request.tally, self._engine
-        if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):  # no answer told its usage
+        if outcome != "ok" and not (
+            tally.num_prompt_tokens or tally.num_output_tokens
+        ):  # the answer did not report its usage
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, request.num_choices)
@@ -210,14 +202,12 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """One request in the engine.
-
-    It leaves the engine with `finish`, and its record is written by `write`.
+    """Accounts for one request in the engine.
 
     Attributes:
-        tally: what its answer says.
-        num_choices: as `EngineAccount.begin` takes it.
-        sequences: what the engine says beside.
+        tally: usage in the answer.
+        num_choices: as for `EngineAccount.begin`.
+        sequences: the engine's own figures.
     """
 
     def __init__(
@@ -253,54 +243,46 @@ class RequestAccount:
         self._is_kept = False
 
     def first_token(self) -> None:
-        """The first token of a streamed answer is there; repeats do not count."""
+        """Record the time of the first token. Later calls have no effect."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._began
 
     def seconds_to_first_token(self) -> float | None:
-        """Seconds to a stream's first token, as seen here.
-
-        A whole answer is seen at its end only, so its engine tells.
-        """
+        """Return the time to the first token, from the stream or else from the engine."""
         if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
             return self.ttft_s
         return max(0.0, at - self.started_at)
 
     def finish(self, outcome: Outcome) -> RequestUsage:
-        """The request has left the engine; only the first word on how counts."""
+        """Take the request out of the engine. The first outcome counts."""
         if self._record is None:
             self._record = self._account._close(self, outcome)
         return self._record
 
     def write(self, outcome: Outcome) -> None:
-        """Write the record, with `outcome` if nobody told its end.
-
-        Or if its answer did not get through.
-        """
+        """Write the record, with this outcome if the request has not finished, or if its answer was not delivered."""
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
         self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at, is_row=self._is_row)
 
     async def reach_disk(self) -> None:
-        """Return when the written record outlasts a power cut.
+        """Wait until the written record survives a power cut. Failures of the disk are logged.
 
-        A disk that fails or hangs is logged.
-
-        Requests that end at the same time wait for the same `fdatasync`.
+        Requests that end at the same time share one `fdatasync`.
         """
         if self._is_kept:
             await self._account._reach_disk()
 
 
 def usage_of(record: RequestUsage) -> dict[str, Any]:
-    """Return the usage of a request without an answer, as an answer would have stated it."""
+    """Return the usage of a request without an answer, in the form of an answer's usage."""
     tokens = {"prompt_tokens": record.usage.num_prompt_tokens, "completion_tokens": record.usage.num_output_tokens}
     return {"usage": tokens, OURS: summary(record)}
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:
-    """A client's summary of its request, beside OpenAI's usage."""
+    """Return the summary for the client, which is added to OpenAI's usage."""
     speculation = record.usage.speculation
     return {
         "request_id": record.request_id,

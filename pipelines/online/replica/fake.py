@@ -1,9 +1,7 @@
-"""The fake engine behind Ray's `LLMServer`, for faults and load.
+"""The fake engine behind Ray's `LLMServer`, for tests of faults and load.
 
-It is the endpoint with everything but a model.
-
-A request takes bulk's own way: `parse_body` checks it, `PromptBuilder` tokenises it, `FakeEngine` answers, and
-`requests/openai.py` has OpenAI's words for that.
+Requests take the same path as in bulk: `parse_body` validates, `PromptBuilder` tokenizes, `FakeEngine` answers, and
+`requests/openai.py` formats the answer.
 """
 
 import asyncio
@@ -23,18 +21,18 @@ from peagle.requests.sampling import SamplingLimits, conflict
 from peagle.runs.rows import completion_row
 from pipelines.online.config import ServedModelKeys
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
-from pipelines.online.wire import LentRow, to_text
+from pipelines.online.wire import BorrowedRequest, to_text
 
-# Of a stream, Ray's own or about a cache that it has not: nothing that an engine is told.
+# Fields for streaming, for Ray or for a cache, which the fake engine does not have.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeSettings:
-    """The settings of the fake engine.
+    """Settings of the fake engine.
 
     Attributes:
-        num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
+        num_speculative_tokens: K of the simulated drafter, 0 for none.
     """
 
     traits: FakeTraits = field(default_factory=FakeTraits)
@@ -42,14 +40,14 @@ class FakeSettings:
 
 
 def fake_settings(keys: ServedModelKeys) -> FakeSettings | None:
-    """The fake engine that a model's keys ask for; None where a real one answers."""
+    """Return the fake engine's settings, or None for a real engine."""
     if keys.engine != "fake":
         return None
     return FakeSettings(traits=keys.fake, num_speculative_tokens=keys.num_speculative_tokens or 0)
 
 
 class FakeServeEngine:
-    """The methods that Ray's `LLMServer` calls of an engine.
+    """The engine interface that Ray's `LLMServer` calls.
 
     Args:
         llm_config: the model's `LLMConfig`.
@@ -64,7 +62,7 @@ class FakeServeEngine:
         self._engine: FakeEngine | None = None
 
     async def start(self) -> None:
-        """Be up, after the time that it takes."""
+        """Start after the configured delay."""
         await asyncio.sleep(self._settings.traits.start_s)
         self._engine = FakeEngine(
             self._settings.traits,
@@ -74,44 +72,39 @@ class FakeServeEngine:
 
     @property
     def checkable(self) -> Checkable:
-        """The engine as its self-check asks it."""
+        """The engine's interface for the self-check."""
         return self._live().checkable
 
     async def check_health(self) -> None:
-        """Raise vLLM's exception once the engine is dead.
-
-        Serve then starts another replica.
-        """
+        """Raise vLLM's exception if the engine is dead, so that Serve starts another replica."""
         try:
             self._live().require_life()
         except EngineError as error:
             raise _dead() from error
 
     def routing_stats(self) -> dict[str, Any]:
-        """Nothing that a router could use."""
         return {}
 
     async def shutdown(self) -> None:
-        """Stop its process."""
         if self._engine is not None:
             self._engine.shutdown()
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """The answer to a chat: one object, or the events of a stream."""
+        """Answer a chat with one object or the events of a stream."""
         from ray.serve.llm.openai_api_models import ChatCompletionResponse
 
         async for part in self._answer(CHAT_URL, request, ChatCompletionResponse):
             yield part
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """The answer to a completion, likewise."""
+        """Answer a completion."""
         from ray.serve.llm.openai_api_models import CompletionResponse
 
         async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
             yield part
 
-    async def row(self, row: LentRow) -> Generation:
-        """The answer to a row of a batch, as `Engine.generate` has it."""
+    async def row(self, row: BorrowedRequest) -> Generation:
+        """Answer a row of a batch."""
         return await self._live().generate(row.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
@@ -134,11 +127,11 @@ class FakeServeEngine:
             raise _dead() from error
 
     def _live(self) -> FakeEngine:
-        assert self._engine is not None, "Ray starts an engine before it asks it"
+        assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
     def _prompt(self, url: str, asked: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
-        """Token ids and sampling parameters, or what is wrong with the request."""
+        """Return token ids and sampling parameters, or an error message."""
         body = openai.parse_body(url, asked)
         if isinstance(body, str):
             return body
@@ -150,7 +143,6 @@ class FakeServeEngine:
         return conflict(sampling, SamplingLimits(max_model_len=self._max_model_len)) or (token_ids, sampling)
 
     def _body(self, url: str, request_id: str, whole: Generation) -> dict[str, Any]:
-        """The whole answer."""
         row = {
             "model": self._model,
             "response": whole.text,
@@ -166,10 +158,7 @@ class FakeServeEngine:
     async def _stream(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream and its end.
-
-        Where the engine dies, an event that says so, as vLLM has it.
-        """
+        """Yield the events of a stream and its end. If the engine dies, yield an error event like vLLM."""
         try:
             async for text in self._events(url, request_id, token_ids, sampling):
                 yield text
@@ -206,10 +195,7 @@ class FakeServeEngine:
         return to_text({**event, "usage": usage, **more})
 
     def _metrics(self, whole: Generation) -> dict[str, Any] | None:
-        """A request's acceptance as vLLM tells it.
-
-        The first token of a draft holds, and no other.
-        """
+        """Return a request's acceptance in vLLM's format. Each draft has one accepted token."""
         drafts = whole.speculation
         if drafts is None:
             return None
@@ -232,12 +218,12 @@ def _usage(token_ids: list[int], completions: list[CompletionOutput]) -> dict[st
 
 
 def _refusal(message: str) -> Any:
-    """A request that the engine will not take, as Ray's ingress expects it."""
+    """Return a refusal in the form that Ray's ingress expects."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate(openai.error_body(message, kind="BadRequestError", code=400))
 
 
 def _dead() -> Exception:
-    """vLLM's exception for every request of a dead engine."""
+    """Return vLLM's exception for requests of a dead engine."""
     return engine_death()()

@@ -1,8 +1,7 @@
-"""The idle slots of an engine: lent to rows of batches, and taken back.
+"""Lends idle slots of an engine to rows of batches, and takes them back.
 
-A row is accepted while all that is under way, with it, is below what scaling aims at, so rows alone start no engine.
-When so many people's requests come that hardly a slot is left, the youngest rows are given back, to be tried again.
-It knows the account; it knows neither Ray nor vLLM.
+A row is accepted if the engine stays below autoscaling's target, so that rows never start engines. If interactive
+requests need the slots, the newest rows are returned and run again later.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from peagle.economics.usage import Outcome
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.account import EngineAccount
-from pipelines.online.wire import AnswerTally, LentAnswer, LentRow
+from pipelines.online.wire import AnswerTally, BorrowedReply, BorrowedRequest
 
 T = TypeVar("T")
 _SIGN_S = 60.0
@@ -30,44 +29,41 @@ class _Lent:
 
 
 class IdleSlots:
-    """Who has the slots of one engine.
+    """The use of one engine's slots.
 
     Args:
-        slots: requests that the engine decodes at once.
-        target: requests under way on it that scaling aims at.
+        slots: requests that the engine decodes at the same time.
+        target: autoscaling's target of running requests per engine.
 
-    Example: of 8 slots with a target of 5.6, rows get 5 while nobody asks. Four people's requests make nine of them,
-    and two rows are given back: one slot always stays free for whoever comes next.
+    Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. With four of
+    them, two rows are returned, so that one slot stays free for the next interactive request.
     """
 
     def __init__(self, slots: int, target: float) -> None:
         self._slots = slots
-        self._most_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
-        self._num_asked = 0
+        self._max_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
+        self._num_interactive = 0
         self._rows: list[_Lent] = []
 
     def has_room(self, num_slots: int) -> bool:
-        """Whether a row of so many choices may begin.
+        """Return whether a row may start. A row with very many choices may only start in an idle engine."""
+        taken = self._num_interactive + self._num_lent
+        return not taken or taken + num_slots <= self._max_with_rows
 
-        One of very many may only in an engine that idles.
-        """
-        taken = self._num_asked + self._num_lent
-        return not taken or taken + num_slots <= self._most_with_rows
-
-    async def beside(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
-        """The answer to a person's request; rows make room for it until its end."""
-        self._num_asked += num_slots
+    async def track_interactive(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
+        """Count an interactive request until its answer ends, and return rows if it needs their slots."""
+        self._num_interactive += num_slots
         self._recall()
         try:
             async with contextlib.aclosing(answer):
                 async for part in answer:
                     yield part
         finally:
-            self._num_asked -= num_slots
+            self._num_interactive -= num_slots
 
     @contextlib.contextmanager
     def lent(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[None]:
-        """Let a row have slots until its end; `work` is cancelled when people need them."""
+        """Count a row's slots. `work` is cancelled if interactive requests need them."""
         row = _Lent(work, num_slots)
         self._rows.append(row)
         try:
@@ -86,7 +82,7 @@ class IdleSlots:
 
     def _recall(self) -> None:
         for row in reversed(self._kept):
-            if self._num_asked + self._num_lent < self._slots:
+            if self._num_interactive + self._num_lent < self._slots:
                 return
             row.is_recalled = True
             row.work.cancel()
@@ -95,44 +91,44 @@ class IdleSlots:
 async def lend(
     slots: IdleSlots,
     account: EngineAccount,
-    row: LentRow,
-    generate: Callable[[LentRow], Coroutine[Any, Any, Generation]],
+    row: BorrowedRequest,
+    generate: Callable[[BorrowedRequest], Coroutine[Any, Any, Generation]],
     *,
-    most_slots: int,
-) -> AsyncGenerator[LentAnswer, None]:
-    """Run a row in an idle slot: whether there is one, then what came of it.
+    max_slots: int,
+) -> AsyncGenerator[BorrowedReply, None]:
+    """Run a row in an idle slot.
 
-    While the row runs it is told each minute. Each attempt is a record of the ledger, also one that was given back: its
-    seconds are paid.
+    Yields whether the engine has a slot, then a sign of life each minute, and finally the result. Every attempt is
+    recorded and billed, also if the row was returned.
 
     Args:
-        most_slots: of the engine, which a row of more choices fills.
+        max_slots: the engine's slots; a row with more choices uses all of them.
 
     Raises:
-        EngineError: the engine has died; nobody pays for the row then.
+        EngineError: the engine crashed; the row is not billed.
     """
-    num_slots = min(int(row.sampling.get("n") or 1), most_slots)
+    num_slots = min(int(row.sampling.get("n") or 1), max_slots)
     if not slots.has_room(num_slots):
-        yield LentAnswer(state="full")
+        yield BorrowedReply(state="full")
         return
     request = account.begin(
         row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
     )
     request.sequences.listen()
     outcome: Outcome = "cut"
-    answer, is_dead = LentAnswer(state="returned"), False
+    answer, is_dead = BorrowedReply(state="returned"), False
     work = asyncio.create_task(generate(row))
     with slots.lent(work, num_slots):
         try:
-            yield LentAnswer(state="taken")
+            yield BorrowedReply(state="taken")
             while not (await asyncio.wait([work], timeout=_SIGN_S))[0]:
-                yield LentAnswer(state="taken")
+                yield BorrowedReply(state="taken")
             if not work.cancelled():
                 generation = work.result()
                 _count(generation, request.tally)
-                outcome, answer = "ok", LentAnswer(state="done", generation=generation)
+                outcome, answer = "ok", BorrowedReply(state="done", generation=generation)
         except RequestRefused as error:
-            outcome, answer = "failed", LentAnswer(state="refused", reason=error.reason, message=str(error))
+            outcome, answer = "failed", BorrowedReply(state="refused", reason=error.reason, message=str(error))
         except EngineError:
             is_dead = True
             raise

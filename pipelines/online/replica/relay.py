@@ -1,13 +1,11 @@
-"""An engine's answer on its way out: usage read, cost added, parts merged.
+"""Processes an engine's answer: reads its usage, adds the cost, and joins the pieces of streams.
 
-What nobody asked for is left out. This is the one place where a stream's events are read: what they say of its usage
-goes on apart (`StreamEnd`), as that of a whole answer does.
+Only this module parses the events of a stream. Their usage is passed on separately (`StreamEnd`), like that of a
+non-streaming answer.
 
-It knows vLLM's answers and the account; it knows neither Ray nor HTTP.
-
-Each piece of a stream costs about two milliseconds of processor time between the engine and the client, in a replica,
-the ingress and a proxy, however much is in it (Ray 2.60, AMD EPYC, 2026-11-22: 25.6 % of a core at 114 pieces/s). So
-the more streams there are, the seldomer each of them sends.
+Each piece of a stream costs about 2 ms of CPU time in the replica, the ingress and the proxy together, regardless of
+its size (Ray 2.60, AMD EPYC, 2026-11-22: 25.6 % of a core at 114 pieces/s). So with many streams, each sends less
+often.
 """
 
 import asyncio
@@ -31,8 +29,8 @@ class Pace:
     """How often each of several streams sends.
 
     Args:
-        interval_s: between two pieces of one stream; 0 for no wait at all.
-        pieces_per_s: of all streams together; where it does not reach for one in each interval, intervals grow.
+        interval_s: minimum time between two pieces of a stream; 0 sends immediately.
+        pieces_per_s: limit for all streams together; intervals grow to keep it.
     """
 
     def __init__(self, interval_s: float, pieces_per_s: float = math.inf) -> None:
@@ -42,12 +40,12 @@ class Pace:
 
     @property
     def interval_s(self) -> float:
-        """Between two pieces of a stream, with as many streams as there are now."""
+        """The current interval of each stream."""
         return max(self._interval_s, self._num_streams / self._pieces_per_s) if self._interval_s else 0.0
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """While it is open there is one more."""
+        """Count a stream while the context is open."""
         self._num_streams += 1
         try:
             yield
@@ -56,10 +54,10 @@ class Pace:
 
 
 async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerator[list[T], None]:
-    """Lists of items as they come: the first alone, the rest at intervals.
+    """Yield lists of items: the first item immediately, later ones at intervals.
 
-    Nothing waits longer than that, and what comes after a longer silence does not wait at all. What the source
-    raises is raised after what came before. Closing this closes the source.
+    An item that follows a longer pause is not delayed. An exception of the source is raised after the items before it.
+    Closing this generator closes the source.
     """
     arrived: list[T] = []
     news = asyncio.Event()
@@ -78,16 +76,16 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
     earliest = clock()
     try:
         await news.wait()
-        with pace.stream():  # whatever says nothing yet, as a whole answer does until its end, takes no share
+        with pace.stream():  # answers without output yet do not count
             while True:
                 await news.wait()
                 if (early := earliest - clock()) > 0:
                     await asyncio.wait([reader], timeout=early)
                 news.clear()
                 if arrived:
-                    passed, arrived[:] = arrived.copy(), []
+                    forwarded, arrived[:] = arrived.copy(), []
                     earliest = clock() + pace.interval_s
-                    yield passed
+                    yield forwarded
                 if reader.done() and not arrived:
                     reader.result()
                     return
@@ -96,25 +94,25 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
 
 
 async def _end(task: "asyncio.Task[Any]") -> None:
-    """Have it end, whatever it does."""
+    """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
-        task.exception()  # seen, or asyncio would report it
+        task.exception()  # retrieved, or asyncio logs it
 
 
 _CUT: Outcome = "cut"
-_SAID = ("usage", "metrics", OURS)  # of an answer, of its own usage
-_LEAST_OF_A_FAULT = 500
+_USAGE_FIELDS = ("usage", "metrics", OURS)  # fields with an answer's usage
+_MIN_ERROR_STATUS = 500
 
 
 async def raising_faults(
     answers: AsyncGenerator[Any, None], check_health: Callable[[], Awaitable[None]], *, constraint: str | None = None
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and raise a failure that vLLM reports as an event of the stream.
+    """Pass an answer on, and raise failures that vLLM reports as events of the stream.
 
-    vLLM 0.29 reports every failure so, in its own words, and ends the stream as if nothing happened. That includes the
-    death of the engine. It also fails when a constraint allows no further token, which is the caller's mistake.
+    vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also fails if a
+    constraint allows no further token, which is the caller's mistake.
 
     Args:
         check_health: raises if the engine is dead.
@@ -122,7 +120,7 @@ async def raising_faults(
 
     Raises:
         VLLMValidationError: the constraint allows no further token.
-        EngineError: vLLM failed on this request; the engine goes on.
+        EngineError: vLLM failed on this request; the engine is alive.
     """
     try:
         async with contextlib.aclosing(answers):
@@ -147,14 +145,14 @@ async def answering_refusals(
     refusal: Callable[[Exception], Any],
     told_refusal: Callable[[Mapping[str, Any]], Any],
 ) -> AsyncGenerator[Any, None]:
-    """An answer as it comes; an early refusal of the request becomes the answer.
+    """Pass an answer on, and convert an early refusal into an answer.
 
-    Ray 2.60 answers two of vLLM's kinds of refusals so, and lets the others through as if the replica had failed. In a
-    stream vLLM tells a refusal in the first event, under a status of success.
+    Ray 2.60 only converts two of vLLM's refusals; others look like a failure of the replica. In a stream, vLLM sends a
+    refusal as the first event with a status of success.
 
     Args:
-        refusal: the answer that an error stands for; None where it is none of the request's.
-        told_refusal: likewise, of what an event tells.
+        refusal: converts an exception; returns None if it is not a refusal.
+        told_refusal: converts an error event.
     """
     has_begun = False
     try:
@@ -180,9 +178,9 @@ async def relay(
     if its engine crashes it pays nothing, and another engine may run it.
 
     Args:
-        answers: one object (a whole answer or an error), or lists of texts with events.
-        begin: opens the request's account, once somebody listens.
-        shown_usage: which events of a stream show their usage. A `StreamEnd` tells the gate the usage.
+        answers: one object (a non-streaming answer or an error), or lists of texts with events.
+        begin: opens the request's account when the first item is requested.
+        shown_usage: which events of a stream show their usage. A `StreamEnd` passes the usage to the gate.
     """
     request = begin()
     request.sequences.listen()
@@ -207,29 +205,26 @@ async def relay(
     finally:
         if outcome:
             request.write(outcome)
-            await request.reach_disk()  # the answer has not ended before its record is safe
+            await request.reach_disk()  # the answer ends after its record is safe
 
 
 def _end_without_answer(request: RequestAccount) -> StreamEnd:
     """Finish a failed request and return what it used."""
-    return StreamEnd(text="", said=usage_of(request.finish("failed")))
+    return StreamEnd(text="", reported=usage_of(request.finish("failed")))
 
 
 def _require_listener() -> None:
-    """Stop if the client has left.
+    """Stop if the client has disconnected.
 
     Raises:
-        CancelledError: it has. vLLM 0.29 answers a cancelled request with an error.
+        CancelledError: disconnected. vLLM 0.29 answers a cancelled request with an error.
     """
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
-    """The answer with a stream's texts joined at the engine's pace.
-
-    The first is never kept back.
-    """
+    """Join the texts of a stream at the engine's pace. The first is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_of_stream, several in itertools.groupby(piece, key=_is_of_stream):
@@ -242,8 +237,8 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
 
 def _joined(parts: list[list[str] | StreamEnd]) -> list[str] | StreamEnd:
     text = "".join(part.text if isinstance(part, StreamEnd) else "".join(part) for part in parts)
-    said = next((part.said for part in parts if isinstance(part, StreamEnd)), None)
-    return [text] if said is None else StreamEnd(text=text, said=said)
+    reported = next((part.reported for part in parts if isinstance(part, StreamEnd)), None)
+    return [text] if reported is None else StreamEnd(text=text, reported=reported)
 
 
 def _is_of_stream(answer: Any) -> bool:
@@ -255,7 +250,7 @@ def _is_text(answer: Any) -> bool:
 
 
 def _told_error(texts: list[str]) -> Mapping[str, Any] | None:
-    """The error of the first event, where it is one and has a status."""
+    """Return the error in the first event, if it has a status."""
     if not texts or '"error"' not in texts[0]:
         return None
     event = next(events(texts[0]), None)
@@ -264,15 +259,15 @@ def _told_error(texts: list[str]) -> Mapping[str, Any] | None:
 
 
 def _tells_of_a_fault(text: str) -> bool:
-    if '"error"' not in text:  # as of almost all of them: reading one takes time
+    if '"error"' not in text:  # almost always; parsing takes time
         return False
     errors = (event["error"] for event in events(text) if isinstance(event, dict) and "error" in event)
     codes = (error.get("code") for error in errors if isinstance(error, dict))
-    return any(isinstance(code, int) and code >= _LEAST_OF_A_FAULT for code in codes)
+    return any(isinstance(code, int) and code >= _MIN_ERROR_STATUS for code in codes)
 
 
 def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
-    passed, said = [], None
+    forwarded, reported = [], None
     for event in itertools.chain.from_iterable(map(events, texts)):
         if isinstance(event, dict):
             request.tally.read_event(event)
@@ -282,19 +277,19 @@ def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage)
                 request.finish("failed")
             elif is_usage_alone(event):
                 event[OURS] = summary(request.finish("ok"))
-                said = {name: event[name] for name in _SAID if name in event}
+                reported = {name: event[name] for name in _USAGE_FIELDS if name in event}
                 if shown_usage == "never":
                     continue
             elif shown_usage != "each":
                 event.pop("usage", None)
-        passed.append(to_text(event))
-    return passed if said is None else StreamEnd(text="".join(passed), said=said)
+        forwarded.append(to_text(event))
+    return forwarded if reported is None else StreamEnd(text="".join(forwarded), reported=reported)
 
 
 def _with_summary(answer: Any, request: RequestAccount) -> WholeAnswer:
-    """Return a whole answer as JSON with the summary in it, and the summary apart."""
-    said = answer.model_dump(include={"usage", "metrics"})
-    request.tally.read(said)
-    said[OURS] = summary(request.finish("ok"))
-    setattr(answer, OURS, said[OURS])
-    return WholeAnswer(body=answer.model_dump_json().encode(), said=said)
+    """Return a non-streaming answer as JSON with the summary, and the summary separately."""
+    reported = answer.model_dump(include={"usage", "metrics"})
+    request.tally.read(reported)
+    reported[OURS] = summary(request.finish("ok"))
+    setattr(answer, OURS, reported[OURS])
+    return WholeAnswer(body=answer.model_dump_json().encode(), reported=reported)

@@ -1,10 +1,7 @@
-"""A replica: Ray's `LLMServer` around vLLM on this node, with metrics.
+"""A replica: Ray's `LLMServer` around vLLM, configured for its node, with accounting and metrics.
 
-It has the node's own paths and cores, and an account.
-
-It is imported on the nodes that run engines, and by whoever builds the application. Requests come with the
-gate's word on them (`wire.Context`). Their usage goes into the ledger and the metrics from here, where it is known even
-of a client that left.
+Requests carry the gate's `wire.Context`. Usage is recorded here, since the replica knows it even if the client
+disconnects.
 """
 
 import asyncio
@@ -41,22 +38,23 @@ from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_conf
 from pipelines.online.serve.exceptions import EngineUnavailable, is_engine_death
 from pipelines.online.serve.ray_names import engine_client, hide_python_errors, refusal, told_refusal
 from pipelines.online.serve.sequences import tell_sequences
-from pipelines.online.wire import Context, LentAnswer, LentRow
+from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
-_LOOK_S = 0.25
-_AFTER_PEOPLE = 1  # vLLM's priority: a person's request has 0, and goes first
+_POLL_S = 0.25
+_BATCH_PRIORITY = 1  # vLLM runs interactive requests, which have priority 0, first
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaJob:
-    """The job of a replica. `spec` names its models as any node can resolve them.
+    """Configuration of a replica.
 
     Attributes:
-        app_id: of one start of the endpoint; replicas on one node share its cores by it.
-        state: folder of the ledger and the logs, which every node sees.
-        parsers: as `make_llm_config` takes them.
-        max_grammar_s: processor time in which a request's grammar must compile.
-        fake: the fake engine in place of vLLM.
+        app_id: of this start of the endpoint; its replicas share the cores of a node.
+        state: shared folder of the ledger and the logs.
+        spec: names its models in a way that every node can resolve.
+        parsers: as for `make_llm_config`.
+        max_grammar_s: CPU time limit to compile a request's grammar.
+        fake: settings of the fake engine; None for vLLM.
     """
 
     app_id: str
@@ -75,10 +73,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     """One engine of the endpoint."""
 
     async def __init__(self, llm_config: Any, *, job: ReplicaJob, **kwargs: Any) -> None:  # type: ignore[misc]
-        """As Ray's, with the configuration made anew for this node.
-
-        `llm_config` only placed the replica.
-        """
+        """Start the engine with a configuration for this node. `llm_config` was only used to place the replica."""
         keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
@@ -107,10 +102,10 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _check(self, job: ReplicaJob) -> None:
-        """Let the engine work only where its answers are its target's.
+        """Run the self-check, which compares the engine's answers with its target's.
 
         Raises:
-            EngineError: they are not, or it died.
+            EngineError: the answers differ, or the engine crashed.
         """
         engine = self.engine.checkable if job.fake else CheckableLlm(engine_client(self.engine))
         found = await self_check(engine, job.spec, hardware.detect())
@@ -120,13 +115,13 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         require_passed(found)
 
     async def _end_with_engine(self) -> None:
-        """End this process once the engine is dead.
+        """Exit when the engine is dead.
 
-        Serve asks for health only now and then, and three times; until then the replica would refuse at once what the
-        other engines could take, and draw it by being idle.
+        Serve checks the health rarely and needs three failures. Until then the replica would attract requests by being
+        idle, and refuse them.
         """
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             try:
                 await super().check_health()
             except Exception as error:
@@ -141,7 +136,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         set_environment(
             spec,
             here,
-            # One that drains still has its slot; its successor computes on the same cores.
+            # A draining replica keeps its slot; its successor shares the cores.
             engine_index=self._account.engine_index % job.num_engines_on_node,
             num_engines_on_node=job.num_engines_on_node,
         )
@@ -166,13 +161,13 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             raise EngineUnavailable("the engine is dead") from None
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Ray's, with an account."""
+        """Answer a chat, with accounting."""
         await self._require_live_engine()
         answers = await super().chat(request, raw_request_info)
         return self._accounted(answers, raw_request_info, constraint=_constraint_of(request))
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Ray's, with an account."""
+        """Answer a completion, with accounting."""
         await self._require_live_engine()
         answers = await super().completions(request, raw_request_info)
         constraint, choices = _constraint_of(request), request.n or 1
@@ -182,7 +177,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self, answers: Any, info: Any, *, constraint: str | None, choices_per_prompt: int | None = None
     ) -> AsyncGenerator[Any, None]:
         context = Context.of(info.headers if info is not None else {})
-        if context is None:  # another application of the cluster asks
+        if context is None:  # a request from another application of the cluster
             context = Context(request_id=uuid.uuid4().hex, key=LOCAL_NAME)
 
         def begin() -> RequestAccount:
@@ -201,24 +196,24 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             raising_faults(answers, super().check_health, constraint=constraint), refusal, told_refusal
         )
         answer = relay(sound, begin, shown_usage=context.shown_usage)
-        return in_pieces(self._idle.beside(answer, min(context.num_choices, self._slots)), self._pace)
+        return in_pieces(self._idle.track_interactive(answer, min(context.num_choices, self._slots)), self._pace)
 
-    async def lend(self, row: LentRow) -> AsyncGenerator[LentAnswer, None]:
-        """Run a row of a batch, if a slot is idle; an `EndpointLender` calls it."""
-        async for answer in lend(self._idle, self._account, row, self._generate, most_slots=self._slots):
+    async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
+        """Run a row of a batch in an idle slot. Called by `EndpointLender`."""
+        async for answer in lend(self._idle, self._account, row, self._generate, max_slots=self._slots):
             yield answer
 
-    async def _generate(self, row: LentRow) -> Generation:
+    async def _generate(self, row: BorrowedRequest) -> Generation:
         if self._is_fake:
             generation: Generation = await self.engine.row(row)
             return generation
         ASKER.set(row.key)
         prompt = {"prompt_token_ids": row.prompt_token_ids} | ({"cache_salt": row.cache_salt} if row.cache_salt else {})
         client = engine_client(self.engine)
-        return await generate(client, row.request_id, prompt, row.sampling, priority=_AFTER_PEOPLE)
+        return await generate(client, row.request_id, prompt, row.sampling, priority=_BATCH_PRIORITY)
 
     async def __del__(self) -> None:
-        """Serve calls it when the replica stops."""
+        """Shut down. Called by Serve."""
         if watch := getattr(self, "_watch", None):
             watch.cancel()
         if trials := getattr(self, "_trials", None):

@@ -1,12 +1,11 @@
 """Calls of the ingress to a model's replicas.
 
-Ray 2.60 ends a call with its caller where a whole request is cancelled, as when a client hangs up. A caller that gives
-up by itself only stops listening, and the replica goes on to the last token. Here the call is cancelled in both cases.
-An answer that is not streamed is raised as it came, past Ray's handler, which would build, dump and serialise it again.
-What an answer says of its own usage comes apart from it, and is noted (`NOTE`) before Ray sees the answer.
+Ray 2.60 only cancels a call if the whole request is cancelled. If a caller stops listening, the replica continues to
+the last token. Here the call is cancelled in both cases. Non-streaming answers are raised as an exception to bypass
+Ray's handler, which would parse and serialize them again. Their usage arrives separately and is passed to `NOTE`.
 
-Ray counts a request that is only being handed to an idle replica as one that waits, and refuses whoever comes meanwhile
-(`wrap_request_assignment` in its router). So a refused call is tried again for a moment: a burst is no full queue.
+While Ray hands a request to an idle replica, it counts as queued, and others may be refused (`wrap_request_assignment`
+in its router). So refused calls are retried for a moment: a burst does not mean that the queue is full.
 """
 
 import asyncio
@@ -20,12 +19,12 @@ from ray.serve.exceptions import BackPressureError
 
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
-# Handing over takes some ten milliseconds on a busy host; each wait is varied, so that a burst does not come again.
+# Assignment takes about 10 ms on a busy host. The waits are randomized to spread a burst.
 _WAITS_S = (0.05, 0.1, 0.2, 0.4)
 
 
 class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
-    """The whole answer is there, as JSON."""
+    """A non-streaming answer as JSON."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__()
@@ -34,53 +33,49 @@ class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
 
 Note = Callable[[Mapping[str, Any]], None]
 NOTE: ContextVar[Note] = ContextVar("note")
-"""Takes the usage that the answer to the request under way reports."""
+"""Receives the usage in the answer to the current request."""
 
 
 class ServeResponse(Protocol):
     """The part of Serve's `DeploymentResponseGenerator` that is used here."""
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """The parts of the answer."""
+    def __aiter__(self) -> AsyncIterator[Any]: ...
 
     def cancel(self) -> None:
-        """End the call, whether a replica has it or it still waits for one."""
+        """Cancel the call, whether it is running or queued."""
 
 
 class Cancelling:
-    """A `DeploymentHandle` whose answers are cancelled with whoever waits for them.
+    """A `DeploymentHandle` whose calls are cancelled with their callers.
 
     Args:
-        handle: Serve's own, or one of its methods.
+        handle: Serve's handle, or one of its methods.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def options(self, **options: Any) -> "Cancelling":
-        """As Serve's."""
         return Cancelling(self._handle.options(**options))
 
     def __getattr__(self, method: str) -> "Cancelling":
         return Cancelling(getattr(self._handle, method))
 
     def remote(self, *arguments: Any) -> AsyncGenerator[Any, None]:
-        """Call the deployment; `options(stream=True)` must have been said."""
+        """Call the deployment. Requires `options(stream=True)`."""
         return listen(lambda: self._handle.remote(*arguments), NOTE.get())
 
 
 async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerator[Any, None]:
-    """The parts of an answer.
-
-    Cancelled or closed before the last of them, the call is too.
+    """Yield the parts of an answer. If closed or cancelled before the end, cancel the call.
 
     Args:
-        call: begins it; again where the queue was full.
+        call: starts the call; repeated if the queue was full.
         note: as `NOTE`.
 
     Raises:
-        Answered: the answer is not streamed.
-        BackPressureError: the queue was full for three quarters of a second.
+        Answered: with a non-streaming answer.
+        BackPressureError: the queue was full for 0.75 s.
     """
     waits = iter(_WAITS_S)
     while True:
@@ -88,14 +83,14 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
         try:
             async for part in response:
                 if isinstance(part, StreamEnd):
-                    note(part.said)
+                    note(part.reported)
                     if part.text:
                         yield [part.text]
                 elif isinstance(part, WholeAnswer):
-                    with contextlib.suppress(Exception):  # the answer is there, whatever becomes of its replica now
+                    with contextlib.suppress(Exception):  # the answer is complete even if the replica fails now
                         async for _ in response:
-                            pass  # its end: the request's record is on the disk
-                    note(part.said)
+                            pass  # at the end, the request's record is on the disk
+                    note(part.reported)
                     raise Answered(part.body)
                 else:
                     yield part

@@ -1,9 +1,6 @@
-"""Ray's `LLMConfig` of an engine's spec, with request counts and autoscaling.
+"""Ray's `LLMConfig` for an engine, with request counts and autoscaling.
 
-The engine arguments are the same as in bulk.
-
-Built twice: by whoever starts the endpoint, to place replicas, and by each replica, from its own node's hardware and
-paths.
+It is created twice: by the process that starts the endpoint, to place replicas, and by each replica for its own node.
 """
 
 import math
@@ -19,7 +16,7 @@ from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
-# the cores that an engine shares with that on CPUs, most of one core beside an accelerator.
+# an engine's cores on CPUs, most of one core next to an accelerator.
 _PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 
@@ -28,9 +25,9 @@ class RequestCounts:
     """Requests of one model.
 
     Attributes:
-        target: on each engine on average; above it another one is started.
-        admitted: on one engine at most; the others wait at the ingress, where any engine can take them.
-        queued: waiting at the ingress at most; the others get 503.
+        target: mean per engine, above which another engine is started.
+        admitted: maximum per engine; others wait at the ingress, where any engine can take them.
+        queued: maximum waiting at the ingress; others get 503.
     """
 
     target: float
@@ -46,10 +43,10 @@ def request_counts(
     target: float | None = None,
     queued: int | None = None,
 ) -> RequestCounts:
-    """The counts for an engine; `target` and `queued` are a user's own.
+    """Return the counts for an engine. `target` and `queued` are set by the user.
 
-    An engine is given somewhat more than it decodes at once (`requests_in_flight`). As many as all engines
-    decode at once may wait, so that one who waits has about one request's time before it.
+    An engine gets slightly more than it decodes at the same time (`requests_in_flight`). The queue holds as many as all
+    engines decode at the same time, so waiting takes about the time of one request.
     """
     slots = decode_slots(spec, hardware)
     return RequestCounts(
@@ -60,16 +57,14 @@ def request_counts(
 
 
 def pieces_per_s(placement: Placement) -> float:
-    """Pieces of streams that an engine sends in a second at most."""
+    """Return the maximum number of stream pieces that an engine sends per second."""
     return _PIECES_PER_CORE_S * placement.num_devices if placement.device == "vcpu" else _PIECES_PER_S
 
 
 def requests_in_flight(slots: int) -> int:
-    """Requests to give an engine that decodes so many at once.
+    """Return the number of requests for an engine with this many slots: an eighth more, at least one more.
 
-    An eighth more, one at least.
-
-    A finished request is then replaced in the next step, without a round trip to whoever holds the others.
+    So a finished request is replaced in the next step, without a round trip.
 
     >>> [requests_in_flight(slots) for slots in (1, 8, 256)]
     [2, 9, 288]
@@ -78,11 +73,10 @@ def requests_in_flight(slots: int) -> int:
 
 
 def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
-    """Requests that an engine can decode in one step.
+    """Return the requests that an engine can decode in one step.
 
-    At most `max_num_seqs`; fewer where the token slots of a step do not reach. A decoding request takes 2K of them with
-    P-EAGLE, 1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`), so K decides how many fit. When
-    peagle sizes the step itself, all do.
+    At most `max_num_seqs`; fewer if the step's tokens do not suffice. A decoding request takes 2K tokens with P-EAGLE,
+    1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`). If peagle sizes the step itself, all fit.
 
     Example: max_num_seqs 256, K = 7 with P-EAGLE and max_num_batched_tokens 2048: 2048 // 14 = 146 of the 256.
     """
@@ -91,10 +85,10 @@ def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
 
 
 def target_ongoing_requests(slots: int) -> float:
-    """The mean number of requests at which an engine of so many slots is full.
+    """Return the mean number of running requests at which an engine with this many slots is full.
 
-    Requests come at random, so with a mean of t under way their number varies with a standard deviation of sqrt(t)
-    (Poisson). The mean may be so high that it and one deviation still find a slot:
+    Requests arrive randomly, so with a mean of t the number varies with a standard deviation of sqrt(t) (Poisson). The
+    mean plus one deviation should still fit:
 
         t + sqrt(t) = slots,  so  t = slots + 1/2 - sqrt(slots + 1/4)
 
@@ -104,19 +98,21 @@ def target_ongoing_requests(slots: int) -> float:
 
 
 HEALTH_PERIOD_S = 5.0
-HEALTH_TIMEOUT_S = 30.0  # a step with long prompts on a CPU may hold up an engine's answer for seconds
+HEALTH_TIMEOUT_S = 30.0  # on a CPU, a step with long prompts may delay the reply for seconds
 _DRAIN_POLL_S = 1.0
-_PREFIX_ROUTER = "pipelines.online.serve.routing.PrefixRouter"  # by name: only who routes needs Ray Serve's classes
-_PREFIX_BLOCKS = 32_768  # of prompts, that the router remembers of each engine
+_PREFIX_ROUTER = (
+    "pipelines.online.serve.routing.PrefixRouter"  # by name: only routing processes need Ray Serve's classes
+)
+_PREFIX_BLOCKS = 32_768  # remembered per engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How many engines, how many requests, how long to wait.
+    """Numbers of engines and requests, and timeouts.
 
     Attributes:
         num_cpus: Ray's logical CPUs of an engine without accelerators.
-        lends: rows of batches have the slots that are idle.
+        lends: rows of batches may use idle slots.
     """
 
     counts: RequestCounts
@@ -140,13 +136,13 @@ def make_llm_config(
     num_engines_on_node: int,
     parsers: Mapping[str, Any],
 ) -> Any:
-    """The `LLMConfig` of a model.
+    """Return the `LLMConfig` of a model.
 
     Args:
-        parsers: vLLM's keyword arguments beside the engine's: tools and thoughts in an answer.
+        parsers: vLLM's arguments for tool calls and reasoning.
 
     Raises:
-        ConfigError: the spec contradicts itself, or vLLM does not have this parser.
+        ConfigError: contradictory spec, or unknown parser.
         PrecisionError: the hardware cannot run it.
     """
     from ray.serve.llm import LLMConfig
@@ -162,10 +158,10 @@ def make_llm_config(
             **parsers,
             **({"scheduling_policy": "priority"} if sizes.lends else {}),
             "enable_prompt_tokens_details": True,
-            # vLLM would let an engine's first constrained request choose for all that follow.
+            # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
-            # A request that does not say how it is sampled gets what it gets in a batch, and not what the model's
-            # generation_config.json has; the ends of its answers that stand there hold in both.
+            # Sampling defaults are the same as for batches, not those of the model's generation_config.json;
+            # its EOS tokens apply in both cases.
             "generation_config": "vllm",
         },
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
@@ -197,11 +193,11 @@ def check_parsers(parsers: Mapping[str, Any]) -> None:
 
 
 def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:
-    """Options of the Serve deployment."""
+    """Return options of the Serve deployment."""
     counts = sizes.counts
     options: dict[str, Any] = {
         "max_ongoing_requests": counts.admitted,
-        # -1 is without limit for Serve, and 0 would refuse what an engine could take at once.
+        # -1 means unlimited to Serve, and 0 would refuse requests while engines are idle.
         "max_queued_requests": max(1, counts.queued),
         "autoscaling_config": {
             "min_replicas": sizes.min_replicas,
@@ -215,7 +211,7 @@ def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[s
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "graceful_shutdown_timeout_s": sizes.drain_s,
-        # Ray adds what the actor takes to the engine's first bundle.
+        # Ray adds this to the engine's first bundle.
         "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
     }
     if sizes.max_replicas > 1 and spec.enable_prefix_caching:

@@ -1,12 +1,12 @@
-"""Exceptions of Ray and vLLM, and the answer that each becomes.
+"""Converts exceptions of Ray and vLLM to API errors.
 
-They are told by their class's name: this is imported where neither Ray nor vLLM need be, and Ray wraps an exception of
-a replica in a class of its own that is a subclass of the original's.
+They are recognized by class name: not every process that imports this has Ray and vLLM, and Ray wraps a replica's
+exceptions in subclasses of the originals.
 """
 
 from pipelines.online.errors import NOT_IMPLEMENTED, ApiError, overloaded
 
-# vLLM's checks raise these in the middle of a body's validation, and they are no ValueErrors that pydantic would catch.
+# vLLM raises these while validating a body; they are not ValueErrors, so pydantic does not catch them.
 _OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
 _UNAVAILABLE = (
     "EngineUnavailable",
@@ -34,7 +34,7 @@ def is_engine_unavailable(error: BaseException) -> bool:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The answer to an exception; its text only where it is meant for clients."""
+    """Return the API error for an exception. Contains its text only if it is meant for clients."""
     if isinstance(error, ApiError):
         return error
     names = _names(error)

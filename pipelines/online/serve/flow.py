@@ -1,17 +1,15 @@
-"""Back-pressure between a client and the ingress, which Serve lacks.
+"""Back-pressure between client and ingress for files, which Ray Serve lacks.
 
-Files would pile up in between.
+Ray Serve 2.60 reads answers from the ingress and bodies from the client as fast as they arrive, and would buffer whole
+files. Messages in the opposite direction pass through Serve unchanged. So the receiving end acknowledges through these
+what it has received, and the sending end waits for acknowledgements.
 
-Ray Serve 2.60 pulls an answer out of the ingress as fast as it is made, and a body out of the client as fast as it
-comes; only the server in the proxy knows to wait. The messages of the other direction go through Serve as they are. So
-each end that takes says among these how much it has taken, and the other waits for that.
+    client <- server <- DownloadAckSender <- Serve <- DownloadWindow     (`batches/downloads.py`)
+    client -> server -> UploadThrottle    -> Serve -> UploadAckReceiver  (`gateway/bodies.py`)
 
-    client <- server <- Notes   <- Serve <- Window (`batches/downloads.py`)
-    client -> server -> Reading -> Serve -> Told   (`gateway/bodies.py`)
-
-A client can say nothing of the kind: a server makes no message with such a key or of such a type. The middle ones are
-in the proxy (`proxy.py`). Where they are not, as on nodes that somebody started in another environment, the ingress
-sees that in the first message. It knows ASGI, no Ray.
+Clients cannot forge these messages, since servers never produce such keys and types. The middle ends run in the proxy
+(`proxy.py`). If a proxy runs without them, for example on a node that was started in another environment, the ingress
+notices with the first message.
 """
 
 import asyncio
@@ -19,17 +17,18 @@ import contextlib
 
 from starlette.types import Message, Receive, Send
 
-_TAKEN = "peagle.taken"  # a key of a message: bytes of the answer that the client has taken until now
-_IS_TOLD = "peagle.is_told"  # a key of a message: that its sender waits to be told what was read
-_READ = "peagle.read"  # a type of messages: bytes of the body that were read until now
+_TAKEN = "peagle.taken"  # message key: bytes of the answer that the client has received
+_IS_TOLD = "peagle.is_told"  # message key: the sender waits for acknowledgements
+_READ = "peagle.read"  # message type: bytes of the body that were read
 UPLOAD_WINDOW_BYTES = 1 << 21
 _PATIENCE_S = 1.0
 
 
-class Notes:
-    """The proxy's end: `receive` and `send` for a request whose body does not matter.
+class DownloadAckSender:
+    """The proxy's end of a download: acknowledges what the client has received.
 
-    The first message says that there are notes; each later one what was taken, or that the client has left.
+    Its first message announces acknowledgements. Each later one says how much was received, or that the client has
+    disconnected. The request's body is ignored.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -41,41 +40,39 @@ class Notes:
         self._disconnect: Message | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message, which waits for the client."""
+        """Send a message; waits for the client."""
         await self._send(message)
         self._num_taken += len(message.get("body", b""))
         self._news.set()
 
     async def receive(self) -> Message:
-        """The next note, or the end of the client."""
+        """Return the next acknowledgement, or the client's disconnect."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._wait_until_it_leaves())
         await self._news.wait()
         self._news.clear()
         if self._disconnect is not None:
-            self._news.set()  # it is said as often as it is asked for
+            self._news.set()  # repeated for every call
             return self._disconnect
         return {"type": "http.request", "body": b"", "more_body": False, _TAKEN: self._num_taken}
 
     def close(self) -> None:
-        """Listen to the client no longer."""
+        """Stop listening to the client."""
         if self._leaving is not None:
             self._leaving.cancel()
 
     async def _wait_until_it_leaves(self) -> None:
         while (message := await self._receive())["type"] != "http.disconnect":
-            pass  # a body: nobody reads it, so it must not pile up
+            pass  # drop the body
         self._disconnect = message
         self._news.set()
 
 
-class Reading:
-    """The proxy's end of a body: a `receive` and `send` that hand on no more.
+class UploadThrottle:
+    """The proxy's end of an upload: passes on no more than a window ahead of the acknowledgements.
 
-    The ingress is not to have more at once.
-
-    What is more stays with the client: a server stops reading where nobody asks for more. Another application than the
-    ingress tells nothing, and gets a window each second.
+    The rest stays with the client, since a server stops reading if the application does. Applications other than the
+    ingress send no acknowledgements and get one window per second.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -85,17 +82,17 @@ class Reading:
         self._news = asyncio.Event()
 
     async def send(self, message: Message) -> None:
-        """Send a message to the client, or hear what the ingress has read."""
+        """Send a message to the client, or handle an acknowledgement."""
         if message["type"] == _READ:
             self._is_told = True
             self._num_read = message["num_bytes"]
         else:
-            self._is_answered = True  # the rest of the body is nobody's any more
+            self._is_answered = True  # nothing waits for the rest of the body
             await self._send(message)
         self._news.set()
 
     async def receive(self) -> Message:
-        """The next piece of the body, when there is room for it."""
+        """Return the next piece of the body when there is room for it."""
         while self._num_passed - self._num_read >= UPLOAD_WINDOW_BYTES and not self._is_answered:
             self._news.clear()
             try:
@@ -109,13 +106,11 @@ class Reading:
         return {**message, _IS_TOLD: True}
 
 
-class Told:
-    """The ingress's end of a body: a `receive` that reports reading.
-
-    To whoever waits for that.
+class UploadAckReceiver:
+    """The ingress's end of an upload: a `receive` that acknowledges what was read, if the proxy waits for it.
 
     Args:
-        send: as the answer's messages are sent.
+        send: the application's `send`.
     """
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -123,7 +118,7 @@ class Told:
         self._num_read = self._num_told = 0
 
     async def __call__(self) -> Message:
-        """The next message."""
+        """Return the next message."""
         message = await self._receive()
         self._num_read += len(message.get("body", b""))
         if _IS_TOLD in message and self._num_read - self._num_told >= UPLOAD_WINDOW_BYTES // 4:
@@ -132,35 +127,33 @@ class Told:
         return message
 
 
-class Window:
-    """The ingress's end: how much of an answer is under way.
+class DownloadWindow:
+    """The ingress's end of a download: knows how much the client has not received yet.
 
     Attributes:
-        has_notes: whether the proxy's end is there; else nothing is known until the client has all of it, or has left.
-        has_left: the client has all of the answer, or does not want it any more.
+        has_acks: whether the proxy sends acknowledgements. Without them nothing is known before the client has received
+            everything or disconnected.
+        has_left: the client has received everything or disconnected.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._num_taken = 0
-        self.has_notes = self.has_left = False
+        self.has_acks = self.has_left = False
 
     async def open(self, timeout_s: float) -> None:
-        """Find out whether there are notes: the first message says it."""
-        with contextlib.suppress(TimeoutError):  # a body that does not come; nobody needs it
+        """Read the first message, which tells whether there are acknowledgements."""
+        with contextlib.suppress(TimeoutError):  # the body does not arrive, and is not needed
             async with asyncio.timeout(timeout_s):
                 await self._read()
 
-    async def wait(self, num_sent: int, most: int) -> None:
-        """Wait until at most `most` sent bytes are under way, or the client left."""
-        while not self.has_left and num_sent - self._num_taken > most:
+    async def wait(self, num_sent: int, max_bytes: int) -> None:
+        """Wait until at most `max_bytes` of the sent bytes are unacknowledged, or the client disconnected."""
+        while not self.has_left and num_sent - self._num_taken > max_bytes:
             await self._read()
 
     async def wait_for_end(self) -> None:
-        """Wait until the client has all of the answer, or has left.
-
-        The server says the one as the other.
-        """
+        """Wait until the client has received everything or disconnected; servers report both in the same way."""
         while not self.has_left:
             await self._read()
 
@@ -168,5 +161,5 @@ class Window:
         message = await self._receive()
         self.has_left = message["type"] == "http.disconnect"
         if _TAKEN in message:
-            self.has_notes = True
+            self.has_acks = True
             self._num_taken = message[_TAKEN]

@@ -1,4 +1,4 @@
-"""Private names of Starlette and FastAPI that the gate needs. It knows no Ray."""
+"""Private names of Starlette and FastAPI that the gate needs."""
 
 from typing import Any
 
@@ -7,14 +7,11 @@ from starlette.types import Scope
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the application's router matches it.
-
-    Without the prefix under which Serve has the application, which it leaves in `path`.
-    """
+    """Return the path without Serve's prefix, as the application's router matches it."""
     return get_route_path(scope)
 
 
 def validated(field: Any, value: Any) -> tuple[Any, list[Any]]:
-    """A body's value by its FastAPI field, or the faults that were found."""
+    """Validate a body with its FastAPI field. Returns the value and the errors."""
     found: tuple[Any, list[Any]] = field.validate(value, {}, loc=("body",))
     return found

@@ -1,6 +1,6 @@
-"""Say when Serve's controller or a proxy dies, what was lost, and when it is back.
+"""Reports crashes and restarts of Serve's controller and proxies, and their effect.
 
-Ray and Serve start both again by themselves; without this nobody would know why connections were cut.
+Ray and Serve restart both without a message.
 """
 
 import threading
@@ -18,10 +18,10 @@ _LOST = {
 
 
 class PartsWatch:
-    """Compares the processes of Serve with those of the previous look.
+    """Compares Serve's processes with those of the previous check.
 
     Args:
-        processes: the kind of each process, by something that identifies it.
+        processes: returns the kind of each process by an identifier.
         say: prints a line.
     """
 
@@ -37,7 +37,7 @@ class PartsWatch:
         self._is_told: set[str] = set()
 
     def look(self) -> None:
-        """Print what has died since the previous look, and what is back."""
+        """Report processes that ended or came back since the previous check."""
         now, found = self._monotonic(), dict(self._processes())
         gone = [self._known[process] for process in self._known.keys() - found.keys()]
         new = [found[process] for process in found.keys() - self._known.keys()]
@@ -59,7 +59,7 @@ class PartsWatch:
 
 
 def watch_parts(stopped: threading.Event, say: Callable[[str], None]) -> None:
-    """Look every two seconds in a thread, until `stopped` is set."""
+    """Check every two seconds in a thread, until `stopped` is set."""
     watch = PartsWatch(serve_processes, say)
 
     def run() -> None:

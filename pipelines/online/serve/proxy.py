@@ -1,17 +1,14 @@
-"""Serve's proxy: the middleware before it, and the check of its certificate.
+"""Middleware for Ray Serve's HTTP proxy, and the check of its TLS files.
 
-Clients see an error of the API where the ingress died.
+If the ingress dies during a request, Ray 2.60's proxy answers 500 in plain text or cuts a stream. This middleware
+answers 503 in OpenAI's format, or ends the stream with an error event. While the endpoint starts or stops, the proxy
+answers 404 in plain text, after which clients do not retry; this becomes a 503, too.
 
-Where the ingress dies under a request, Ray 2.60's proxy says nothing, so that the HTTP server answers 500 in plain text
-or breaks off the connection of a stream. Here the one becomes a 503 in OpenAI's format, and the other ends with an
-error event. While the endpoint starts or stops, the proxy has no route to it and answers 404 in plain text, after
-which no client asks again: that is a 503 too. The proxy also takes orders from anybody's headers, before the gate has
-seen a key, and fails where it cannot read them; so they are left out. What other applications of the cluster say, and
-are told, passes. The proxy would fetch a whole file for a client that does not read it, and press a whole body on an
-ingress that is not as fast, or does not want it; so both go with back-pressure (`flow.py`).
+The proxy also obeys some headers of any client, before the gate has seen a key, and fails if it cannot decode them; so
+they are removed. It would buffer whole files for clients that do not read, and whole bodies for a slow ingress; so both
+use back-pressure (`flow.py`). Requests and answers of other applications in the cluster pass unchanged.
 
-Ray loads it into its proxies by its name in `ENVIRONMENT`, in which Ray must be started. It knows
-ASGI, and of Ray that one text and those headers.
+Ray's proxies load it by its name in `ENVIRONMENT`, which must be set when Ray starts.
 """
 
 import contextlib
@@ -31,7 +28,7 @@ from peagle.errors import ConfigError
 from peagle.requests.fields import URLS
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.serve import slow_clients
-from pipelines.online.serve.flow import Notes, Reading
+from pipelines.online.serve.flow import DownloadAckSender, UploadThrottle
 from pipelines.online.wire import (
     BATCHES_URL,
     FILES_URL,
@@ -47,27 +44,29 @@ from pipelines.online.wire import (
 IMPORT_PATH = f"{__name__}:middlewares"
 ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
-    # A proxy that fails three looks is replaced: after 6 s rather than 30.
+    # A proxy is replaced after three failed checks: after 6 s instead of 30.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
-    # The controller's loop takes 5 % of a core when it turns ten times a second, as it does else.
+    # By default the controller's loop runs ten times a second and takes 5 % of a core.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    # Ray's limit for a first token is 600 s; request_timeout_s is ours, and may be longer. A year is none.
+    # Ray's limit for a first token is 600 s; ours is request_timeout_s, which may be longer. A year means unlimited.
     "RAY_SERVE_LLM_ROUTER_HTTP_TIMEOUT": "31536000",
-    # Each hand-over between threads costs every piece of a stream; nothing here holds up an event loop.
+    # Switching threads slows down every piece of a stream, and nothing here blocks the event loop.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # Ray's default is 512 MiB a file and five old ones of each.
+    # Ray's default is 512 MiB per file and five old files.
     "RAY_ROTATION_MAX_BYTES": str(64 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "2",
 }
-_OURS = REQUEST_ID_HEADER.encode()  # the gate sets it on each answer
-# What the proxy does as a client's header says, and what it only notes.
-_ORDERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"})
-_NOTES = frozenset({b"x-request-id", b"x-session-id"})
-_LONGEST_METHOD, _LONGEST_PATH, _LONGEST_NOTE = 16, 2048, 128  # characters that reach Serve's logs
-_LEAST_OF_A_FAULT = 500
+_OURS = REQUEST_ID_HEADER.encode()  # set by the gate on each answer
+# Headers that the proxy obeys, and headers that it only logs.
+_OBEYED_HEADERS = frozenset(
+    {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"}
+)
+_LOGGED_HEADERS = frozenset({b"x-request-id", b"x-session-id"})
+_MAX_METHOD_CHARS, _MAX_PATH_CHARS, _MAX_LOGGED_CHARS = 16, 2048, 128  # characters that reach Serve's logs
+_MIN_ERROR_STATUS = 500
 _NOT_FOUND = 404
-# The proxy's own words where no application has the path; the status alone may be another application's.
+# The proxy's text if no application has the path; the status alone may come from another application.
 _NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
 _API = "/v1/"
 _FILES, _CONTENT = FILES_URL + "/", "/content"
@@ -79,23 +78,23 @@ _log = logging.getLogger("ray.serve")
 
 
 def middlewares() -> list[Any]:
-    """The middlewares before the application of Ray's proxies.
+    """Return the middlewares for Ray's proxies.
 
-    Proxies ask in their process before they start its server, which is the moment to have it wait no longer than it
-    should for headers.
+    Also limits the time for headers, since proxies call this before they start
+    their server.
     """
     slow_clients.limit()
     return [Middleware(ProxyMiddleware)]
 
 
 class ProxyMiddleware:
-    """The middleware of ASGI around one request."""
+    """ASGI middleware around one request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on."""
+        """Handle a request."""
         scope = _for_proxy(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -117,11 +116,11 @@ class ProxyMiddleware:
 
 
 class _Answer:
-    """The proxy's answer, looked at on its way.
+    """Inspects the proxy's answer.
 
     Args:
-        is_for_api: whether the path is the endpoint's, under whatever prefix. Where other applications share the
-            cluster, any other path may not be there, and its answer is theirs unless the gate has signed it.
+        is_for_api: whether the path is the endpoint's, under any prefix. Otherwise only answers that the gate has
+            signed are the endpoint's.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
@@ -131,7 +130,7 @@ class _Answer:
         self._is_started = self._is_stream = self._is_ended = False
 
     async def send(self, message: Message) -> None:
-        """One message of the proxy."""
+        """Handle a message of the proxy."""
         if self._is_ended:
             return
         if message["type"] == "http.response.start":
@@ -146,7 +145,7 @@ class _Answer:
         await self._send(message)
 
     async def close(self) -> None:
-        """The proxy has done, and may have left something out."""
+        """Complete the answer if the proxy did not."""
         if self._is_ended:
             return
         if not self._is_started:
@@ -156,7 +155,7 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
-        """Answer with an error in place of the proxy."""
+        """Send an error instead of the proxy's answer."""
         self._is_ended = True
         headers, body = error_response(error)
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded(headers)})
@@ -165,7 +164,7 @@ class _Answer:
     async def _read_head(self, head: Message) -> None:
         headers = dict(head.get("headers", []))
         is_ours = _OURS in headers
-        if head["status"] >= _LEAST_OF_A_FAULT and self._is_for_api and not is_ours:
+        if head["status"] >= _MIN_ERROR_STATUS and self._is_for_api and not is_ours:
             await self.refuse(overloaded(_DIED))
             return
         self._held = head
@@ -175,7 +174,7 @@ class _Answer:
             await self._begin()
 
     async def _begin(self) -> None:
-        """Send the head on, where its body had to be seen first."""
+        """Send the head if it was held back until its body was seen."""
         if self._held is not None:
             head, self._held = self._held, None
             self._is_started = True
@@ -184,10 +183,10 @@ class _Answer:
 
 def _refusal(scope: Scope) -> ApiError | None:
     """Return why a request does not reach Serve, which writes its method and path into logs, or None."""
-    if len(scope["method"]) > _LONGEST_METHOD:
+    if len(scope["method"]) > _MAX_METHOD_CHARS:
         return ApiError(405, "unknown method", code="method_not_allowed")
-    if len(scope["path"]) > _LONGEST_PATH:
-        return ApiError(414, f"the path is longer than {_LONGEST_PATH} characters", code="path_too_long")
+    if len(scope["path"]) > _MAX_PATH_CHARS:
+        return ApiError(414, f"the path is longer than {_MAX_PATH_CHARS} characters", code="path_too_long")
     return path_refusal(scope) if _is_for_api(scope) else None
 
 
@@ -209,13 +208,13 @@ def _is_for_api(scope: Scope) -> bool:
 
 @contextlib.asynccontextmanager
 async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tuple[Receive, Send]]:
-    """The `receive` and `send` for Serve, with back-pressure on large bodies."""
+    """Yield `receive` and `send` for Serve, with back-pressure on large bodies."""
     method, path = scope.get("method"), scope.get("path", "")
     if _is_download(scope):
-        with contextlib.closing(Notes(receive, send)) as notes:
+        with contextlib.closing(DownloadAckSender(receive, send)) as notes:
             yield notes.receive, notes.send
     elif method in _WITHOUT_BODY or (method == "POST" and path.endswith(_POSTED)):
-        reading = Reading(receive, send)
+        reading = UploadThrottle(receive, send)
         yield reading.receive, reading.send
     else:
         yield receive, send
@@ -226,12 +225,12 @@ def _for_proxy(scope: Scope) -> Scope:
 
     Requests to the API also lose the headers that the proxy obeys or logs; the gate gives them an id of its own.
     """
-    read = _ORDERS | _NOTES
+    read = _OBEYED_HEADERS | _LOGGED_HEADERS
     refused = read if _is_for_api(scope) else frozenset()
     kept = []
     for name, value in scope.get("headers", []):
         as_read = name.replace(b"_", b"-")
-        is_loggable = _is_text(value) and len(value) <= _LONGEST_NOTE
+        is_loggable = _is_text(value) and len(value) <= _MAX_LOGGED_CHARS
         if as_read not in refused and (as_read not in read or is_loggable):
             kept.append((name, value))
     return {**scope, "headers": kept}
@@ -245,18 +244,18 @@ _MISMATCH = "KEY_VALUES_MISMATCH"
 
 
 def require_certificate(certificate: Path, key: Path) -> None:
-    """Refuse files with which nobody, or somebody else too, could be answered.
+    """Check the TLS files.
 
     Raises:
-        ConfigError: one cannot be read or is not what it should be, the key is not the certificate's, is encrypted, or
-            is readable by everybody.
+        ConfigError: a file is unreadable or invalid; the key does not match the certificate, is encrypted, or is
+            readable by everyone.
     """
     for name, path in (("tls_cert", certificate), ("tls_key", key)):
         _require_readable(name, path)
     mode = key.stat().st_mode
     if mode & stat.S_IRWXO:
         raise ConfigError(
-            f"tls_key {key}: everybody on this machine may use it (mode {stat.S_IMODE(mode):04o})",
+            f"tls_key {key}: readable by everyone on this machine (mode {stat.S_IMODE(mode):04o})",
             hint=f"chmod 600 {key}",
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -264,17 +263,17 @@ def require_certificate(certificate: Path, key: Path) -> None:
         context.load_verify_locations(certificate)
     except ssl.SSLError:
         raise ConfigError(
-            f"tls_cert {certificate}: it has no certificate",
-            hint="it must hold the endpoint's certificate in PEM (-----BEGIN CERTIFICATE-----), those between after it",
+            f"tls_cert {certificate}: contains no certificate",
+            hint="use PEM: the endpoint's certificate (-----BEGIN CERTIFICATE-----), then intermediate certificates",
         ) from None
     try:
         context.load_cert_chain(certificate, key, password=functools.partial(_refuse, key))
     except ssl.SSLError as error:
         if error.reason == _MISMATCH:
-            raise ConfigError(f"tls_key {key}: it is not the key of the certificate in {certificate}") from None
+            raise ConfigError(f"tls_key {key}: does not match the certificate {certificate}") from None
         raise ConfigError(
-            f"tls_key {key}: it has no private key",
-            hint="it must hold the certificate's key in PEM (-----BEGIN PRIVATE KEY-----)",
+            f"tls_key {key}: contains no private key",
+            hint="use PEM: the certificate's key (-----BEGIN PRIVATE KEY-----)",
         ) from None
 
 
@@ -286,4 +285,4 @@ def _require_readable(name: str, path: Path) -> None:
 
 
 def _refuse(key: Path) -> NoReturn:
-    raise ConfigError(f"tls_key {key}: it is encrypted", hint=f"openssl pkey -in {key} -out plain.pem")
+    raise ConfigError(f"tls_key {key}: the key is encrypted", hint=f"openssl pkey -in {key} -out plain.pem")

@@ -1,7 +1,4 @@
-"""Private names of Ray Serve, and of vLLM's API server behind it.
-
-Each function is named for what the endpoint needs it for.
-"""
+"""Private names of Ray Serve, and of vLLM's API server behind it."""
 
 import functools
 import logging
@@ -18,37 +15,29 @@ _log = logging.getLogger(__name__)
 
 
 def running_http_options() -> Any:
-    """HTTP options of the Serve on this cluster: host, port and certificate.
-
-    Serve's public status tells none of them.
-    """
+    """Return host, port and certificate of the running Serve, which its public status does not include."""
     from ray.serve.context import _get_global_client
 
     return _get_global_client().http_config
 
 
 def begin_deletion(application: str) -> None:
-    """Have Serve delete an application, and return at once.
-
-    `serve.delete` alone gives up waiting after a minute, with an error.
-    """
+    """Start to delete an application. `serve.delete` would wait and fail after a minute."""
     from ray import serve
 
     serve.delete(application, _blocking=False)
 
 
 def engine_client(engine: Any) -> Any:
-    """The `AsyncLLM` inside Ray's engine of an `LLMServer`."""
+    """Return the `AsyncLLM` inside Ray's engine of an `LLMServer`."""
     return engine._engine_client
 
 
 def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """By model, what the replicas of its deployment do.
-
-    Serve's public `status()` is a call to another process: not for an event loop.
+    """Return the replica counts of each model. Blocks, since Serve's `status()` calls another process.
 
     Args:
-        deployments: models to the names of their deployments, in the application of the replica that asks.
+        deployments: deployment names by model, in the calling replica's application.
     """
     from ray import serve
 
@@ -61,7 +50,7 @@ def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
 def serve_processes() -> dict[Hashable, str]:
     """Return the kind of each live process of Serve: "controller" or "proxy".
 
-    Ray's public names of actors tell no process ids, and its state API needs a dashboard.
+    Ray's public names of actors have no process ids, and its state API needs a dashboard.
     """
     from ray._private import state
 
@@ -71,7 +60,7 @@ def serve_processes() -> dict[Hashable, str]:
 
 
 def count_states(states: Mapping[Any, int]) -> dict[str, int]:
-    """Serve's states, whose names are its own, put together into three."""
+    """Reduce Serve's replica states to three counts."""
     numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
     return {
         "num_running_replicas": numbers.get("RUNNING", 0),
@@ -81,10 +70,7 @@ def count_states(states: Mapping[Any, int]) -> dict[str, int]:
 
 
 def refusal(error: Exception) -> Any | None:
-    """The refusal of `vllm serve` for this exception.
-
-    None where it is a failure of the server.
-    """
+    """Return vLLM's error response for an exception, or None if it is a server error."""
     from ray.serve.llm.openai_api_models import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
     from vllm.exceptions import VLLMError
@@ -92,16 +78,16 @@ def refusal(error: Exception) -> Any | None:
     answer = create_error_response(error)
     if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
         return None
-    # ValueError and the like may also be faults of vLLM itself, so their traceback is logged.
+    # A ValueError may be a bug in vLLM, so its traceback is logged.
     is_expected = isinstance(error, VLLMError)
     _log.warning("vLLM refused a request: %.500s", error, exc_info=None if is_expected else error)
     return ErrorResponse.model_validate(_for_client(answer, error).model_dump())
 
 
 def hide_python_errors(engine: Any) -> None:
-    """Make vLLM's API server tell clients its own refusals only, and no text of another exception.
+    """Make vLLM's API server send clients only its own refusals, without the text of other exceptions.
 
-    Both whole answers and streams get their errors from this method.
+    Both non-streaming answers and streams get their errors from this method.
 
     Args:
         engine: Ray's engine of an `LLMServer`.
@@ -128,7 +114,7 @@ def _for_client(answer: Any, error: Any) -> Any:
 
 
 def told_refusal(error: Mapping[str, Any]) -> Any:
-    """The refusal that vLLM told in an event of a stream."""
+    """Return the refusal in an event of a stream."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate({"error": error})

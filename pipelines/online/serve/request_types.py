@@ -1,13 +1,10 @@
-"""The bodies of the two model routes: vLLM's types with clients' faults.
+"""Request types of the two model routes: vLLM's types, with every validation error attributed to the client.
 
-Every failure on a client's values is that client's.
-
-vLLM 0.29 checks bodies in validators that meet values before these have types, and then raise whatever Python does
-(`'list' object has no attribute 'get'`); none of that is a fault of the server. Lists that pydantic would check only
-when they are read are read here. Of a list its first fault is told: a mebibyte of messages that are none has five
-million, which take minutes. A chat may be given a cap on its output tokens, which vLLM itself does not know. A
-structural tag, which vLLM would compile here, is compiled on trial beside its engine alone (`engine/trials.py`): some
-of a hundred bytes take minutes, and every stream of the endpoint would wait.
+vLLM 0.29 has validators that run before types are checked and raise arbitrary Python errors
+(`'list' object has no attribute 'get'`). Fields that pydantic validates lazily are validated here. Lists stop at their
+first error: a MiB of invalid messages has five million, which take minutes. Chats can have a cap on output tokens,
+which vLLM does not support. Structural tags are not compiled here, where some of a hundred bytes would block all
+streams for minutes, but on trial next to the engine (`engine/trials.py`).
 """
 
 from dataclasses import replace
@@ -22,7 +19,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.serve.exceptions import from_exception
 
 _LAZY = ("content", "tool_calls")  # of a message
-_MOST_PARTS = 1024  # of a message
+_MAX_PARTS = 1024  # of a message
 _LISTS = ("list", "tuple", "set", "frozenset")
 
 
@@ -32,7 +29,7 @@ def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
     except ValidationError:
-        raise  # it says where
+        raise  # has the location
     except Exception as error:
         refusal = from_exception(error)
         if refusal.status < 500:
@@ -41,10 +38,10 @@ def _checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One message, by itself: threads take turns between two of them."""
+    """Validate one message at a time, so that threads can switch between messages."""
     content = value.get("content") if isinstance(value, dict) else None
-    if isinstance(content, list) and len(content) > _MOST_PARTS:
-        message = f"a message has {len(content)} parts, and may have {_MOST_PARTS}"
+    if isinstance(content, list) and len(content) > _MAX_PARTS:
+        message = f"a message has {len(content)} parts, and may have {_MAX_PARTS}"
         raise ApiError(400, message, code="invalid_value", param="messages")
     message = handler(value)
     for name in _LAZY:
@@ -54,9 +51,9 @@ def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 def fail_fast(schema: Any) -> None:
-    """Have every list of a pydantic core schema stop at its first fault.
+    """Make every list of a pydantic core schema stop at its first error.
 
-    Pydantic has this for a field of one's own (`Field(fail_fast=True)`), not for a type of somebody else's.
+    Pydantic's `Field(fail_fast=True)` only works for one's own fields.
     """
     if isinstance(schema, dict):
         if schema.get("type") in _LISTS:
@@ -69,43 +66,40 @@ def fail_fast(schema: Any) -> None:
 
 
 def leave_tags_to_trials() -> None:
-    """Have vLLM's request types take a structural tag without compiling it."""
+    """Disable the compilation of structural tags in vLLM's request types."""
     protocol.validate_structural_tag_payload = _take
 
 
 def _take(payload: Any, *, parameter: str) -> None:
-    """In place of vLLM's check."""
+    """Replace vLLM's check."""
 
 
 leave_tags_to_trials()
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
-    """A chat whose output tokens the endpoint may cap.
-
-    Only where the client named no number.
-    """
+    """A chat whose output tokens can be capped if the client gave no limit."""
 
     messages: list[Annotated[ChatCompletionMessageParam, WrapValidator(_message)]]
     _is_capped: bool = PrivateAttr(default=False)
 
     def cap(self, tokens: int) -> None:
-        """Cap its output tokens by these and by the rest of the context."""
+        """Limit the output tokens to this number and to the rest of the context."""
         self.max_completion_tokens = tokens
         self._is_capped = True
 
     def build_tok_params(self, model_config: Any) -> Any:
-        """vLLM's check of the prompt's length, without room for a cap.
+        """Return vLLM's parameters for the check of the prompt's length, without reserving room for the cap.
 
-        It keeps room for all output tokens that were asked for. Nobody asked for a cap; after this check vLLM gives
-        what the prompt leaves, as where no number is named.
+        vLLM reserves room for all requested output tokens. A cap was not requested; after this check, vLLM uses the
+        rest of the context as if there were no limit.
         """
         params = super().build_tok_params(model_config)
         return replace(params, max_output_tokens=0) if self._is_capped else params
 
 
 class Completion(CompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped
-    """A completion."""
+    ...
 
 
 for _kind in (Chat, Completion):

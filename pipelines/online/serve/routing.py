@@ -1,10 +1,8 @@
-"""Route requests to the engine that has seen how their prompt begins.
+"""Routes requests to the engine that has cached the beginning of their prompt, unless it is too busy.
 
-While that is not too busy.
-
-Ray's own `PrefixCacheAffinityRouter` (2.60) loses requests: a prompt without text (token ids, an empty message) divides
-by zero in a task that only logs it, and the request is never routed. It also waits for an actor of its own, several
-times a request, on the loop that all streams go through. So this keeps what it knows in the process that routes.
+Ray's own `PrefixCacheAffinityRouter` (2.60) loses requests: a prompt without text (token ids, an empty message) causes
+a division by zero in a task that only logs it, so the request is never routed. It also calls an actor several times
+per request in the event loop of all streams. This router keeps its state in the routing process.
 """
 
 import random
@@ -15,22 +13,19 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 _BLOCK_CHARS = 128
-_MOST_CHARS = 64 * 1024  # of a prompt; what comes behind them decides nothing
-_LEAST_SHARE = 0.1  # of a prompt's blocks; of fewer than these any engine is as good
+_MAX_CHARS = 64 * 1024  # of a prompt; the rest is ignored
+_MIN_SHARE = 0.1  # of a prompt's blocks; below it the cache is not worth it
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Requests that begin alike go to one engine until it is ahead of another.
-
-    The rest go to the idler of any two.
-    """
+    """Routes requests with the same beginning to one engine, and others to the less busy of two random engines."""
 
     def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
-        """Called by Serve with the deployment's options.
+        """Set the deployment's options. Called by Serve.
 
         Args:
-            most_ahead: requests that an engine may have more than the idlest one and still get those that begin alike.
-            max_blocks: of prompts, that are remembered of each engine, the latest ones.
+            most_ahead: additional requests that an engine may have compared with the least busy one.
+            max_blocks: prompt blocks that are remembered per engine.
         """
         self._most_ahead = most_ahead
         self._max_blocks = max_blocks
@@ -39,12 +34,12 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Engines to try, in groups.
+        """Return engines to try, in groups.
 
-        Serve takes the idlest of a group if it has room, else it tries the next group.
+        Serve takes the least busy of a group if it has room, else tries the next group.
         """
         allowed = self.apply_locality_routing(pending_request)
-        candidates = [one for one in candidate_replicas if one.replica_id in allowed]
+        candidates = [replica for replica in candidate_replicas if replica.replica_id in allowed]
         if not candidates:
             return []
         any_two = random.sample(candidates, min(2, len(candidates)))
@@ -52,30 +47,27 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [alike, any_two] if alike else [any_two]
 
     def _alike(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Engines that have seen most of these blocks, and enough of them.
-
-        They are not too far ahead of the idlest.
-        """
-        matched = [self._num_seen(one.replica_id, blocks) for one in candidates]
-        most = max(matched)
-        if not blocks or most < _LEAST_SHARE * len(blocks):
+        """Return the engines that have seen most of these blocks, if enough, and are not too busy."""
+        matched = [self._num_seen(replica.replica_id, blocks) for replica in candidates]
+        longest = max(matched)
+        if not blocks or longest < _MIN_SHARE * len(blocks):
             return []
-        # Unknown is what had no request for ten seconds; its next one tells how many it has.
-        lengths = [self.replica_queue_len_cache.get(one.replica_id) or 0 for one in candidates]
+        # The length is unknown if an engine had no request for ten seconds.
+        lengths = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidates]
         ceiling = min(lengths) + self._most_ahead
         paired = zip(candidates, matched, lengths, strict=True)
-        return [one for one, number, length in paired if number == most and length <= ceiling]
+        return [replica for replica, number, length in paired if number == longest and length <= ceiling]
 
     def _num_seen(self, replica_id: ReplicaID, blocks: list[int]) -> int:
         seen: Mapping[int, None] = self._seen.get(replica_id, {})
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember whose cache has this prompt now."""
+        """Remember that this engine has cached the prompt."""
         if replica_id not in self.curr_replicas:
             return
         seen = self._seen.setdefault(replica_id, OrderedDict())
-        # From the end, so that a prompt's last blocks are forgotten first: they mean nothing without those before.
+        # In reverse, so that a prompt's last blocks are evicted first: they are useless without those before.
         for block in reversed(_blocks_of(pending_request)):
             seen[block] = None
             seen.move_to_end(block)
@@ -83,21 +75,18 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
             seen.popitem(last=False)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget engines that are gone, with their caches."""
+        """Forget removed engines."""
         super().update_replicas(replicas)
-        self._seen = {one: seen for one, seen in self._seen.items() if one in self.curr_replicas}
+        self._seen = {replica: seen for replica, seen in self._seen.items() if replica in self.curr_replicas}
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """The same."""
+        """Forget the engine."""
         super().on_replica_actor_died(replica_id)
         self._seen.pop(replica_id, None)
 
 
 def _blocks_of(request: PendingRequest | None) -> list[int]:
-    """A number for each whole block of the request's prompt.
-
-    It stands for the block and all that comes before it, and for the salt of the cache in which an engine keeps them.
-    """
+    """Return a hash for each whole block of the prompt, including all blocks before it and the cache salt."""
     prompt, salt = _prompt_of(request)
     text = _beginning(prompt)
     blocks: list[int] = []
@@ -115,30 +104,24 @@ def _prompt_of(request: PendingRequest | None) -> tuple[Any, str | None]:
 
 
 def _beginning(prompt: Any) -> str:
-    """The beginning of a prompt, which decides.
-
-    All streams wait meanwhile, so no more is looked at.
-    """
+    """Return the beginning of a prompt. Limited, since all streams wait while it is processed."""
     pieces, num_chars = [], 0
     for piece in _texts(prompt):
         pieces.append(piece)
         num_chars += len(piece)
-        if num_chars >= _MOST_CHARS:
+        if num_chars >= _MAX_CHARS:
             break
-    return "".join(pieces)[:_MOST_CHARS]
+    return "".join(pieces)[:_MAX_CHARS]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts of a prompt in any form.
-
-    Text, token ids, several of either, messages, parts of messages.
-    """
+    """Yield the texts of a prompt: strings, token ids, lists of either, or messages with their parts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
-        yield " ".join(map(str, value[: _MOST_CHARS // 2])) + " "
+        yield " ".join(map(str, value[: _MAX_CHARS // 2])) + " "
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
+        for part in value:
+            yield from _texts(part)
     elif isinstance(value, Mapping):
         yield from _texts(list(value.values()))

@@ -1,9 +1,8 @@
-"""The sequences of a request, which vLLM's API tells of some requests only.
+"""Figures of a request's sequences that vLLM's API does not report.
 
-vLLM 0.29 states drafts in an answer of one sequence only, and loses them where the end of a stream is told together
-with what came before it; of an answer that is not streamed it states no time to the first token. Both are in the states
-that its front end keeps, one for each choice of each prompt. Whoever is about to have a request answered listens, and
-the states of the sequences that this starts are theirs. It knows vLLM's `OutputProcessor`; it imports nothing of it.
+vLLM 0.29 reports drafts only for answers with one sequence, loses them if a stream's end arrives together with earlier
+output, and reports no time to first token for non-streaming answers. Its front end has both in the states of the
+sequences, one per choice and prompt. `listen` collects the states that a request creates.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(slots=True)
 class Sequences:
-    """The sequences of one request. There are none if the engine is not vLLM."""
+    """The sequences of one request. Empty if the engine is not vLLM."""
 
     _states: list[Any] = field(default_factory=list)
     # Figures of sequences that ended and were dropped.
@@ -27,43 +26,43 @@ class Sequences:
     _output_tokens: int = 0
 
     def listen(self) -> None:
-        """Collect the sequences that this task, or a task that it starts, adds to the engine from now on."""
+        """Collect the sequences that this task and its child tasks add to the engine from now on."""
         _LISTENER.set(self)
 
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
-        """Add a sequence, vLLM's `RequestState`.
+        """Add a sequence (vLLM's `RequestState`).
 
-        Sequences that ended are reduced to their figures, since each keeps all of its tokens.
+        Ended sequences are reduced to their figures, since each state keeps all its tokens.
         """
-        self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM states no drafts of live ones
-        ended = [one for one in self._states if live.get(one.request_id) is not one]
+        self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM reports no drafts of running ones
+        ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)
         self._output_tokens += _output_tokens(ended)
-        self._states = [*(one for one in self._states if one not in ended), state]
+        self._states = [*(other for other in self._states if other not in ended), state]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all prompts, whatever became of them."""
+        """Prompt tokens of all prompts, whatever their outcome."""
         return self._prompt_tokens + _prompt_tokens(self._states)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that the engine generated until now, for all choices."""
+        """Tokens generated so far, for all choices."""
         return self._output_tokens + _output_tokens(self._states)
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """Drafts of the ended sequences; None where there are none.
+        """Drafts of the ended sequences, or None.
 
-        Without those that a string of the request's `stop` ended: of these, as of one that is cut, vLLM tells none.
+        vLLM reports none for sequences ended by a `stop` string or cancelled.
         """
-        told = [found for state in self._states if (found := drafts_of(state)) is not None]
-        told += [self._drafts] if self._drafts is not None else []
-        return sum(told, start=SpeculationStats.empty()) if told else None
+        drafts = [found for state in self._states if (found := drafts_of(state)) is not None]
+        drafts += [self._drafts] if self._drafts is not None else []
+        return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 
     @property
     def first_token_at(self) -> float | None:
-        """Unix time of the first token of any of them; None before."""
+        """Unix time of the first token of any sequence, or None."""
         return min(self._first_tokens_at(), default=None)
 
     def _first_tokens_at(self) -> Iterator[float]:
@@ -86,7 +85,7 @@ _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)
 
 
 def tell_sequences(client: Any) -> None:
-    """Have an `AsyncLLM` report each sequence that it starts."""
+    """Make an `AsyncLLM` report each sequence that it starts."""
     processor = client.output_processor
     add_request = processor.add_request
 

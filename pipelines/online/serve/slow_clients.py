@@ -1,16 +1,13 @@
-"""Close connections of slow clients, for which uvicorn waits for ever.
+"""Closes connections of clients that send headers too slowly or do not read their answers, which uvicorn keeps forever.
 
-They do not end a request's headers, or do not take their answer.
+uvicorn 0.54 only has a timer between requests (`timeout_keep_alive`). A client that sends nothing, or half a header,
+keeps its connection, and many such clients exhaust the process. With httptools it does not limit the size of headers
+either, and copies a header again for each piece. Ray's proxies let uvicorn choose its protocol class, so the class is
+replaced where uvicorn looks it up.
 
-uvicorn 0.54 has a timer between requests only (`timeout_keep_alive`), which the next request's first byte stops: a
-client that sends nothing after connecting, or half a header, keeps its connection, and many such clients all that the
-process may have. Nor does it limit their size with httptools, which copies a header anew for each piece of it: a single
-client keeps the process busy, or fills its memory. Ray's proxies have uvicorn choose its protocol class and take no
-other, so it is replaced where uvicorn looks for it. It knows uvicorn's protocols (httptools' and h11's), no Ray.
-
-An answer that a client does not read waits in the proxy. A client that reads less than `LEAST_BYTES` within
-`READER_LIMIT_S` loses its connection. If the unread answers of one API key or address exceed `UNREAD_LIMIT_BYTES`, its
-slow connections are closed, the slowest first.
+An unread answer waits in the proxy. A client that reads less than `LEAST_BYTES` within `READER_LIMIT_S` loses its
+connection. If the unread answers of one API key or address exceed `UNREAD_LIMIT_BYTES`, its slow connections are
+closed, the slowest first.
 """
 
 import asyncio
@@ -133,16 +130,20 @@ class _Unread:
         self._watched.add(connection)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._watched = {one for one in self._watched if one.paused_at is not None}
-        self._peak_bytes = max(self._peak_bytes, sum(one.unread_bytes for one in self._watched))
-        slow = [one for one in self._watched if one.paused_at is not None and one.paused_at <= loop.time() - SLOW_S]
-        slow.sort(key=lambda one: one.paused_at or 0.0)
-        for holder in {holder for one in slow for holder in one.holders}:
-            unread_bytes = sum(one.unread_bytes for one in self._watched if holder in one.holders)
-            for one in slow:
-                if unread_bytes > UNREAD_LIMIT_BYTES and holder in one.holders:
-                    unread_bytes -= one.unread_bytes
-                    one.abort()
+        self._watched = {connection for connection in self._watched if connection.paused_at is not None}
+        self._peak_bytes = max(self._peak_bytes, sum(connection.unread_bytes for connection in self._watched))
+        slow = [
+            connection
+            for connection in self._watched
+            if connection.paused_at is not None and connection.paused_at <= loop.time() - SLOW_S
+        ]
+        slow.sort(key=lambda connection: connection.paused_at or 0.0)
+        for holder in {holder for connection in slow for holder in connection.holders}:
+            unread_bytes = sum(connection.unread_bytes for connection in self._watched if holder in connection.holders)
+            for connection in slow:
+                if unread_bytes > UNREAD_LIMIT_BYTES and holder in connection.holders:
+                    unread_bytes -= connection.unread_bytes
+                    connection.abort()
         if self._watched:
             loop.call_later(_LOOK_S, self._look, loop)
         elif self._peak_bytes > _TRIM_BYTES:
@@ -202,11 +203,9 @@ LIMIT_BYTES = 64 * 1024  # as h11's own
 
 
 def limit() -> None:
-    """Limit headers for servers of this process that start from now on.
+    """Limit headers to `HEADERS_LIMIT_S` seconds and `LIMIT_BYTES`, for servers of this process that start from now on.
 
-    To `HEADERS_LIMIT_S` seconds and `LIMIT_BYTES`.
-
-    It changes the class that uvicorn takes where it is not told which.
+    Replaces uvicorn's default protocol class.
     """
     from uvicorn.protocols.http import auto
 
@@ -215,20 +214,17 @@ def limit() -> None:
 
 
 def limited(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """One of uvicorn's HTTP protocols with the limits.
-
-    Those for clients that do not read, too.
-    """
+    """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
     has_parser = hasattr(protocol, "on_body")
     bases = (LongHeaders if has_parser else SlowHeaders, SlowReaders, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
 
 class SlowHeaders(asyncio.Protocol):
-    """A timer before a protocol of uvicorn, which runs while headers are awaited.
+    """Adds a timer for headers to a protocol of uvicorn.
 
-    It runs from the connection, and from the first byte after an answer, until uvicorn has a request to answer. What is
-    still to come of a body that was answered before its end counts as well. In between uvicorn's own timer runs.
+    The timer runs from the connection, and from the first byte after an answer, until uvicorn has a request to answer.
+    The rest of a body that was answered early counts as well. Between requests uvicorn's own timer runs.
     """
 
     transport: asyncio.Transport
@@ -238,12 +234,11 @@ class SlowHeaders(asyncio.Protocol):
     _has_begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait."""
         super().connection_made(transport)
         self._start()
 
     def data_received(self, data: bytes) -> None:
-        """Take a piece, which may be the last of the headers."""
+        """Process a piece, which may complete the headers."""
         super().data_received(data)
         is_handed_over = self.transport.get_protocol() is not self  # a WebSocket
         if is_handed_over or self.transport.is_closing() or self._is_answering():
@@ -253,7 +248,6 @@ class SlowHeaders(asyncio.Protocol):
             self._has_begun = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody to wait for."""
         self._stop()
         super().connection_lost(exc)
 
@@ -272,22 +266,23 @@ class SlowHeaders(asyncio.Protocol):
 
     def _give_up(self) -> None:
         self._timer = None
-        if self._has_begun:  # who has sent nothing expects no answer
+        if self._has_begun:  # a client that sent nothing expects no answer
             message = "the request's headers did not arrive in time"
             self.transport.write(_answer(ApiError(408, message, code="request_timeout")))
         self.transport.close()
 
 
 class LongHeaders(SlowHeaders):
-    """The same before uvicorn's protocol on httptools, with a count of bytes.
+    """Adds a limit of bytes for uvicorn's protocol on httptools.
 
-    It counts since the last headers or the last of a body: also trailers, and what is said of chunks, come without end.
+    Counts bytes since the last headers or the last piece of a body, since trailers and chunk extensions are unlimited,
+    too.
     """
 
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Take a piece; it is not counted where headers end in it, or a body is in it."""
+        """Process a piece. It does not count if headers end in it or it contains a part of a body."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > LIMIT_BYTES and not self.transport.is_closing():
@@ -297,12 +292,10 @@ class LongHeaders(SlowHeaders):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
-        """The parser has read the last header."""
         self._num_bytes = 0
         super().on_headers_complete()  # type: ignore[misc]  # uvicorn's
 
     def on_body(self, body: bytes) -> None:
-        """The parser has read some of a body."""
         self._num_bytes = 0
         super().on_body(body)  # type: ignore[misc]  # uvicorn's
 

@@ -28,7 +28,7 @@ def test_other_addresses_need_keys(refused, embedded_target):
 def test_a_file_without_keys_is_refused(refused, embedded_target, tmp_path):
     code, error = refused("--keys", str(tmp_path / "none.json"))
     assert code == 2
-    assert "it has no keys" in error
+    assert "contains no keys" in error
 
 
 def test_engines_that_do_not_fit_are_refused(refused, embedded_target):

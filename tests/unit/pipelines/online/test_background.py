@@ -11,7 +11,7 @@ import yaml
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, EngineError, PeagleError
 from pipelines.online import background
-from pipelines.online.background import Endpoint, end, endpoints, find, name_for, start, tell_up, wait_until_up
+from pipelines.online.background import Endpoint, end, endpoints, find, name_for, record_up, start, wait_until_up
 from pipelines.online.config import ServeConfig
 
 PRICE = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
@@ -60,7 +60,7 @@ def test_an_endpoint_starts_is_up_and_has_ended(home, a_process):
     process = a_process()
     endpoint = an_endpoint(home, process)
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
-    tell_up(endpoint.state, PRICE)
+    record_up(endpoint.state, PRICE)
     assert (endpoint.status(), endpoint.usd()) == ("up", 0)
     process.kill()  # it is a zombie now
     while endpoint.process():
@@ -78,7 +78,7 @@ def test_another_process_of_the_same_number_is_not_taken_for_it(home, a_process)
 
 def test_that_it_was_up_before_it_was_started_anew_says_nothing(home, a_process):
     endpoint = an_endpoint(home, a_process())
-    tell_up(endpoint.state, PRICE)
+    record_up(endpoint.state, PRICE)
     assert replace(endpoint, started_at=time.time() + 1).status() == "starting"
 
 
@@ -91,7 +91,7 @@ def test_it_ends_by_sigterm_and_not_by_itself(home, a_process):
     stubborn = a_process("import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
                          log=subprocess.PIPE)  # fmt: skip
     stubborn.stdout.read(1)
-    with pytest.raises(EngineError, match=r"is still there after 0\.5 s"):
+    with pytest.raises(EngineError, match=r"is still running after 0\.5 s"):
         end(an_endpoint(home, stubborn, name="stubborn", stop_s=0.5))
     stubborn.stdout.close()
 
@@ -105,7 +105,7 @@ def test_what_it_says_until_it_is_up_is_said_here(home, a_process):
         said.append(line)
         with endpoint.log.open("a") as log:
             log.write("f\n")
-        tell_up(endpoint.state, PRICE)
+        record_up(endpoint.state, PRICE)
 
     wait_until_up(endpoint, say)
     assert said[:2] == ["one", "half"]
@@ -147,13 +147,13 @@ def test_it_is_peagle_serve_with_the_same_keys(home, monkeypatch, a_process):
 
 
 def test_the_only_one_that_is_up_needs_no_name(home, a_process):
-    with pytest.raises(ConfigError, match="no endpoint is up"):
+    with pytest.raises(ConfigError, match="no endpoint is running"):
         find(None)
     process = a_process()
     one = an_endpoint(home, process, name="one")
     assert find(None) == find("one") == one
     an_endpoint(home, a_process(), name="two")
-    with pytest.raises(ConfigError, match="2 endpoints are up: one, two"):
+    with pytest.raises(ConfigError, match="2 endpoints are running: one, two"):
         find(None)
     with pytest.raises(ConfigError, match="there is no endpoint 'tow'") as error:
         find("tow")

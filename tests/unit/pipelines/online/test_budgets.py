@@ -13,32 +13,32 @@ from tests.unit.pipelines.online.ledgers import a_request
 
 def test_a_batch_holds_what_requests_under_way_leave():
     budgets = Budgets()
-    budgets.hold_request("1", "alice", None, 0.75)
-    budgets.hold_request("2", "bob", None, 5)
-    assert budgets.hold_batch("batch_1", "alice", 2) == 1.25
-    assert (budgets.held_by_batches("alice"), budgets.held_by_batches("bob")) == (1.25, 0)
-    assert budgets.hold_batch("batch_2", "alice", 0.5) == 0
-    assert (budgets.held_by("batch_1", "alice"), budgets.held_by("batch_2", "alice")) == (1.25, 0)
+    budgets.reserve_request("1", "alice", None, 0.75)
+    budgets.reserve_request("2", "bob", None, 5)
+    assert budgets.reserve_batch("batch_1", "alice", 2) == 1.25
+    assert (budgets.reserved_by_batches("alice"), budgets.reserved_by_batches("bob")) == (1.25, 0)
+    assert budgets.reserve_batch("batch_2", "alice", 0.5) == 0
+    assert (budgets.reserved_by_batch("batch_1", "alice"), budgets.reserved_by_batch("batch_2", "alice")) == (1.25, 0)
 
 
 def test_a_batch_holds_what_it_wants_and_then_more_as_long_as_there_is_some():
     budgets = Budgets()
-    assert budgets.hold_batch("batch_1", "alice", 2, 0.5) == 0.5
-    assert budgets.hold_request("1", "alice", 2, 1) is None
-    assert budgets.hold_request("2", "alice", 2, 0.6) == "held by requests"
-    assert budgets.hold_batch("batch_1", "alice", 2, 5) == 1
-    assert budgets.hold_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
-    assert (budgets.held_by("batch_1", "alice"), budgets.held_by_batches("alice")) == (1, 1)
+    assert budgets.reserve_batch("batch_1", "alice", 2, 0.5) == 0.5
+    assert budgets.reserve_request("1", "alice", 2, 1) is None
+    assert budgets.reserve_request("2", "alice", 2, 0.6) == "reserved by requests"
+    assert budgets.reserve_batch("batch_1", "alice", 2, 5) == 1
+    assert budgets.reserve_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
+    assert (budgets.reserved_by_batch("batch_1", "alice"), budgets.reserved_by_batches("alice")) == (1, 1)
 
 
 def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
     budgets = Budgets()
     for left_usd in (2, 1.5):
-        budgets.hold_batch("batch_1", "alice", left_usd)
-    assert budgets.held_by_batches("alice") == 1.5
+        budgets.reserve_batch("batch_1", "alice", left_usd)
+    assert budgets.reserved_by_batches("alice") == 1.5
     for _ in range(2):
         budgets.settle_batch("batch_1", ["alice"], 1.25)
-    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 1.25)
+    assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 1.25)
 
 
 def test_who_asks_for_the_same_ledger_gets_the_same(tmp_path):
@@ -53,12 +53,12 @@ def test_a_batch_and_a_request_never_both_get_what_is_left():
 
         def batch(budgets=budgets, barrier=barrier, got=got):
             barrier.wait()
-            got.append(budgets.hold_batch("batch_1", "alice", 1) > 0)
+            got.append(budgets.reserve_batch("batch_1", "alice", 1) > 0)
 
         thread = Thread(target=batch)
         thread.start()
         barrier.wait()
-        got.append(budgets.hold_request("r", "alice", 1, 1) is None)
+        got.append(budgets.reserve_request("r", "alice", 1, 1) is None)
         thread.join()
         assert sorted(got) == [False, True]
 
@@ -81,7 +81,7 @@ def test_what_an_answer_and_the_ledger_say_of_a_request_is_spent_once(read):
     budgets = read()
     for is_answered_first in (True, False):
         name = f"r{is_answered_first}"
-        budgets.hold_request(name, "alice", 1, 0.1)
+        budgets.reserve_request(name, "alice", 1, 0.1)
         if is_answered_first:
             budgets.settle_request(name, "alice", 0.25)
         read(a_request(name, usd=0.25))
@@ -91,7 +91,7 @@ def test_what_an_answer_and_the_ledger_say_of_a_request_is_spent_once(read):
 
 def test_what_the_ledger_says_counts_where_an_answer_said_something_else(read):
     budgets = read()
-    budgets.hold_request("r", "alice", 1, 0.1)
+    budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0)
     read(a_request("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
@@ -106,9 +106,9 @@ def test_what_another_ingress_let_in_is_spent_when_its_engine_writes_it(read):
 
 def test_what_was_let_go_is_spent_where_the_ledger_names_it_after_all(read):
     budgets = read()
-    budgets.hold_request("r", "alice", 1, None)
-    budgets.let_go("r", "alice")
-    assert budgets.hold_request("s", "alice", 1, None) is None
+    budgets.reserve_request("r", "alice", 1, None)
+    budgets.release_request("r", "alice")
+    assert budgets.reserve_request("s", "alice", 1, None) is None
     read(a_request("r", usd=0.25))
     assert budgets.spent_usd("alice") == 0.25
 
@@ -122,10 +122,10 @@ def test_a_batch_of_the_ledger_and_of_the_scheduler_is_spent_once(read):
 
 def test_a_request_that_is_long_forgotten_stays_spent(clock):
     budgets = Budgets(monotonic=clock)
-    budgets.hold_request("r", "alice", 1, 0.1)
+    budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0.25)
-    budgets.forget(clock.now + 1)
-    assert (budgets.spent_usd("alice"), budgets._told) == (0.25, {})
+    budgets.expire_unconfirmed(clock.now + 1)
+    assert (budgets.spent_usd("alice"), budgets._unconfirmed) == (0.25, {})
 
 
 def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
@@ -134,7 +134,7 @@ def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
     budgets = read(a_request("r", usd=0.75, account=before.account))
     assert budgets.refusal(before.account, before.budget_usd) == "spent"
     assert budgets.refusal(after.account, after.budget_usd) is None
-    budgets.hold_request("s", after.account, after.budget_usd, 0.1)
+    budgets.reserve_request("s", after.account, after.budget_usd, 0.1)
     read(a_request("s", usd=0.25, account=after.account))
     assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
 
@@ -161,37 +161,37 @@ def test_a_budget_is_for_all_time_or_begins_anew_with_each_period(every, left):
     now = [DAYS[0]]
     budgets, found = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
-        budgets.hear(ended(now[0], 1.0))
-        found.append(budgets.allowed_usd("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
+        budgets.on_ledger_record(ended(now[0], 1.0))
+        found.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
     assert found == left
 
 
 def test_a_key_whose_budget_is_spent_gets_in_again_in_the_next_period_and_no_sooner():
     now = [date(2026, 11, 30)]
     budgets = Budgets(day=lambda: now[0])
-    budgets.hear(ended(now[0], 12.0))
-    refused = budgets.refusal("alice 1", budgets.allowed_usd("alice 1", 10.0, "month"))
+    budgets.on_ledger_record(ended(now[0], 12.0))
+    refused = budgets.refusal("alice 1", budgets.spending_limit("alice 1", 10.0, "month"))
     now[0] = date(2026, 12, 1)
-    allowed_usd = budgets.allowed_usd("alice 1", 10.0, "month")
+    allowed_usd = budgets.spending_limit("alice 1", 10.0, "month")
     assert (refused, budgets.refusal("alice 1", allowed_usd)) == ("spent", None)
-    assert budgets.hold_batch("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
+    assert budgets.reserve_batch("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
 
 
 def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_alone():
     now, clock = [date(2026, 11, 30)], [0.0]
     budgets = Budgets(day=lambda: now[0], monotonic=lambda: clock[0])
-    budgets.hold_request("r", "alice 1", 10.0, 1.0)
+    budgets.reserve_request("r", "alice 1", 10.0, 1.0)
     budgets.settle_request("r", "alice 1", 4.0)
     clock[0] = 1000.0
-    budgets.forget(500.0)
+    budgets.expire_unconfirmed(500.0)
     left = []
     for now[0] in (date(2026, 11, 30), date(2026, 12, 1)):
-        left.append(budgets.allowed_usd("alice 1", 10.0, "month") - budgets.spent_usd("alice 1"))
+        left.append(budgets.spending_limit("alice 1", 10.0, "month") - budgets.spent_usd("alice 1"))
     assert left == [6.0, 10.0]
 
 
 def test_a_restart_knows_what_was_spent_before_the_period(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     for day in DAYS:
         append_request(tmp_path, ended(day, 1.0))
     before, after = Totals(tmp_path), Totals(tmp_path)
@@ -200,4 +200,4 @@ def test_a_restart_knows_what_was_spent_before_the_period(tmp_path, monkeypatch)
     after.catch_up()
     for budgets in (before.budgets, after.budgets):
         budgets._day = lambda: DAYS[-1]
-        assert budgets.allowed_usd("alice 1", 10.0, "week") - budgets.spent_usd("alice 1") == 9.0
+        assert budgets.spending_limit("alice 1", 10.0, "week") - budgets.spent_usd("alice 1") == 9.0

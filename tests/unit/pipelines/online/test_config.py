@@ -37,9 +37,9 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
         ({"min_replicas": 2}, "min_replicas is 2 and max_replicas 1"),
         ({"drafter": "none", "num_speculative_tokens": 3}, "cannot be used with drafter: none"),
         ({"port": 0}, "port"),
-        ({"name": "qwen3:8b"}, "a model is called qwen3:8b"),
-        ({"model": "models/qwen3:8b"}, "a model is called models/qwen3:8b"),
-        ({"models": [{"name": "a"}, {"name": "b:c"}]}, "a model is called b:c"),
+        ({"name": "qwen3:8b"}, "the model name qwen3:8b"),
+        ({"model": "models/qwen3:8b"}, "the model name models/qwen3:8b"),
+        ({"models": [{"name": "a"}, {"name": "b:c"}]}, "the model name b:c"),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys, message):

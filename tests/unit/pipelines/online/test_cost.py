@@ -163,7 +163,7 @@ def test_while_the_ledger_is_read_nobody_waits_for_long(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("days_ago", "step_s"), [(1, 60), (10, 3600), (90, 86_400)])
 def test_a_window_has_all_of_the_minute_hour_or_day_that_it_begins_in(tmp_path, monkeypatch, days_ago, step_s):
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     now = 1_800_000_000.0
     begins = (now - days_ago * 86_400) // step_s * step_s
     for number, ended in enumerate((begins - 1, begins, begins + step_s - 1, now)):
@@ -196,7 +196,7 @@ def test_a_statement_of_one_key_has_nothing_of_the_whole(tmp_path):
 def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
     """From the checkpoint: the history is not read again."""
     write_endpoint(tmp_path)
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     before = CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days())
     totals_of.cache_clear()
     monkeypatch.setattr(RequestReader, "each", lambda reader: iter(()))

@@ -30,11 +30,11 @@ from pipelines.online.wire import Context, WholeAnswer, encoded
 CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
-def a_request(context=CONTEXT, note=lambda said: None):
+def a_request(context=CONTEXT, record_usage=lambda usage: None):
     """A chat that the gate has let in."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
-    return Request(with_pass(scope, post("/v1/chat/completions"), note=note))
+    return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
 async def asked(request, *ends):
@@ -157,8 +157,8 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
     async def ray_chat(body, request):
         return await anext(listen(parts, NOTE.get()))
 
-    whole = WholeAnswer(body=b"{not JSON", said={"usage": {"completion_tokens": 2}})
-    one = a_request(note=noted.append)
+    whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
+    one = a_request(record_usage=noted.append)
     answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]
@@ -172,11 +172,11 @@ def test_anything_else_is_an_answer_of_the_api_at_once(error, code):
 
 
 def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
-    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["present_key"])
+    monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
     (_, alice), (_, gone) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
-    present_key = ingress.PeagleIngress._make_batches(endpoint, None)
-    assert (present_key(alice), present_key(gone)) == (alice.without_hash(), None)
+    current_key = ingress.PeagleIngress._make_batches(endpoint, None)
+    assert (current_key(alice), current_key(gone)) == (alice.without_hash(), None)
     endpoint._ring = None
     assert ingress.PeagleIngress._make_batches(endpoint, None) is None
 

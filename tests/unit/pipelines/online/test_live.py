@@ -11,7 +11,7 @@ from pipelines.online.live import (
     NUM_POINTS,
     STEP_S,
     LiveView,
-    keep_telling_needed,
+    publish_break_even_forever,
     spread_over_steps,
     watch_engines,
 )
@@ -139,7 +139,7 @@ def test_shares_of_steps_sum_to_one(begin, end):
 
 
 def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path, now, monkeypatch):
-    monkeypatch.setattr("pipelines.online.totals._LEAST_UNSAVED", 0)
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     reports = []
     for number in range(2):
         ledger(str(number), ended_s_ago=10 * number + 10)
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_ends_no_telling(monkeypatch):
 
     told = []
     with pytest.raises(SystemExit):
-        keep_telling_needed(View(), lambda model, length: told.append((model, length)), every_s=0)
+        publish_break_even_forever(View(), lambda model, length: told.append((model, length)), every_s=0)
     assert told == [("m", 1.5)]
 
 

@@ -42,6 +42,6 @@ def test_the_endpoints_engines_must_fit_together():
 
 def test_engines_that_a_batch_begins_with_must_fit_somewhere(tmp_path):
     assert placed(2, batches=tmp_path, batch_engines="2:4")
-    with pytest.raises(CapacityError, match=r"batch_engines 3: a batch of m begins with 3 engine.*could never run"):
+    with pytest.raises(CapacityError, match=r"batch_engines 3: a batch of m starts with 3 engine.*do not fit"):
         placed(2, batches=tmp_path, batch_engines="3", name="m")
     assert placed(2, batches=tmp_path, batch_engines="endpoint", name="m") == {"m": on_accelerators(1)}

@@ -35,7 +35,7 @@ def test_a_container_listens_where_sagemaker_asks_and_is_gone_before_it_is_kille
     assert (config.served[0].served_name, config.served[0].drain_s) == ("smollm2-135m", 15)
 
 
-def test_elsewhere_sagemakers_variables_say_nothing(configured):
+def test_sagemaker_variables_are_ignored_elsewhere(configured):
     config = configured({"SM_VLLM_MODEL": "another", "PEAGLE_SAGEMAKER": "false"})
     assert type(config) is ServeConfig
     assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
@@ -52,12 +52,12 @@ def test_ours_win_over_sagemakers(configured, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({}, "there is no model: set SM_VLLM_MODEL"),
+        ({}, "no model: set SM_VLLM_MODEL"),
         ({"model": "m", "drain_s": 25}, "less than or equal to 20"),
         ({"model": "m", "min_replicas": 0}, "greater than or equal to 1"),
         ({"models": [{"model": "m"}]}, "drain_s of at most 20"),
         ({"models": [{"model": "m", "min_replicas": 0}], "drain_s": 5}, "min_replicas of at least 1"),
-        ({"model": "m", "idle_timeout": "30m"}, "restarts a container"),
+        ({"model": "m", "idle_timeout": "30m"}, "restarts a container that exits"),
     ],
 )
 def test_what_would_break_the_contract_is_refused(keys, reason):
@@ -84,7 +84,7 @@ def test_a_key_that_refuses_its_value_names_the_variable(configured, variables, 
         configured(CONTAINER | variables)
 
 
-def test_variables_that_are_not_read_are_told_once():
+def test_ignored_variables_are_reported_once():
     env = {"SM_VLLM_MODEL": "m", "SM_VLLM_SEED": "1", "OTHER": "x"}
     note = sagemaker.ignored_variables(env)
     assert note.startswith("SM_VLLM_MODEL and 1 more ignored: ")

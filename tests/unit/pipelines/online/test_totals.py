@@ -18,7 +18,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Have it written after each line."""
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 0)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
 
 
@@ -37,14 +37,14 @@ def looked(folder):
 
 def said(totals):
     """All of it but the prices, which are of the lines that were read last."""
-    return totals.cells, totals.budgets.read_usd, totals.budgets.read_batches
+    return totals.cells, totals.budgets.ledger_usd, totals.budgets.ledger_batches
 
 
 def whole(folder, monkeypatch):
     """The same without a checkpoint."""
     with monkeypatch.context() as without:
         without.setattr(module, "CHECKPOINT_NAME", "none")
-        without.setattr(module, "_LEAST_UNSAVED", 10**9)
+        without.setattr(module, "_MIN_UNSAVED", 10**9)
         return said(looked(folder))
 
 
@@ -66,7 +66,7 @@ def test_the_next_process_reads_what_the_one_before_has_not(tmp_path, monkeypatc
     parsed.clear()
     found = looked(tmp_path)
     assert len(parsed) == 3
-    assert found.budgets.read_batches == {"batch_1"}
+    assert found.budgets.ledger_batches == {"batch_1"}
     assert said(found) == whole(tmp_path, monkeypatch)
 
 
@@ -114,14 +114,14 @@ def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp
     change(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
-    assert "the whole ledger is read" in caplog.text
+    assert "reading the whole ledger" in caplog.text
     caplog.clear()
     looked(tmp_path)  # a sound one has taken its place
     assert not caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_or_counted_twice_whoever_writes_when(tmp_path, monkeypatch, seed):
+def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
     """Two ingresses at once, as in a redeploy, that look and start again while engines append, and torn ends."""
     random, number = Random(seed), 0
     ingresses = [looked(tmp_path), looked(tmp_path)]
@@ -165,7 +165,7 @@ def test_lines_that_are_appended_while_it_is_written_are_read_after_it(tmp_path,
     assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_harms_nothing(tmp_path, monkeypatch, caplog):
+def test_failure_to_write_a_checkpoint_is_logged_and_harmless(tmp_path, monkeypatch, caplog):
     append(tmp_path, 1)
 
     def fail(*_):
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_harms_nothing(tmp_path,
 
 
 def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 4)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 4)
     append(tmp_path, *range(3))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
     assert not path.exists()
@@ -196,7 +196,7 @@ def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
     assert looked(tmp_path).prices == totals.prices
 
 
-def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_new(tmp_path, monkeypatch):
+def test_large_checkpoint_is_written_after_a_quarter_as_many_new_records(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 4)
     append(tmp_path, *range(41))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_many_cells_is_written_when_a_quarter_as_many_lines_are_
 
 
 def test_a_long_first_read_that_is_killed_has_not_been_for_nothing(tmp_path, monkeypatch, parsed):
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 10)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 10)
     append(tmp_path, *range(45))
     read = module.RequestReader.each
 
@@ -235,7 +235,7 @@ def test_what_is_long_ago_is_kept_by_the_hour_and_then_by_the_day(tmp_path, monk
         ended = 1e9 + number * 3600 + number % 3600
         usage = {"started_at": ended - 1, "finished_at": ended}
         append_request(tmp_path, a_request(f"r{number}", usd=number / 7, **usage))
-    monkeypatch.setattr(module, "_LEAST_UNSAVED", 400)
+    monkeypatch.setattr(module, "_MIN_UNSAVED", 400)
     newest, cells = ended // 60, looked(tmp_path).cells
     for cell in cells:
         age = newest - cell.minute
@@ -250,22 +250,22 @@ class Hears:
     def __init__(self):
         self.began, self.heard = None, []
 
-    def begin(self, totals):
-        self.began = dict(totals.budgets.read_usd)
+    def on_attach(self, totals):
+        self.began = dict(totals.budgets.ledger_usd)
 
-    def hear(self, request):
+    def on_ledger_record(self, request):
         self.heard.append(request.request_id)
 
 
-def test_who_follows_is_told_once_of_all_that_it_did_not_begin_with(tmp_path):
+def test_follower_receives_each_later_record_once(tmp_path):
     append(tmp_path, 1)
     looked(tmp_path)
     append(tmp_path, 2)
     totals, early, late = Totals(tmp_path), Hears(), Hears()
-    totals.follow(early)
-    assert not totals.is_known
+    totals.add_follower(early)
+    assert not totals.is_loaded
     totals.catch_up()
-    totals.follow(late)
+    totals.add_follower(late)
     append(tmp_path, 3)
     totals.catch_up()
     assert (early.began, early.heard) == ({"bob": 1 / 7}, ["r2", "r3"])
@@ -282,7 +282,7 @@ def test_who_follows_waits_for_no_look(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.RequestReader, "each", slow)
     totals.read_in_background()
-    totals.follow(hears)
+    totals.add_follower(hears)
     assert hears.began is None
     may_end.set()
     totals._thread.join()

@@ -11,8 +11,8 @@ from peagle.hardware import Hardware
 from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.placement import Neighbours, Placement
-from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, Order, StoredFile, new_id
-from pipelines.online.batches.settings import BatchSettings, Recipe
+from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, BatchRequest, StoredFile, new_id
+from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.work import Result
 from pipelines.online.gateway.admission import ServedModel
@@ -31,7 +31,7 @@ def make_order(make_key, clock):
     numbers = count()
 
     def make(input_file_id="file-x", *, key=None, **changes):
-        return Order(
+        return BatchRequest(
             id=f"batch_{next(numbers):028x}", key=key or make_key(), endpoint=CHAT_URL, input_file_id=input_file_id,
             completion_window="24h", created_at=clock.now, expires_at=clock.now + WINDOW_S, **changes,
         )  # fmt: skip
@@ -66,14 +66,14 @@ def upload(clock):
 @pytest.fixture
 def settings(tmp_path, store):
     placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
-    recipe = Recipe(
+    batch_model = BatchModel(
         model=ServedModel(name="m", max_model_len=1000),
         config={"engine": "fake", "usd_per_hour": 1},
         neighbours=Neighbours(slot_group="app", hardware=CPU, placement=placement),
         commits={"org/model": "abc"},
     )
     return BatchSettings(
-        folder=str(store.root), recipes={"m": recipe}, at_once=1, max_output_tokens=None, ledger=tmp_path / "ledger"
+        folder=str(store.root), models={"m": batch_model}, at_once=1, max_output_tokens=None, ledger=tmp_path / "ledger"
     )
 
 

@@ -9,20 +9,20 @@ def batches_of(make_order, make_key):
     """Batches of these keys, the oldest first; the ids are the keys' names with a number."""
 
     def make(*names):
-        return [Batch(order=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]
+        return [Batch(request=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]
 
     return make
 
 
 def owners(batches):
-    return [batch.order.key.name for batch in batches]
+    return [batch.request.key.name for batch in batches]
 
 
 def test_keys_take_turns_however_many_batches_one_has(batches_of):
     batches = batches_of("alice", "alice", "alice", "bob", "carol", "bob")
     ordered = in_turn(batches, set(), {})
     assert owners(ordered) == ["alice", "bob", "carol", "alice", "bob", "alice"]
-    assert [batch for batch in ordered if batch.order.key.name == "alice"] == batches[:3]  # the oldest first
+    assert [batch for batch in ordered if batch.request.key.name == "alice"] == batches[:3]  # the oldest first
 
 
 def test_who_has_something_under_way_waits_for_those_who_have_nothing(batches_of):

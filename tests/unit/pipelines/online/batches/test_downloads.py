@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from pipelines.online.batches.downloads import WINDOW_BYTES, Download, Room, attachment, span_of
+from pipelines.online.batches.downloads import WINDOW_BYTES, Download, TransferLimit, attachment, span_of
 from pipelines.online.batches.records import INPUT, StoredFile
 from pipelines.online.errors import ApiError
 from pipelines.online.serve.proxy import ProxyMiddleware
@@ -67,7 +67,7 @@ def file_of(data=DATA, owner="alice"):
 
 @pytest.fixture
 def room():
-    return Room(most_bytes=4 * WINDOW_BYTES, most_bytes_of_key=2 * WINDOW_BYTES)
+    return TransferLimit(max_bytes=4 * WINDOW_BYTES, max_bytes_per_key=2 * WINDOW_BYTES)
 
 
 def serve(download):

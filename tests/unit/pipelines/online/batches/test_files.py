@@ -59,7 +59,7 @@ def test_the_next_process_goes_on_where_the_last_one_was(machine, make_clock):
     machine.ahead = YEAR_S
     clock()
     machine.uptime += BELIEVED_AFTER_S / 2
-    note = clock.note()
+    note = clock.state()
     machine.uptime += 3600  # no process in the meantime
     later = make_clock()
     later.resume(note)
@@ -70,7 +70,7 @@ def test_the_next_process_goes_on_where_the_last_one_was(machine, make_clock):
 
 @pytest.mark.parametrize("boot", ["b", None])
 def test_on_a_machine_that_was_started_anew_it_goes_on_from_the_last_note(machine, make_clock, boot):
-    note = make_clock().note()
+    note = make_clock().state()
     machine.ahead, machine.uptime = YEAR_S, 5.0
     later = make_clock(boot)
     later.resume(note)

@@ -7,7 +7,7 @@ from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.online.batches import lent
 from pipelines.online.batches.lent import EndpointLender, LentEngine
-from pipelines.online.wire import LentAnswer
+from pipelines.online.wire import BorrowedReply
 
 LENDER = EndpointLender(
     deployment="d", application="a", batch_id="batch_1", key="alice", account="alice 1", tags="{}", cache_salt="salt",
@@ -18,9 +18,9 @@ ANSWER = Generation(
     text="t", finish_reason="stop", num_prompt_tokens=3, num_cached_tokens=0, num_output_tokens=5, speculation=None,
     ttft_s=None, latency_s=None,
 )  # fmt: skip
-FULL, TAKEN = LentAnswer(state="full"), LentAnswer(state="taken")
-DONE = LentAnswer(state="done", generation=ANSWER, engine_s=2.0)
-RETURNED = LentAnswer(state="returned", engine_s=0.5)
+FULL, TAKEN = BorrowedReply(state="full"), BorrowedReply(state="taken")
+DONE = BorrowedReply(state="done", generation=ANSWER, engine_s=2.0)
+RETURNED = BorrowedReply(state="returned", engine_s=0.5)
 
 
 class ActorDiedError(Exception):
@@ -87,8 +87,8 @@ def test_a_row_asks_until_an_engine_has_a_slot_and_again_when_it_is_given_back()
 @pytest.mark.parametrize(
     ("word", "raised"),
     [
-        (LentAnswer(state="refused", reason="refused", message="too long"), RequestRefused),
-        (LentAnswer(state="refused", reason=FAILED, message="a fault"), RequestFailed),
+        (BorrowedReply(state="refused", reason="refused", message="too long"), RequestRefused),
+        (BorrowedReply(state="refused", reason=FAILED, message="a fault"), RequestFailed),
         (ValueError("a bug"), RequestFailed),
         (ActorDiedError(), EngineError),
         (EngineError("dead"), EngineError),

@@ -4,14 +4,14 @@ from dataclasses import replace
 import pytest
 
 from peagle.requests.fields import CHAT_URL
-from pipelines.online.batches.ordering import NewBatch, Orders, Quota
+from pipelines.online.batches.ordering import BatchCreator, NewBatch, Quota
 from pipelines.online.batches.records import BatchProgress
-from pipelines.online.batches.settings import KeyShares
+from pipelines.online.batches.settings import KeyQuota
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.errors import ApiError
 
 DAY_S = 24 * 3600
-SHARES = KeyShares(max_unfinished_batches=3, max_stored_files=5)
+SHARES = KeyQuota(max_unfinished_batches=3, max_stored_files=5)
 
 
 @pytest.fixture
@@ -21,13 +21,13 @@ def place(root, clock):
     return made
 
 
-def orders_of(store):
-    return Orders(store, Quota(store, SHARES), SHARES)
+def creator_of(store):
+    return BatchCreator(store, Quota(store, SHARES), SHARES)
 
 
 @pytest.fixture
-def orders(place):
-    return orders_of(place)
+def creator(place):
+    return creator_of(place)
 
 
 @pytest.fixture
@@ -45,85 +45,89 @@ def refusal(function, *arguments):
     return refused.value.status, refused.value.code
 
 
-def test_an_order_that_is_sent_again_is_one_batch_also_after_a_restart(place, orders, body, make_key, clock):
-    first = orders.take(body, make_key(), "x")
+def test_an_order_that_is_sent_again_is_one_batch_also_after_a_restart(place, creator, body, make_key, clock):
+    first = creator.create_now(body, make_key(), "x")
     clock.now += 5
-    later = orders_of(BatchStore(place.root, now=clock, monotonic=clock))
-    assert later.take(body, make_key(), "x").order == orders.take(body, make_key(), "x").order == first.order
-    assert orders.take(body, make_key(), "y").id != first.id
-    assert orders.take(body, make_key(), None).id != first.id
+    later = creator_of(BatchStore(place.root, now=clock, monotonic=clock))
+    assert (
+        later.create_now(body, make_key(), "x").request
+        == creator.create_now(body, make_key(), "x").request
+        == first.request
+    )
+    assert creator.create_now(body, make_key(), "y").id != first.id
+    assert creator.create_now(body, make_key(), None).id != first.id
     assert len(place.batches("alice")) == 3
 
 
 def test_of_many_at_once_in_several_processes_one_counts(place, body, make_key, clock):
-    several = [orders_of(BatchStore(place.root, now=clock, monotonic=clock)) for _ in range(4)]
+    several = [creator_of(BatchStore(place.root, now=clock, monotonic=clock)) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda n: several[n % 4].take(body, make_key(), "x"), range(16)))
+        taken = list(pool.map(lambda n: several[n % 4].create_now(body, make_key(), "x"), range(16)))
     assert len({batch.id for batch in taken}) == 1
     assert len(BatchStore(place.root, now=clock, monotonic=clock).batches("alice")) == 1
 
 
-def test_another_order_with_the_same_key_is_refused(orders, body, make_key):
-    orders.take(body, make_key(), "x")
+def test_another_order_with_the_same_key_is_refused(creator, body, make_key):
+    creator.create_now(body, make_key(), "x")
     other = body.model_copy(update={"metadata": {"a": "b"}})
-    assert refusal(orders.take, other, make_key(), "x") == (422, "idempotency_key_reused")
+    assert refusal(creator.create_now, other, make_key(), "x") == (422, "idempotency_key_reused")
 
 
-def test_keys_know_nothing_of_each_others(place, orders, body, upload, make_key):
-    mine = orders.take(body, make_key(), "x")
-    theirs = orders.take(asked(upload(place, owner="bob").id), make_key("bob"), "x")
+def test_keys_know_nothing_of_each_others(place, creator, body, upload, make_key):
+    mine = creator.create_now(body, make_key(), "x")
+    theirs = creator.create_now(asked(upload(place, owner="bob").id), make_key("bob"), "x")
     assert mine.id != theirs.id
 
 
-def test_whoever_is_killed_before_the_batch_begins_loses_nothing(place, orders, body, make_key, monkeypatch):
+def test_whoever_is_killed_before_the_batch_begins_loses_nothing(place, creator, body, make_key, monkeypatch):
     monkeypatch.setattr(place, "add_batch", lambda order: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        orders.take(body, make_key(), "x")
+        creator.create_now(body, make_key(), "x")
     monkeypatch.undo()
     assert place.batches("alice") == []
-    batch = orders.take(body, make_key(), "x")
+    batch = creator.create_now(body, make_key(), "x")
     assert [one.id for one in place.batches("alice")] == [batch.id]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])
-def test_a_key_for_an_order_is_a_short_word(orders, body, make_key, name):
-    assert refusal(orders.take, body, make_key(), name) == (400, "invalid_value")
+def test_a_key_for_an_order_is_a_short_word(creator, body, make_key, name):
+    assert refusal(creator.create_now, body, make_key(), name) == (400, "invalid_value")
 
 
-def test_it_is_kept_for_a_day(place, orders, body, make_key, clock):
-    first = orders.take(body, make_key(), "x")
+def test_it_is_kept_for_a_day(place, creator, body, make_key, clock):
+    first = creator.create_now(body, make_key(), "x")
     clock.now += DAY_S - 1
     place.sweep()
-    assert orders.take(body, make_key(), "x").id == first.id
+    assert creator.create_now(body, make_key(), "x").id == first.id
     clock.now += 1
     place.sweep()
-    assert orders.take(body, make_key(), "x").id != first.id
+    assert creator.create_now(body, make_key(), "x").id != first.id
 
 
-def test_a_key_has_so_many_batches_at_a_time(place, orders, body, make_key):
-    taken = [orders.take(body, make_key(), None) for _ in range(3)]
+def test_a_key_has_so_many_batches_at_a_time(place, creator, body, make_key):
+    taken = [creator.create_now(body, make_key(), None) for _ in range(3)]
     for name in (None, "x"):
-        assert refusal(orders.take, body, make_key(), name) == (429, "rate_limit_exceeded")
+        assert refusal(creator.create_now, body, make_key(), name) == (429, "rate_limit_exceeded")
     place.save(taken[0].id, BatchProgress(status="cancelled"))
-    orders.take(body, make_key(), None)
-    assert refusal(orders.take, body, make_key(), None) == (429, "rate_limit_exceeded")
-    orders.take(body, make_key(max_unfinished_batches=4), None)
+    creator.create_now(body, make_key(), None)
+    assert refusal(creator.create_now, body, make_key(), None) == (429, "rate_limit_exceeded")
+    creator.create_now(body, make_key(max_unfinished_batches=4), None)
 
 
-def test_old_batches_without_files_are_forgotten_for_new_ones(place, orders, body, make_key, clock):
+def test_old_batches_without_files_are_forgotten_for_new_ones(place, creator, body, make_key, clock):
     taken = []
     for _ in range(5):
-        taken.append(orders.take(body, make_key(), None).id)
+        taken.append(creator.create_now(body, make_key(), None).id)
         place.save(taken[-1], BatchProgress(status="cancelled"))
         clock.now += 1
-    assert refusal(orders.take, body, make_key(), None) == (413, "storage_quota_exceeded")
+    assert refusal(creator.create_now, body, make_key(), None) == (413, "storage_quota_exceeded")
     clock.now += 3 * DAY_S
-    orders.take(body, make_key(), None)
+    creator.create_now(body, make_key(), None)
     assert place.batch(taken[0], "alice") is None
     assert [batch.id for batch in place.batches("alice")][1:] == taken[:0:-1]
 
 
-def test_one_whose_files_are_there_stays(place, orders, body, make_key, make_order, clock):
+def test_one_whose_files_are_there_stays(place, creator, body, make_key, make_order, clock):
     batch = place.add_batch(make_order(input_file_id=body.input_file_id))
     ids = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
     place.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))

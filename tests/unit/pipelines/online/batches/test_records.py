@@ -3,17 +3,17 @@ import json
 import openai.types
 import pytest
 
-from pipelines.online.batches.records import FINAL, Batch, BatchProgress, Order, StoredFile
+from pipelines.online.batches.records import FINAL, Batch, BatchProgress, BatchRequest, StoredFile
 from pipelines.online.batches.routes import page
 from pipelines.online.errors import ApiError
 
 
 def test_a_batch_is_shown_as_openais_client_reads_it(make_order):
-    order = Order.from_dict(json.loads(json.dumps(make_order(metadata={"a": "b"}).to_dict())))
+    order = BatchRequest.from_dict(json.loads(json.dumps(make_order(metadata={"a": "b"}).to_dict())))
     errors = ({"code": "c", "message": "m", "param": None, "line": 1},)
     for status in ("validating", "in_progress", "finalizing", *FINAL):
         progress = BatchProgress(status=status, num_requests=2, in_progress_at=101.5, errors=errors)
-        batch = Batch(order=order, progress=BatchProgress.from_dict(json.loads(json.dumps(progress.to_dict()))))
+        batch = Batch(request=order, progress=BatchProgress.from_dict(json.loads(json.dumps(progress.to_dict()))))
         read = openai.types.Batch.model_validate(batch.show(), strict=True)
         assert (read.status, read.in_progress_at, read.errors.data[0].line) == (status, 101, 1)
         assert read.expires_at - read.created_at == 86400
@@ -21,7 +21,7 @@ def test_a_batch_is_shown_as_openais_client_reads_it(make_order):
 
 def test_only_what_has_not_ended_is_cancelling(make_order):
     for status in ("validating", "in_progress", "finalizing", *FINAL):
-        batch = Batch(order=make_order(), progress=BatchProgress(status=status), cancelling_at=100.0)
+        batch = Batch(request=make_order(), progress=BatchProgress(status=status), cancelling_at=100.0)
         assert batch.show()["status"] == (status if status in FINAL else "cancelling")
 
 
@@ -36,7 +36,7 @@ def test_a_file_is_shown_as_openais_client_reads_it():
 
 @pytest.fixture
 def items(make_order):
-    return [Batch(order=make_order(), progress=BatchProgress()) for _ in range(5)]
+    return [Batch(request=make_order(), progress=BatchProgress()) for _ in range(5)]
 
 
 def test_pages_follow_one_another_to_the_end(items):

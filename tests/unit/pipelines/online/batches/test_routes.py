@@ -7,11 +7,11 @@ import pytest
 
 from peagle.economics.ledger import write_batch
 from peagle.requests.fields import CHAT_URL
-from pipelines.online.batches.downloads import Room
+from pipelines.online.batches.downloads import TransferLimit
 from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
-from pipelines.online.batches.settings import MIB, KeyShares
+from pipelines.online.batches.settings import MIB, KeyQuota
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -191,7 +191,7 @@ def test_files_on_s3_come_from_there(s3, settings, runner, keys, routes, ask, pr
 def ask_small(routes, ask):
     """The same with little room for files."""
     batches = routes.batches
-    batches.quota._shares = KeyShares(max_stored_mib=1, max_stored_files=4)
+    batches.quota._limits = KeyQuota(max_stored_mib=1, max_stored_files=4)
     return ask
 
 
@@ -210,7 +210,9 @@ def test_a_key_keeps_so_many_files_outputs_included(ask_small, routes, make_orde
 
 
 def test_a_key_has_so_many_uploads_under_way(ask, routes):
-    room = routes.batches.room = Room(most_bytes=2 * UPLOAD_WINDOW_BYTES, most_bytes_of_key=UPLOAD_WINDOW_BYTES)
+    room = routes.batches.transfers = TransferLimit(
+        max_bytes=2 * UPLOAD_WINDOW_BYTES, max_bytes_per_key=UPLOAD_WINDOW_BYTES
+    )
     with room.hold("alice", 1):
         refused = ask(post_file())
         assert error_of(refused) == (429, "rate_limit_exceeded")

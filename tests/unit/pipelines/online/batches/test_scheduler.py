@@ -9,7 +9,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 from pipelines.online.totals import totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -334,13 +334,13 @@ def test_what_cannot_be_collected_now_is_collected_later(
 ):
     budgets, collect = totals_of(settings.ledger).budgets, runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
-    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("in_progress", 2)
+    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     collect.answer = make_result(collected_later, "batch_failed", num_completed=1, num_failed=2)
     scheduler.tick()
     done = shown(store, collected_later)
     assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "internal_error")
     assert done["output_file_id"]
-    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
+    assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
@@ -351,11 +351,11 @@ def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
     with monkeypatch.context() as full:
         full.setattr(store, "save", broken)
         scheduler.tick()
-    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("in_progress", 2)
+    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     scheduler.tick()
     runner.works[-1].answer = StorageError("no answer")
     scheduler.tick()
-    assert (shown(store, collected_later)["status"], budgets.held_by_batches("alice")) == ("failed", 0)
+    assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
     assert shown(store, collected_later)["output_file_id"] is None
 
 
@@ -422,11 +422,11 @@ def priced(settings, make_session):
     """
     totals = totals_of(settings.ledger)
     totals.prices["m"] = TokenPrice()
-    totals.prices["m"].learn(a_request())
+    totals.prices["m"].update(a_request())
     settings.ledger.mkdir(parents=True)
     write_session(settings.ledger, make_session())
-    recipe = settings.recipes["m"]
-    settings.recipes["m"] = replace(recipe, config={**recipe.config, "engines": "2"})
+    batch_model = settings.models["m"]
+    settings.models["m"] = replace(batch_model, config={**batch_model.config, "engines": "2"})
 
 
 def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
@@ -448,10 +448,10 @@ def test_a_batch_holds_its_own_estimate_and_the_rest_of_the_budget_is_its_keys(
     estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
     budgets = totals_of(settings.ledger).budgets
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
-    assert budgets.held_by_batches("alice") == pytest.approx(estimated)
-    assert budgets.hold_request("1", "alice", 10, 4.0) is None
-    assert budgets.hold_request("2", "alice", 10, 3.7) == "held by requests"
-    assert budgets.hold_request("2", "alice", 10, 3.6) is None
+    assert budgets.reserved_by_batches("alice") == pytest.approx(estimated)
+    assert budgets.reserve_request("1", "alice", 10, 4.0) is None
+    assert budgets.reserve_request("2", "alice", 10, 3.7) == "reserved by requests"
+    assert budgets.reserve_request("2", "alice", 10, 3.6) is None
 
 
 @pytest.mark.usefixtures("priced")
@@ -466,16 +466,16 @@ def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
     run.current = (1, 0, 2.0)
     scheduler.tick()
     assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])
-    budgets.hold_request("1", "alice", 10, 3.0)
+    budgets.reserve_request("1", "alice", 10, 3.0)
     run.current = (2, 0, 6.0)
     scheduler.tick()
-    assert run.allowed[-1] == budgets.held_by(batch_id, "alice") == 7.0
+    assert run.allowed[-1] == budgets.reserved_by_batch(batch_id, "alice") == 7.0
 
 
 @pytest.mark.usefixtures("priced")
 def test_what_lent_engines_took_is_spent_and_held_no_longer(make_scheduler, runner, settings, order, make_key, spent):
-    settings.recipes["m"] = replace(
-        settings.recipes["m"], config={**settings.recipes["m"].config, "engines": "1"}, lent_slots=8
+    settings.models["m"] = replace(
+        settings.models["m"], config={**settings.models["m"].config, "engines": "1"}, lent_slots=8
     )
     scheduler = make_scheduler(deployments={"m": "LLM:m"})
     batch_id, run = begin_rich(scheduler, runner, order, make_key)
@@ -486,7 +486,7 @@ def test_what_lent_engines_took_is_spent_and_held_no_longer(make_scheduler, runn
         run.current = (run.current[0] + 1, 0, spent_usd)
         spent["alice"] = spent_usd
         scheduler.tick()
-        assert budgets.held_by(batch_id, "alice") == pytest.approx(held_usd)
+        assert budgets.reserved_by_batch(batch_id, "alice") == pytest.approx(held_usd)
         assert run.allowed[-1] == pytest.approx(spent_usd + held_usd)
 
 
@@ -496,9 +496,9 @@ def test_a_batch_holds_no_more_than_is_left_and_one_that_goes_on_all_of_it(
 ):
     batch_id, run = begin_rich(scheduler, runner, order, make_key, output_tokens=10**6)
     assert run.arguments[0].budget_usd == 10
-    store.run_place(batch_id).mkdir()
-    (store.run_place(batch_id) / "run.json").write_text("{}")
-    totals_of(settings.ledger).budgets.hold_request("1", "alice", None, 1.0)
+    store.run_path(batch_id).mkdir()
+    (store.run_path(batch_id) / "run.json").write_text("{}")
+    totals_of(settings.ledger).budgets.reserve_request("1", "alice", None, 1.0)
     run.answer = EngineError("it died")
     scheduler.tick()
     clock.now += 10
@@ -530,27 +530,27 @@ def test_a_batch_holds_its_budget_from_start_to_end(
     scheduler, runner, store, settings, order, make_key, make_result, clock, spent
 ):
     budgets, batch_id = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
-    budgets.hold_request("1", "alice", None, 0.25)
+    budgets.reserve_request("1", "alice", None, 0.25)
     check_all(scheduler, runner)
     run = runner.works[-1]
-    assert (run.arguments[0].budget_usd, budgets.held_by_batches("alice")) == (1.75, 1.75)
+    assert (run.arguments[0].budget_usd, budgets.reserved_by_batches("alice")) == (1.75, 1.75)
     run.answer = EngineError("it died")
     scheduler.tick()
-    assert budgets.held_by_batches("alice") == 1.75  # it will be tried again
+    assert budgets.reserved_by_batches("alice") == 1.75  # it will be tried again
     clock.now += 10
     scheduler.tick()
     runner.works[-1].answer = make_result(batch_id)
     scheduler.tick()
-    assert (budgets.held_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
+    assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner, settings, order, make_key):
     budgets, _ = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
     for number in "12":
-        budgets.hold_request(number, "alice", None, 1)
+        budgets.reserve_request(number, "alice", None, 1)
     check_all(scheduler, runner)
     assert [work.kind for work in runner.works] == ["check"]
-    budgets.let_go("2", "alice")
+    budgets.release_request("2", "alice")
     scheduler.tick()
     assert runner.works[-1].arguments[0].budget_usd == 1
 
@@ -573,8 +573,8 @@ def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, ru
     poor = make_key(budget_usd=2)
     order(key=poor)
     begun = order(key=poor)
-    store.run_place(begun).mkdir()
-    (store.run_place(begun) / "run.json").write_text("{}")
+    store.run_path(begun).mkdir()
+    (store.run_path(begun) / "run.json").write_text("{}")
     check_all(make_scheduler(at_once=3), runner)
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [begun]
 
@@ -598,7 +598,7 @@ def test_a_batch_may_cost_what_the_least_of_its_budgets_has_left(
     check_all(scheduler, runner)
     (run,) = (work for work in runner.works if work.kind == "run")
     assert (run.arguments[0].batch_id, run.arguments[0].budget_usd) == (first, 2)
-    assert [budgets.held_by_batches(account) for account in ("alice", "team=search", "*")] == [2, 2, 2]
+    assert [budgets.reserved_by_batches(account) for account in ("alice", "team=search", "*")] == [2, 2, 2]
     result = make_result(first)
     run.answer = replace(result, record=replace(result.record, tags='{"team": "search"}'))
     scheduler.tick()
@@ -615,10 +615,12 @@ def test_a_batch_whose_tag_has_nothing_left_holds_nothing_and_ends(scheduler, ru
     assert (runner.works[-1].kind, runner.works[-1].arguments[1]) == ("collect", "insufficient_quota")
     budgets = totals_of(settings.ledger).budgets
     spent["team=search"] = 2.0
-    budgets.hold_request("1", "team=search", None, 1.0)
+    budgets.reserve_request("1", "team=search", None, 1.0)
     other = order(key=make_key("bob", tags={"team": "search"}))
     check_all(scheduler, runner)
-    assert (budgets.held_by(other, "*"), budgets.held_by(other, "team=search")) == (0, 0), "it waits for the request"
+    assert (budgets.reserved_by_batch(other, "*"), budgets.reserved_by_batch(other, "team=search")) == (0, 0), (
+        "it waits for the request"
+    )
 
 
 @pytest.fixture
@@ -631,10 +633,10 @@ def present(make_key):
 def watchful(store, runner, settings, spent, present, clock):
     """A scheduler that looks at them."""
 
-    def present_key(key):
+    def current_key(key):
         return present.get(key.name)
 
-    return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, present_key=present_key, now=clock)
+    return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, current_key=current_key, now=clock)
 
 
 def test_a_batch_whose_key_is_revoked_is_stopped_and_says_why(watchful, runner, store, order, present, make_result):
@@ -679,7 +681,7 @@ def test_a_batch_begins_with_the_budget_and_the_models_that_its_key_has_now(watc
 
 def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, begun, make_result):
     batch_id, _ = begun
-    scheduler = make_scheduler(recipes={})
+    scheduler = make_scheduler(models={})
     scheduler.tick()
     runner.works[-1].answer = make_result(batch_id, "batch_failed", num_completed=0, num_failed=3)
     scheduler.tick()
@@ -691,6 +693,6 @@ def test_files_whose_time_is_over_are_deleted_but_not_under_a_batch(scheduler, s
     order(input_file_id=kept.id)
     clock.now += 3600
     scheduler.tick()
-    assert store.bytes_of(kept).exists()
-    assert not store.bytes_of(gone).exists()
+    assert store.contents_path(kept).exists()
+    assert not store.contents_path(gone).exists()
     assert store.files("alice") == []

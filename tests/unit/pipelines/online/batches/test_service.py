@@ -8,7 +8,7 @@ from pipelines.online.batches.service import Batches
 
 
 def test_who_begins_to_schedule_goes_by_what_was_said_last(settings, runner, store, make_order, monkeypatch):
-    monkeypatch.setattr(service, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(service, "_RETRY_S", 0.01)
     batch_id = store.add_batch(make_order()).id
     with (
         hold_lease(store.root, expiry_s=30, command=["another"], announce=print) as lease,

@@ -39,25 +39,25 @@ def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
         max_num_seqs=4,
         models=[{"name": "fast", "num_speculative_tokens": 5}, {"name": "plain", "drafter": "none"}],
     )
-    recipes = settings_of(config, tmp_path).recipes
+    models = settings_of(config, tmp_path).models
     for keys in config.served:
-        run = GenerateConfig(input="x", output=tmp_path / "run", **recipes[keys.served_name].config)
+        run = GenerateConfig(input="x", output=tmp_path / "run", **models[keys.served_name].config)
         for name in ("model", "drafter", "num_speculative_tokens", "max_num_seqs", "precision"):
             assert getattr(run, name) == getattr(keys, name)
         assert run.usd_per_hour == 2
-        assert recipes[keys.served_name].neighbours.slot_group == "app"
-        assert recipes[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
+        assert models[keys.served_name].neighbours.slot_group == "app"
+        assert models[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
 
 
 def test_batches_on_the_endpoints_engines_take_no_cores_and_ask_as_many_slots_as_there_can_be(tmp_path):
     config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint", max_replicas=3, usd_per_hour=2)
     settings = settings_of(config, tmp_path)
-    recipe = settings.recipes["smollm2-135m"]
-    assert (num_engines(config), settings.lends, recipe.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
-    assert GenerateConfig(input="x", output=tmp_path / "run", **recipe.config).engines == "1"
-    placement = recipe.neighbours.placement
+    batch_model = settings.models["smollm2-135m"]
+    assert (num_engines(config), settings.lends, batch_model.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
+    assert GenerateConfig(input="x", output=tmp_path / "run", **batch_model.config).engines == "1"
+    placement = batch_model.neighbours.placement
     assert (placement.num_cpus < 0.1, placement.num_devices, placement.device) == (True, 2, "vcpu")
-    assert recipe.neighbours.slot_group != "app", "the process of the batch has no cores of an engine"
+    assert batch_model.neighbours.slot_group != "app", "the process of the batch has no cores of an engine"
     assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).lends
     assert not ServeConfig(batch_engines="endpoint").lends_engines, "there are no batches"
 

@@ -40,7 +40,7 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     order = make_order(metadata={"a": "b"}, output_expires_s=3600)
     place.add_batch(order)
     other = BatchStore(place.root, now=clock, monotonic=clock)
-    assert other.batch(order.id, "alice").order == order
+    assert other.batch(order.id, "alice").request == order
     assert other.batch(order.id, "bob") is None
     progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
     place.save(order.id, progress)
@@ -96,7 +96,7 @@ def test_batches_are_listed_the_newest_first(store, make_order, monkeypatch):
 
 def test_a_deleted_output_takes_the_answers_of_its_run_along(store, make_order):
     batch = store.add_batch(make_order(output_expires_s=3600))
-    run = store.run_place(batch.id)
+    run = store.run_path(batch.id)
     exported = ("export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl")
     for name in ("data/unit-0.parquet", "failed/unit-0.jsonl", *exported, "report.json"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 def run_with_copies(store, batch):
     """What a run has of its prompts and answers, and what it has beside."""
-    run = store.run_place(batch.id)
+    run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
         "suspects/unit-00000000.s.json", "export/jsonl/output.jsonl", "export/jsonl/errors.jsonl",
@@ -207,7 +207,7 @@ def test_no_jump_of_the_wall_clock_deletes_a_file(root, upload, clock):
     clock.now += 3600
     store.sweep()
     assert store.file(file.id, "alice") is None
-    assert not store.bytes_of(file).exists()
+    assert not store.contents_path(file).exists()
 
 
 def test_what_killed_uploads_left_is_deleted_after_a_day(store, upload):
@@ -227,7 +227,7 @@ def test_an_upload_that_was_killed_before_its_record_is_deleted_after_a_day(plac
         target.write(b"a prompt")
     with place.writer(f"file-{batch.id.removeprefix('batch_')}-errors") as (errors, target):
         target.write(b"its record comes when it is collected again")
-    made = records.made_at(orphan.split("/")[1])
+    made = records.created_at_of(orphan.split("/")[1])
     clock.now = made + 24 * 3600 - 1
     place.sweep()
     assert (place.root / "files" / orphan.split("/")[1]).exists()

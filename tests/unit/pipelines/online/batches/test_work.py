@@ -37,7 +37,7 @@ def session_of(session_id):
 def task(store, settings, upload, make_order):
     lines = b"".join(json.dumps({"custom_id": name}).encode() + b"\n" for name in ("a", "b"))
     order = make_order(upload(store, lines + b"\n").id)
-    return make_task(Batch(order=order, progress=BatchProgress(model="m")), settings, store)
+    return make_task(Batch(request=order, progress=BatchProgress(model="m")), settings, store)
 
 
 @pytest.mark.parametrize("reason", UNEXECUTED)
@@ -63,11 +63,11 @@ def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
 
 
 def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, upload, make_order, make_key):
-    recipe = settings.recipes["m"]
-    tagged = replace(recipe, config={**recipe.config, "tags": {"site": "lab", "team": "all"}})
+    batch_model = settings.models["m"]
+    tagged = replace(batch_model, config={**batch_model.config, "tags": {"site": "lab", "team": "all"}})
     key = make_key("alice").model_copy(update={"tags": {"team": "search"}})
-    batch = Batch(order=make_order(upload(store, b"{}\n").id, key=key), progress=BatchProgress(model="m"))
-    task = make_task(batch, replace(settings, recipes={"m": tagged}), store)
+    batch = Batch(request=make_order(upload(store, b"{}\n").id, key=key), progress=BatchProgress(model="m"))
+    task = make_task(batch, replace(settings, models={"m": tagged}), store)
     assert task.config["tags"] == {"site": "lab", "team": "search"}
 
 
@@ -114,11 +114,11 @@ def test_what_lent_engines_took_is_in_their_ledger_and_not_in_the_batchs_record(
 
 
 def test_the_endpoint_lends_a_batch_its_engines_in_the_name_of_its_key(store, settings, upload, make_order, make_key):
-    recipes = {"m": replace(settings.recipes["m"], lent_slots=16)}
+    models = {"m": replace(settings.models["m"], lent_slots=16)}
     lending = replace(
-        settings, recipes=recipes, application="peagle", deployments={"m": "LLM:m"}, cache_salt=lambda key: key.name
+        settings, models=models, application="peagle", deployments={"m": "LLM:m"}, cache_salt=lambda key: key.name
     )
-    batch = Batch(order=make_order(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
+    batch = Batch(request=make_order(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
     lender = make_task(batch, lending, store).lender
     assert (lender.deployment, lender.application, lender.num_slots) == ("LLM:m", "peagle", 16)
     assert (lender.batch_id, lender.key, lender.cache_salt) == (batch.id, "bob", "bob")

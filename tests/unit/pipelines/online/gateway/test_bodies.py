@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import (
-    AT_ONCE,
-    ORDER,
-    REQUEST,
-    HeavyWork,
+    CREATE_BATCH_LIMITS,
+    NUM_THREADS,
+    REQUEST_LIMITS,
+    BodyLimits,
     JsonBody,
-    Shape,
+    ParsePool,
     Upload,
     parse,
     read_body,
@@ -53,10 +53,10 @@ def counted(value):
 @given(value=JSON, is_ascii=st.booleans())
 def test_what_is_in_a_text_does_not_count(value, is_ascii):
     body, (containers, members, values) = json.dumps(value, ensure_ascii=is_ascii).encode(), counted(value)
-    assert refused(Shape(num_containers=containers, num_members=members, num_values=values), body) is None
+    assert refused(BodyLimits(num_containers=containers, num_members=members, num_values=values), body) is None
     for short in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         limits = [most - less for most, less in zip((containers, members, values), short, strict=True)]
-        shape = Shape(num_containers=limits[0], num_members=limits[1], num_values=limits[2])
+        shape = BodyLimits(num_containers=limits[0], num_members=limits[1], num_values=limits[2])
         assert refused(shape, body) == ("too_many_values" if min(limits) < 0 or any(short) else None)
 
 
@@ -69,19 +69,19 @@ def test_what_is_in_a_text_does_not_count(value, is_ascii):
 def test_a_text_of_a_mebibyte_passes_in_no_time(body):
     """Quotes and backslashes in any order: what does not end is looked at once."""
     began = time.process_time()
-    assert refused(REQUEST, body) is None
+    assert refused(REQUEST_LIMITS, body) is None
     assert time.process_time() - began < 5
 
 
 def test_a_conversation_with_tools_and_a_prompt_of_token_ids_pass():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
     steps = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}] * 1500
-    assert refused(REQUEST, json.dumps({"messages": steps}).encode()) is None
-    assert refused(REQUEST, json.dumps({"prompt": [32_000] * 149_000}).encode()) is None
+    assert refused(REQUEST_LIMITS, json.dumps({"messages": steps}).encode()) is None
+    assert refused(REQUEST_LIMITS, json.dumps({"prompt": [32_000] * 149_000}).encode()) is None
     order = {"input_file_id": "f", "endpoint": "e", "completion_window": "24h",
              "metadata": {str(number): "," * 500 for number in range(16)},
              "output_expires_after": {"anchor": "created_at", "seconds": 3600}}  # fmt: skip
-    assert refused(ORDER, json.dumps(order).encode()) is None
+    assert refused(CREATE_BATCH_LIMITS, json.dumps(order).encode()) is None
 
 
 LARGE = 2**20
@@ -106,28 +106,28 @@ class Busy:
         return key
 
 
-def test_a_few_go_on_at_once_one_of_each_key():
+def test_pool_runs_one_body_per_key():
     async def run():
-        heavy, busy = HeavyWork(), Busy()
-        asked = [asyncio.create_task(heavy.run(key, LARGE, busy.work, key)) for key in "aaabc"]
+        parse_pool, busy = ParsePool(), Busy()
+        asked = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
         await asyncio.sleep(0.1)
-        assert busy.most == AT_ONCE
+        assert busy.most == NUM_THREADS
         busy.go.set()
         assert await asyncio.gather(*asked) == list("aaabc")
-        assert busy.most == AT_ONCE
-        assert heavy._turns == {}
+        assert busy.most == NUM_THREADS
+        assert parse_pool._turns == {}
 
     asyncio.run(run())
 
 
 def test_who_leaves_gives_no_second_turn_to_its_key_before_its_work_has_ended():
     async def run():
-        heavy, busy = HeavyWork(), Busy()
-        left = [asyncio.create_task(heavy.run("a", LARGE, busy.work, "a")) for _ in range(5)]
+        parse_pool, busy = ParsePool(), Busy()
+        left = [asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a")) for _ in range(5)]
         await asyncio.sleep(0.1)
         for task in left:
             task.cancel()
-        other = asyncio.create_task(heavy.run("a", LARGE, busy.work, "a"))
+        other = asyncio.create_task(parse_pool.run("a", LARGE, busy.work, "a"))
         await asyncio.sleep(0.1)
         assert busy.now == {"a": 1}
         busy.go.set()
@@ -138,24 +138,24 @@ def test_who_leaves_gives_no_second_turn_to_its_key_before_its_work_has_ended():
     asyncio.run(run())
 
 
-def test_what_is_short_is_done_at_once_and_what_fails_fails():
+def test_short_bodies_run_immediately_and_errors_propagate():
     async def run():
-        heavy = HeavyWork()
-        assert await heavy.run("a", 100, threading.get_ident) == threading.get_ident()
-        assert await heavy.run("a", LARGE, threading.get_ident) != threading.get_ident()
+        parse_pool = ParsePool()
+        assert await parse_pool.run("a", 100, threading.get_ident) == threading.get_ident()
+        assert await parse_pool.run("a", LARGE, threading.get_ident) != threading.get_ident()
         for size in (100, LARGE):
             with pytest.raises(ValueError, match="invalid literal"):
-                await heavy.run("a", size, int, "x")
-        assert heavy._turns == {}
+                await parse_pool.run("a", size, int, "x")
+        assert parse_pool._turns == {}
 
     asyncio.run(run())
 
 
-def test_what_was_parsed_is_read_beside_the_loop_and_then_let_go():
+def test_parsed_values_are_validated_in_a_thread_and_released():
     async def run():
         for num_bytes, is_beside in ((100, False), (LARGE, True)):
-            body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", heavy=HeavyWork())
-            values, thread = await body.put_through(lambda values: (values, threading.get_ident()))
+            body = JsonBody(values=["x"], num_bytes=num_bytes, key="a", parse_pool=ParsePool())
+            values, thread = await body.validate_in_thread(lambda values: (values, threading.get_ident()))
             assert (values, thread != threading.get_ident()) == (["x"], is_beside)
             assert body.values is None
 
@@ -169,14 +169,14 @@ def test_what_is_no_json_is_the_clients_fault(body):
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_the_loop_goes_on_beside_short_steps():
+def test_event_loop_is_not_blocked_by_short_steps():
     def steps():
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             sum(range(1000))
 
     async def run():
-        task, late_s = asyncio.create_task(HeavyWork().run("a", LARGE, steps)), []
+        task, late_s = asyncio.create_task(ParsePool().run("a", LARGE, steps)), []
         while not task.done():
             due = time.monotonic() + 0.001
             await asyncio.sleep(0.001)
@@ -217,7 +217,7 @@ def test_a_body_within_its_limits_is_passed_on():
     assert read([piece(b"x" * 6), piece(b"y" * 4, more=False)])[0] == b"xxxxxxyyyy"
 
 
-def test_a_body_is_cut_at_the_limit_whatever_it_says_of_itself():
+def test_body_limit_does_not_depend_on_content_length():
     with pytest.raises(ApiError) as caught:
         read([piece(b"x" * 6), piece(b"y" * 5), piece(b"", more=False)])
     assert caught.value.status == 413
@@ -247,7 +247,7 @@ def test_what_the_client_does_later_has_no_limit():
     assert asyncio.run(upload())["type"] == "http.disconnect"
 
 
-def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
+def test_upload_window_limits_unread_bytes():
     """Serve takes all that comes from the client, at once: the rest has to stay with the client."""
     num_sent, most_under_way = 0, 0
 
@@ -295,7 +295,7 @@ def test_of_a_body_no_more_is_under_way_than_the_ingress_can_take():
     [("GET", "/v1/cost"), ("DELETE", "/v1/files/file-1"), ("POST", "/v1/batches/batch_1/cancel"), ("GET", "/health"),
      ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
 )  # fmt: skip
-def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path):
+def test_unread_body_is_limited_to_a_window(method, path):
     """Serve takes it all, for as long as the answer takes: it was gigabytes, of a client without a key too."""
     num_sent = 0
 
@@ -323,7 +323,7 @@ def test_of_a_body_that_nobody_reads_no_more_than_a_window_arrives(method, path)
     assert num_sent * PIECE_BYTES <= UPLOAD_WINDOW_BYTES
 
 
-def test_an_application_that_tells_nothing_gets_its_bodies(monkeypatch):
+def test_application_without_acks_receives_its_body(monkeypatch):
     monkeypatch.setattr(flow, "_PATIENCE_S", 0.02)
     pieces = [piece(b"x" * PIECE_BYTES, more=number + 1 < NUM_PIECES) for number in range(NUM_PIECES)]
 

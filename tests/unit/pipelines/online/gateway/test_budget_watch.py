@@ -44,7 +44,7 @@ def make_watch(tmp_path):
     def make(*keys):
         told = []
         ring, shared = KeyRing(None, keys), SharedBudgets(tmp_path)
-        return BudgetWatch(ring, shared, Totals(tmp_path), tell=lambda name, used: told.append((name, used))), told
+        return BudgetWatch(ring, shared, Totals(tmp_path), on_used=lambda name, used: told.append((name, used))), told
 
     return make
 
@@ -53,19 +53,19 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
 
 
-def test_each_level_is_said_once_and_the_metric_is_told_with_each_look(make_watch, spend, caplog):
+def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, spend, caplog):
     watch, told = make_watch(key(budget_usd=10), key("bob"))
     spend(4.9)
     with caplog.at_level(logging.WARNING):
-        watch.look()
+        watch.check()
         assert said(caplog) == []
         spend(0.2)
-        watch.look()
-        watch.look()
+        watch.check()
+        watch.check()
         assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10, and $4.90 are left"]
         spend(6)
-        watch.look()
-        watch.look()
+        watch.check()
+        watch.check()
     assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10, and $0.00 are left"]
     assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
@@ -74,15 +74,15 @@ def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, 
     watch, _ = make_watch(key(budget_usd=10, budget_every="month"))
     spend(9)
     with caplog.at_level(logging.WARNING):
-        watch.look()
+        watch.check()
         today.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
-        watch.look()
+        watch.check()
         assert len(said(caplog)) == 1
         spend(8.5)
-        watch.look()
+        watch.check()
         assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50, and $1.50 are left"
         watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
-        watch.look()
+        watch.check()
     assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
 
 
@@ -107,7 +107,7 @@ def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_
     write_session(tmp_path, session)
     watch, told = make_watch()
     with caplog.at_level(logging.WARNING):
-        watch.look()
+        watch.check()
     assert told == [("team=search", 0.55), ("*", 0.9)]
     assert said(caplog) == [
         "tag team=search has spent 55 % of its budget of $10 a month: $5.50, and $4.50 are left",
@@ -130,9 +130,9 @@ def test_the_state_of_a_budget(tmp_path, spend):
 def test_what_cannot_be_read_ends_no_watch(make_watch, monkeypatch, caplog):
     watch, told = make_watch(key(budget_usd=10))
     looks = iter([OSError("no disk"), SystemExit()])
-    monkeypatch.setattr(watch, "look", lambda: (_ for _ in ()).throw(next(looks)))
+    monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(looks)))
     monkeypatch.setattr("pipelines.online.gateway.budget_watch.time.sleep", lambda _: None)
     with pytest.raises(SystemExit):
-        watch.keep_looking()
-    assert said(caplog) == ["budgets are not watched now"]
+        watch.watch_forever()
+    assert said(caplog) == ["cannot check the budgets"]
     assert told == []

@@ -44,7 +44,7 @@ MEDIA = [
 
 @pytest.mark.parametrize("part", MEDIA, ids=str)
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
-def test_a_model_of_text_gets_text_alone(part, role):
+def test_text_model_refuses_media(part, role):
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": [TEXT, part]}]}
     assert refused(body) == (400, "unsupported_content", "messages")
 
@@ -69,7 +69,7 @@ def image(url):
      "ftp://a.example/x", "//a.example/x", "a.example/x", "http://[::1", "", "http://a.example:80@b.example/x"],
 )  # fmt: skip
 @pytest.mark.parametrize("domains", [(), ("a.example",)])
-def test_media_come_from_named_domains_alone(url, domains):
+def test_media_urls_must_be_in_allowed_domains(url, domains):
     assert refused(says(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
 
 
@@ -116,7 +116,7 @@ def test_what_the_engines_side_would_run_or_fetch_for_a_client_is_refused(body, 
     ],
     ids=str,
 )
-def test_a_message_that_says_nothing_is_refused_as_in_bulk(message):
+def test_empty_message_is_refused_as_in_bulk(message):
     assert refused({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
 
 

@@ -62,7 +62,7 @@ def test_a_chat_counts_its_choices_and_its_log_probabilities(more):
     assert not is_refused(CHAT_URL, {**body, "n": 64, "logprobs": False})
 
 
-def test_text_alone_has_a_size_too():
+def test_answer_size_without_logprobs():
     assert is_refused(CHAT_URL, {"messages": TEXT, "n": 1024, "max_tokens": 8000})
 
 
@@ -73,12 +73,12 @@ def test_a_chat_that_is_repeated_has_log_probabilities_of_its_prompt():
     assert shape.prompt_logprobs == 0
 
 
-def test_a_request_that_names_no_number_gets_what_there_is_room_for():
+def test_default_max_tokens_fit_the_answer_size():
     intake = taken(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
     assert intake.cap_tokens == 16 * MIB // (16 + 21 * 128)
     assert taken(CHAT_URL, {"messages": []}).cap_tokens is None
 
 
 @pytest.mark.parametrize("value", ["x", [], {}, 1e400])
-def test_values_of_wrong_types_are_left_to_whoever_checks_them(value):
+def test_wrong_types_are_left_to_later_validation(value):
     assert not is_refused(COMPLETIONS_URL, {"prompt": "a", "logprobs": value, "prompt_logprobs": value})

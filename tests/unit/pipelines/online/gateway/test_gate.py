@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 ROUTES = (
     declared.post(CHAT, declared.Rule.GENERATION),
     declared.post("/v1/completions", declared.Rule.GENERATION),
-    declared.post("/v1/batches", declared.Rule.ORDER),
+    declared.post("/v1/batches", declared.Rule.CREATE_BATCH),
     declared.post("/v1/files", declared.Rule.UPLOAD),
     declared.post("/v1/batches/{batch_id}/cancel"),
     declared.get("/v1/cost", declared.Rule.POLL),
@@ -50,21 +50,21 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers, self.context, self.let_in, self.scope = None, {}, None, None, {}
+        self.asked, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
         if self.error:
             raise self.error
         self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.context, self.let_in = Context.of(self.headers), (let_in := scope[PASS])
-        self.asked = let_in.body.values if let_in.body else {}
-        if scope["method"] == "POST" and not let_in.body:
+        self.context, self.gate_pass = Context.of(self.headers), (gate_pass := scope[PASS])
+        self.asked = gate_pass.body.values if gate_pass.body else {}
+        if scope["method"] == "POST" and not gate_pass.body:
             await receive()
         is_stream = self.asked.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
-        if not is_stream and let_in.note:
-            let_in.note(SAID)
+        if not is_stream and gate_pass.record_usage:
+            gate_pass.record_usage(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if not is_stream:
             body = json.dumps({"choices": [], "usage": USAGE, "peagle": SUMMARY}).encode()
@@ -73,7 +73,7 @@ class Engine:
         await send({"type": "http.response.body", "body": text(EVENTS[0]), "more_body": True})
         if self.breaks_off:
             raise RuntimeError("secret detail")
-        let_in.note(SAID)
+        gate_pass.record_usage(SAID)
         await send({"type": "http.response.body", "body": text(EVENTS[1]) + b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -161,7 +161,7 @@ def error_of(response):
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_a_key_whose_requests_crash_engines_is_limited_and_others_are_not(ask, keys, settings):
+def test_only_keys_that_crash_engines_are_limited(ask, keys, settings):
     crashes = EngineCrashes()
     account = KeyRing(settings["key_file"], ()).find(keys["alice"]).account
     for number in range(2):
@@ -174,7 +174,7 @@ def test_a_key_whose_requests_crash_engines_is_limited_and_others_are_not(ask, k
     assert (read.status_code, other.status_code) == (200, 200)
 
 
-def test_an_answer_says_what_it_cost_in_its_headers(ask, keys):
+def test_answer_headers_contain_the_cost(ask, keys):
     (answer,) = ask(post(keys["alice"]))
     assert answer.status_code == 200
     assert answer.json()["usage"] == USAGE
@@ -190,7 +190,7 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
-        scope[PASS].note(SAID)
+        scope[PASS].record_usage(SAID)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
@@ -240,7 +240,7 @@ def test_a_wrong_key_is_401_and_health_needs_none(ask):
     assert health.status_code == 200
 
 
-def test_the_page_needs_no_key_where_there_are_keys_and_this_machine_where_there_are_none(ask):
+def test_page_is_public_with_keys_and_local_without(ask):
     for path in ("/", "/page/app.js"):
         assert ask(get(path))[0].status_code == 200
         open_to_us = {"requires_key": False, "key_file": None}
@@ -258,7 +258,7 @@ def test_without_keys_only_this_machine_is_answered(ask):
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
-def test_without_keys_its_own_page_is_answered_and_no_page_of_another_site(ask, host):
+def test_without_keys_other_sites_are_refused(ask, host):
     def asked(request, host=host, **headers):
         arguments, parts = request
         (answer,) = ask((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
@@ -292,7 +292,7 @@ def test_sagemakers_route_is_answered_by_that_of_its_body_with_its_limits(ask, p
         **BEHIND_SAGEMAKER,
     )
     assert answer.status_code == 200
-    assert (engine.let_in.route, engine.scope["path"]) == (("POST", path), path)
+    assert (engine.gate_pass.route, engine.scope["path"]) == (("POST", path), path)
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.asked.get("max_tokens") == (16 if path != CHAT else None)
     assert (engine.context.key, answer.headers["x-peagle-model"]) == ("local", "a")
@@ -384,7 +384,7 @@ def test_without_keys_a_request_may_set_any_tag(ask):
     assert json.loads(engine.context.tags) == {"project": "x"}
 
 
-def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
+def test_clients_cannot_set_internal_headers(ask, keys):
     engine = Engine()
     forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
     said = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
@@ -401,10 +401,10 @@ def test_what_reaches_the_application_is_said_by_the_gate_alone(ask, keys):
         assert "authorization" not in engine.headers
     arguments, parts = get("/v1/cost", keys["alice"])
     (answer,) = ask((arguments, {"headers": {**said, **parts["headers"]}}), app=engine)
-    assert (engine.context, engine.let_in.key.name, engine.let_in.key.is_operator) == (None, "alice", False)
+    assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     ask(get("/v1/cost", keys["boss"]), app=engine)
-    assert (engine.let_in.key.name, engine.let_in.key.is_operator) == ("boss", True)
+    assert (engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == ("boss", True)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_each_key_has_a_part_of_the_prefix_cache_to_itself(ask, keys):
     assert b"ssss" not in repr(GateSettings(models=(), ledger=None, **secret)).encode()
 
 
-def test_nothing_is_salted_where_keys_share_or_there_are_none(ask, keys):
+def test_no_cache_salt_if_keys_share_the_cache_or_are_disabled(ask, keys):
     for how in ({"shares_prefix_cache": True}, {"requires_key": False, "key_file": None}):
         assert salt_of(ask, post(keys["alice"], cache_salt="mine"), **how) is None
 
@@ -545,7 +545,7 @@ def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
 
-def test_what_asks_for_nothing_does_not_reach_an_engine(ask, keys):
+def test_fields_without_effect_are_dropped(ask, keys):
     """A null is one of every field, also where vLLM has a type without it."""
     engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
@@ -562,7 +562,7 @@ def test_what_asks_for_nothing_does_not_reach_an_engine(ask, keys):
     ("number", "named"),
     [(str(2**63), str(2**63)), (str(-(2**63) - 1), str(-(2**63) - 1)), ("9" * 1500, "9" * 40 + "... (1500 digits)")],
 )
-def test_a_number_that_no_engine_holds_is_refused_by_its_name(ask, keys, number, named):
+def test_integers_beyond_64_bits_are_refused(ask, keys, number, named):
     engine = Engine()
     raw = f'{{"model": "a", "messages": [], "logit_bias": {{"1": {number}}}}}'
     (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
@@ -571,7 +571,7 @@ def test_a_number_that_no_engine_holds_is_refused_by_its_name(ask, keys, number,
     assert engine.asked is None
 
 
-def test_the_largest_numbers_that_an_engine_holds_pass(ask, keys):
+def test_largest_64_bit_integers_pass(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
     assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
@@ -586,7 +586,7 @@ def test_a_body_as_deep_as_is_allowed_passes(ask, keys):
 @pytest.mark.parametrize(
     ("field", "most"), [("allowed_token_ids", 1024), ("logit_bias", 1024), ("stop_token_ids", 100)]
 )
-def test_of_ids_an_engine_gets_no_more_than_it_survives(ask, keys, field, most):
+def test_number_of_token_ids_is_limited(ask, keys, field, most):
     def ids(number):
         return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
 
@@ -600,7 +600,7 @@ def test_ids_that_end_an_answer_are_as_many_as_one_likes_where_it_may_end_at_onc
 
 
 @pytest.mark.parametrize("prefix", ["", "/peagle"])
-def test_the_checks_hold_under_whatever_prefix_serve_has_the_application(ask, keys, prefix):
+def test_checks_apply_under_any_route_prefix(ask, keys, prefix):
     def asked(request, **how):
         (answer,) = ask(request, prefix=prefix, **how)
         return answer.status_code if answer.status_code < 400 else error_of(answer)
@@ -670,7 +670,7 @@ def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys
     assert dict(sent[0]["headers"]).get(b"connection") == (closes and closes.encode())
 
 
-def test_a_limit_is_429_and_says_when_to_come_again(ask, keys):
+def test_limit_returns_429_with_retry_after(ask, keys):
     first, second = ask(post(keys["slow"]), post(keys["slow"]))
     assert first.status_code == 200
     assert error_of(second) == (429, "rate_limit_exceeded")
@@ -687,7 +687,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_of", "status"), REFUSED)
-def test_whatever_a_key_asks_counts_as_a_request(ask, keys, request_of, status):
+def test_every_request_counts(ask, keys, request_of, status):
     """Refused requests, reads, deletes and cancellations cost the ingress as much time as any other."""
     arguments, parts = request_of
     parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
@@ -703,7 +703,7 @@ def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
     assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
 
 
-def test_who_has_no_key_is_told_of_no_route(ask):
+def test_routes_are_hidden_from_clients_without_key(ask):
     for request in (get("/v1/nothing"), get("/v1/files"), post(path="/nothing")):
         assert error_of(ask(request)[0]) == (401, "missing_api_key")
 
@@ -716,13 +716,13 @@ def test_a_path_that_cannot_be_printed_is_refused_before_anything(ask, keys, end
     assert engine.asked is None
 
 
-def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
+def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
     left = []
 
     class Looks(Engine):
         async def __call__(self, *what):
             budgets = totals_of(settings["ledger"]).budgets
-            left.append(budgets.hold_batch("batch_1", small, 0.2))
+            left.append(budgets.reserve_batch("batch_1", small, 0.2))
             budgets.settle_batch("batch_1", [small], 0)
             await super().__call__(*what)
 
@@ -735,7 +735,7 @@ def test_a_request_holds_what_its_model_has_cost(ask, keys, settings):
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
 
 
-def test_a_key_that_has_expired_says_so_whatever_is_asked(ask, settings):
+def test_expired_key_is_refused_on_every_route(ask, settings):
     key, record = new_key("late", expires_at=time.time() + 3600)
     gone, old = new_key("gone", expires_at=time.time() - 1)
     fixed = {"key_file": None, "fixed_keys": (record, old)}
@@ -761,7 +761,7 @@ def test_a_key_is_taken_from_nowhere_but_its_header(ask, keys, how):
     assert error_of(answer) == (401, "missing_api_key")
 
 
-def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(settings):
+def test_concurrent_requests_of_a_key_are_limited(settings):
     """The attack: one key takes every slot of every engine."""
     key, record = new_key("few", max_parallel_requests=2)
     under_way, may_end = [], asyncio.Event()
@@ -798,7 +798,7 @@ async def first_done(tasks, number):
     return done
 
 
-def test_sixty_requests_at_once_of_a_key_with_next_to_nothing_are_one(settings):
+def test_tiny_budget_admits_one_of_sixty_concurrent_requests(settings):
     """The attack: nothing was held until a price was known, so all sixty were answered."""
     key, record = new_key("poor", budget_usd=1e-7)
     asked = []
@@ -976,12 +976,12 @@ def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(sett
     assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
 
 
-def test_requests_under_way_are_counted_while_they_are(ask, keys):
+def test_running_requests_are_counted(ask, keys):
     load, seen = Load(), []
 
     class Watched(Engine):
         async def __call__(self, scope, receive, send):
-            seen.append((load.under_way("a"), load.under_way("b")))
+            seen.append((load.num_running("a"), load.num_running("b")))
             await super().__call__(scope, receive, send)
 
     def watched(**kwargs):
@@ -990,7 +990,7 @@ def test_requests_under_way_are_counted_while_they_are(ask, keys):
     watched(requests=[post(keys["alice"]), post(keys["alice"], model="b")])
     watched(requests=[post(keys["alice"])], error=RuntimeError("boom"))
     assert seen == [(1, 0), (0, 1), (1, 0)]
-    assert load.under_way("a") == load.under_way("b") == 0
+    assert load.num_running("a") == load.num_running("b") == 0
 
 
 @pytest.fixture
@@ -1004,7 +1004,7 @@ def written(tmp_path):
     return read
 
 
-def test_prompts_are_written_down_where_that_is_asked_for(ask, keys, tmp_path, written):
+def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, written):
     folder, chat = tmp_path / "state" / "prompts", [{"role": "user", "content": "what I ask"}]
     ask(post(keys["alice"], messages=chat))
     assert not folder.exists()
@@ -1027,10 +1027,10 @@ def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, c
     (tmp_path / "file").touch()
     (answer,) = ask(post(keys["alice"]), prompts=tmp_path / "file" / "prompts")
     assert answer.status_code == 200
-    assert "is not in the log of prompts" in caplog.text
+    assert "to the prompt log" in caplog.text
 
 
-def test_who_leaves_while_a_prompt_is_written_holds_nothing_for_ever(settings, keys, tmp_path, monkeypatch):
+def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_path, monkeypatch):
     async def scene():
         gate = Gate(Engine(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
         monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
@@ -1054,7 +1054,7 @@ def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
-def test_a_large_body_is_told_as_it_is_read(settings, keys):
+def test_large_body_is_acknowledged(settings, keys):
     """Else the proxy, which hands on no more than a window, would wait for ever."""
     pieces, told = 6, []
 
@@ -1082,7 +1082,7 @@ def test_a_large_body_is_told_as_it_is_read(settings, keys):
 
 
 @pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("nobody asks for keys", False)])
-def test_refusals_in_a_row_are_held_back_where_there_are_keys(ask, keys, refused, is_held):
+def test_consecutive_refusals_are_delayed_with_keys(ask, keys, refused, is_held):
     requires_key = refused in ("alice", None)
     requests = [get("/v1/nothing", keys.get(refused))] * 25
     started = time.monotonic()

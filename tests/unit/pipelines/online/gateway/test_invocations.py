@@ -1,4 +1,4 @@
-from pipelines.online.gateway.invocations import as_api
+from pipelines.online.gateway.invocations import to_api_request
 from pipelines.online.wire import header
 
 
@@ -7,14 +7,14 @@ def a_scope(attributes=None, path="/invocations", **more):
     return {"type": "http", "method": "POST", "path": path, "headers": headers, **more}
 
 
-def test_a_request_that_says_nothing_more_stays_as_it_is():
+def test_request_without_attributes_is_unchanged():
     for scope in (a_scope(), a_scope("c000b4f9-df62-4c85-a0bf-7c525f9104a4"), a_scope("x=1")):
-        assert as_api(scope) == scope
+        assert to_api_request(scope) == scope
 
 
 def test_its_attributes_name_the_route_the_method_and_the_key():
     for attributes in ("route=/v1/cost,key=pk-1,method=GET", "key=pk-1 method=GET, route=/v1/cost"):
-        scope = as_api(a_scope(attributes))
+        scope = to_api_request(a_scope(attributes))
         assert (scope["path"], scope["raw_path"], scope["method"]) == ("/v1/cost", b"/v1/cost", "GET")
         assert header(scope, "authorization") == "Bearer pk-1"
 
@@ -22,16 +22,16 @@ def test_its_attributes_name_the_route_the_method_and_the_key():
 def test_a_key_of_the_attributes_takes_the_place_of_any_other():
     scope = a_scope("key=pk-1")
     scope["headers"].append((b"authorization", b"AWS4-HMAC-SHA256 Credential=..."))
-    assert header(as_api(scope), "authorization") == "Bearer pk-1"
-    assert as_api(scope)["path"] == "/invocations"
+    assert header(to_api_request(scope), "authorization") == "Bearer pk-1"
+    assert to_api_request(scope)["path"] == "/invocations"
 
 
 def test_only_the_one_route_is_sagemakers():
     for path in ("/v1/cost", "/invocations/", "/x/invocations", "/ping"):
         scope = a_scope("route=/v1/models,key=pk-1", path=path)
-        assert as_api(scope) is scope
+        assert to_api_request(scope) is scope
 
 
 def test_the_prefix_of_an_application_stays():
-    scope = as_api(a_scope("route=/v1/models", path="/under/invocations", root_path="/under"))
+    scope = to_api_request(a_scope("route=/v1/models", path="/under/invocations", root_path="/under"))
     assert scope["path"] == "/under/v1/models"

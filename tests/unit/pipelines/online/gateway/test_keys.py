@@ -17,7 +17,7 @@ from pipelines.online.gateway.keys import (
 )
 
 
-def test_the_file_holds_no_key_and_only_its_owner_reads_it(tmp_path):
+def test_key_file_has_no_secrets_and_is_private(tmp_path):
     path = tmp_path / "keys.json"
     key, record = new_key("alice", requests_per_min=10)
     write_keys(path, [record])
@@ -55,7 +55,7 @@ def test_a_bad_entry_of_the_environment_is_refused_without_repeating_it(value):
 
 
 @pytest.mark.parametrize("text", ["{}", "no json", '[{"name": "a"}]', '[{"name": "a", "sha256": "xyz"}]'])
-def test_a_file_that_is_none_of_keys_is_refused(tmp_path, text):
+def test_invalid_key_file_is_refused(tmp_path, text):
     path = tmp_path / "keys.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"keys .*keys\.json"):
@@ -63,7 +63,7 @@ def test_a_file_that_is_none_of_keys_is_refused(tmp_path, text):
 
 
 def test_two_keys_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a key called alice already"):
+    with pytest.raises(ConfigError, match="a key named alice already exists"):
         write_keys(tmp_path / "keys.json", [new_key("alice")[1], new_key("alice")[1]])
 
 
@@ -87,21 +87,21 @@ def test_a_revoked_key_stops_holding_without_a_restart(watched):
     assert ring.find(alice) is None
 
 
-def test_what_a_key_may_do_now_is_told_by_its_name_until_it_is_revoked(tmp_path, monkeypatch):
+def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     _, alice = new_key("alice", budget_usd=1)
     write_keys(path, [alice])
     ring = KeyRing(path)
     write_keys(path, [new_key("alice", budget_usd=2)[1]])
-    now = ring.present(alice.without_hash())
+    now = ring.current(alice.without_hash())
     assert (now.budget_usd, now.sha256) == (2, "0" * 64)
     write_keys(path, [])
-    assert ring.present(alice) is None
-    assert ring.present(LOCAL) == LOCAL
+    assert ring.current(alice) is None
+    assert ring.current(LOCAL) == LOCAL
 
 
-def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(watched, caplog):
+def test_damaged_file_keeps_previous_keys_and_is_logged_once(watched, caplog):
     path, ring, (alice, a), (bob, b) = watched
     assert ring.find(alice) == a
     for text in ("[,]", "[,,]"):
@@ -109,10 +109,10 @@ def test_a_file_that_is_damaged_meanwhile_changes_nothing_and_is_told_once(watch
         os.utime(path, ns=(0, len(text)))
         for _ in range(3):
             assert ring.find(alice) == a
-            assert ring.present(b) == b.without_hash()
+            assert ring.current(b) == b.without_hash()
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
     assert "keys.json: cannot be read" in caplog.text
-    assert "go on holding" in caplog.text
+    assert "stay valid" in caplog.text
     write_keys(path, [a])
     assert ring.find(bob) is None
     assert ring.find(alice) == a
@@ -133,7 +133,7 @@ def refuse(path):
     raise ConfigError(f"keys {path}: cannot be read: no answer")
 
 
-def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_path):
+def test_unreadable_key_file_raises(tmp_path):
     path = tmp_path / "keys.json"
     path.write_text("[,]")
     ring = KeyRing(path)
@@ -141,7 +141,7 @@ def test_a_file_that_never_could_be_read_lets_nobody_in_and_revokes_nobody(tmp_p
         with pytest.raises(ConfigError, match="cannot be read"):
             ring.find("a key")
         with pytest.raises(ConfigError, match="cannot be read"):
-            ring.present(new_key("alice")[1])
+            ring.current(new_key("alice")[1])
 
 
 def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, mo
     ring = KeyRing(None, [record])
     for now, is_there in ((999.9, True), (1000, False), (1e9, False)):
         monkeypatch.setattr(module.time, "time", lambda now=now: now)
-        assert (ring.present(record) is not None) == is_there
+        assert (ring.current(record) is not None) == is_there
         assert record.is_expired() != is_there
 
 
@@ -165,7 +165,7 @@ def test_a_key_that_has_expired_is_none_for_what_its_batches_may_do(tmp_path, mo
         {"models": ["m", ""]},
     ],
 )
-def test_a_limit_that_is_none_is_refused(limits):
+def test_invalid_limit_is_refused(limits):
     with pytest.raises(ConfigError, match=next(iter(limits))):
         new_key("alice", **limits)
 
@@ -188,9 +188,9 @@ def test_a_file_of_keys_with_a_budget_that_is_no_number_is_refused(tmp_path):
 
 
 def test_no_key_has_the_name_under_which_requests_without_one_are_counted():
-    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+    with pytest.raises(ConfigError, match="'local' is reserved for requests without a key"):
         new_key("local")
-    with pytest.raises(ConfigError, match="'local' stands for requests without a key"):
+    with pytest.raises(ConfigError, match="'local' is reserved for requests without a key"):
         keys_from_environment({"PEAGLE_API_KEYS": f"local={'k' * 32}"})
 
 

@@ -8,8 +8,8 @@ import pytest
 from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.limits import KeyLimits, Used
-from pipelines.online.sums import TokenPrice
+from pipelines.online.gateway.limits import ActualUsage, KeyLimits
+from pipelines.online.ledger_totals import TokenPrice
 from pipelines.online.totals import Totals
 
 NUMBERS = itertools.count()
@@ -70,7 +70,7 @@ def refusal(limits, record, tokens=1, model="m", prompt=0):
 
 
 def settle(limits, permit, tokens=0, usd=0.0, prompt=0):
-    limits.settle(permit, Used(prompt_tokens=prompt, output_tokens=tokens, usd=usd))
+    limits.settle(permit, ActualUsage(prompt_tokens=prompt, output_tokens=tokens, usd=usd))
 
 
 def spend(limits, record, usd):
@@ -79,41 +79,41 @@ def spend(limits, record, usd):
 
 def too_often(limits, record, **how):
     with pytest.raises(ApiError) as caught:
-        limits.count(record, **how)
+        limits.count_request(record, **how)
     return caught.value
 
 
 def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, limits):
     alice = key(requests_per_min=2)
-    limits.count(alice)
+    limits.count_request(alice)
     clock.now += 20
-    limits.count(alice)
+    limits.count_request(alice)
     error = too_often(limits, alice)
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "40"})
     clock.now += 39.9
     too_often(limits, alice)
     clock.now += 0.1
-    limits.count(alice)
+    limits.count_request(alice)
 
 
 def test_what_came_too_often_does_not_count(clock, limits):
     alice = key(requests_per_min=1)
-    limits.count(alice)
+    limits.count_request(alice)
     for _ in range(5):
         too_often(limits, alice)
     clock.now += 60
-    limits.count(alice)
+    limits.count_request(alice)
 
 
 def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, limits):
     alice = key(requests_per_min=1)
-    limits.count(alice)
+    limits.count_request(alice)
     for _ in range(60):
-        limits.count(alice, is_poll=True)
+        limits.count_request(alice, is_poll=True)
     assert "60 requests for figures a minute" in too_often(limits, alice, is_poll=True).message
     clock.now += 60
-    limits.count(alice)
-    limits.count(alice, is_poll=True)
+    limits.count_request(alice)
+    limits.count_request(alice, is_poll=True)
 
 
 def test_tokens_are_held_until_they_are_known(clock, limits):
@@ -138,7 +138,7 @@ def test_prompts_count_as_their_bytes_until_an_engine_has_counted_them(clock, li
     assert admit(limits, key(), prompt=10_000)
 
 
-def test_a_long_prompt_gets_in_alone_while_the_minute_has_tokens_left(clock, limits):
+def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
     alice = key(input_tokens_per_min=100)
     settle(limits, admit(limits, alice, prompt=99), prompt=99)
     clock.now += 20
@@ -160,12 +160,12 @@ def test_settling_twice_is_settling_once(limits, budgets):
     assert budgets.spent_usd("alice") == 0.4
 
 
-def test_more_than_a_minute_holds_is_not_a_matter_of_waiting(limits):
+def test_request_above_the_minute_limit_is_400(limits):
     error = refusal(limits, key(output_tokens_per_min=100), 101)
     assert (error.status, error.headers()) == (400, {})
 
 
-def test_no_more_requests_are_under_way_than_a_key_may_have_at_once(limits):
+def test_concurrent_requests_of_a_key_are_limited(limits):
     alice = key(max_parallel_requests=2)
     first, second = admit(limits, alice), admit(limits, alice)
     error = refusal(limits, alice)
@@ -192,11 +192,11 @@ def test_a_budget_counts_what_was_spent(limits):
 
 
 def test_keys_do_not_share_limits(limits):
-    limits.count(key(requests_per_min=1))
-    limits.count(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
+    limits.count_request(key(requests_per_min=1))
+    limits.count_request(KeyRecord(name="bob", sha256="1" * 64, requests_per_min=1))
 
 
-def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, prices):
+def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.51)
     prices["m"] = a_price(0.001)
@@ -205,7 +205,7 @@ def test_requests_under_way_hold_what_their_tokens_may_cost(limits, budgets, pri
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "reserved by running requests" in error.message
     admit(limits, alice, 100)
-    assert budgets.hold_batch("batch_1", "alice", 1) == pytest.approx(0.6)
+    assert budgets.reserve_batch("batch_1", "alice", 1) == pytest.approx(0.6)
     budgets.settle_batch("batch_1", ["alice"], 0)
     settle(limits, first, 1, 0.001)
     admit(limits, alice, 200)
@@ -220,13 +220,13 @@ def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
     admit(limits, alice, 100, prompt=900)
 
 
-def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, budgets, prices):
+def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
     """The attack: sixty at once on a budget of a ten-millionth of a dollar."""
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
     for model in ("m", "another"):
         assert "reserved by running requests" in refusal(limits, alice, model=model).message
-    assert budgets.hold_batch("batch_1", "alice", 1e-7) == 0
+    assert budgets.reserve_batch("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
     refusal(limits, alice)  # the first may cost anything still
     settle(limits, first, 1, 5e-8)
@@ -235,7 +235,7 @@ def test_without_a_price_one_request_of_a_key_is_under_way_at_a_time(limits, bud
     admit(limits, alice)
 
 
-def test_who_left_holds_on_to_the_budget_until_the_ledger_has_told_or_never_will(limits, clock):
+def test_disconnected_request_keeps_reservation_until_recorded(limits, clock):
     alice = key(budget_usd=1)
     limits.settle(admit(limits, alice), None)
     refusal(limits, alice)
@@ -255,9 +255,9 @@ def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
     admit(limits, alice, 100)
 
 
-def test_what_a_batch_holds_of_a_budget_requests_cannot_spend(limits, budgets):
+def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
     alice = key(budget_usd=1)
-    assert budgets.hold_batch("batch_1", "alice", 1) == 1
+    assert budgets.reserve_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
     asyncio.run(limits.require_budget(alice))  # what costs nothing, as an order
@@ -292,7 +292,7 @@ async def overspend_if_possible(random, limits, budgets, prices):
             dearest_usd = max(dearest_usd, usd)
             settle(limits, permit, 1, usd)
         elif not is_batch_on:
-            is_batch_on = budgets.hold_batch("b", "alice", 1 - budgets.spent_usd("alice")) > 0
+            is_batch_on = budgets.reserve_batch("b", "alice", 1 - budgets.spent_usd("alice")) > 0
     for permit, held_usd in under_way:
         usd = 1.3 * (held_usd or 0.2)
         beyond_usd += usd - held_usd if held_usd is not None else 0.0
@@ -317,16 +317,16 @@ def tagged(limits, record, request_id):
 
 
 @pytest.mark.usefixtures("shared")
-def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, prices):
+def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     prices["m"] = a_price(0.6)
     alice, bob = key(budget_usd=10), KeyRecord(name="bob", sha256="1" * 64)
     permit = tagged(limits, alice, "1")
     with pytest.raises(
-        ApiError, match="the rest of the budget of \\$1 a month of team=search is reserved by running requests"
+        ApiError, match="the budget of \\$1 a month of team=search is reserved by running requests"
     ) as caught:
         tagged(limits, bob, "2")
     assert caught.value.code == "rate_limit_exceeded"
-    assert budgets.hold_request("3", "bob", 0.5, 0.5) is None, "what was refused holds nothing of its key's budget"
+    assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "what was refused holds nothing of its key's budget"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
         tagged(limits, bob, "4")
@@ -336,11 +336,11 @@ def test_requests_of_all_keys_hold_and_spend_their_tags_budget(limits, budgets, 
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "x=y")] == [1.0, 1.0, 0.0]
 
 
-def test_once_the_endpoints_budget_is_spent_by_its_engines_nobody_gets_in(limits, budgets, totals):
+def test_spent_endpoint_budget_refuses_all(limits, budgets, totals):
     with changing_budgets(totals.folder / "budgets.json") as shared:
         shared["endpoint"] = SharedBudget(name="endpoint", budget_usd=5)
-    budgets.hold_batch("batch_1", "*", 5)
+    budgets.reserve_batch("batch_1", "*", 5)
     admit(limits, key())
-    budgets.know_elsewhere({"*": {1: 4.0, 2: 1.0}}, {})
+    budgets.set_external_spend({"*": {1: 4.0, 2: 1.0}}, {})
     error = refusal(limits, key())
     assert (error.code, str(error)) == ("insufficient_quota", "the budget of this endpoint is spent")

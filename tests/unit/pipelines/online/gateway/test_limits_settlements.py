@@ -7,7 +7,7 @@ import pytest
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.limits import KeyLimits, Used
+from pipelines.online.gateway.limits import ActualUsage, KeyLimits
 from pipelines.online.totals import totals_of
 from pipelines.online.wire import AnswerTally
 from tests.unit.pipelines.online.ledgers import a_request
@@ -36,7 +36,7 @@ def refused(limits, key, tokens, match):
 def limits(engine_account, tmp_path, clock):
     engine_account.ready()
     made = KeyLimits(totals_of(tmp_path / "ledger"), monotonic=clock)
-    assert asyncio.run(made._totals.is_known_soon())
+    assert asyncio.run(made._totals.wait_until_loaded())
     return made
 
 
@@ -77,7 +77,7 @@ def test_a_record_that_is_read_before_the_ingress_gives_its_request_up_counts(li
     assert not limits._waiting
 
 
-def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(limits, engine_account, clock, tmp_path, monkeypatch):
+def test_ledger_read_survives_a_client_disconnect(limits, engine_account, clock, tmp_path, monkeypatch):
     limits.settle(admit(limits, ALICE, 100, "r1"), None)
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 2, clock))
     read, has_begun, may_end = limits._totals.catch_up, threading.Event(), threading.Event()
@@ -105,7 +105,7 @@ def test_a_look_goes_on_where_the_client_hangs_up_for_whom_it_was(limits, engine
     refused(limits, ALICE, 1, "output tokens a minute")
 
 
-def test_a_request_whose_engine_was_killed_is_let_go_in_the_end(limits, clock):
+def test_reservation_of_a_killed_engine_expires(limits, clock):
     limits.settle(admit(limits, ALICE, 100, "r1"), None)
     clock.now += 121
     asyncio.run(limits.catch_up())
@@ -117,13 +117,11 @@ def test_what_was_spent_before_a_restart_counts(restarted, engine_account, clock
     refused(restarted(), POOR, 1, "is spent")
 
 
-def test_what_was_under_way_at_a_restart_counts_when_its_engine_has_written_it(
-    restarted, engine_account, clock, tmp_path
-):
+def test_requests_running_at_a_restart_count_when_recorded(restarted, engine_account, clock, tmp_path):
     admit(restarted(), POOR, 1, "r1")
     after = restarted()
     permit = admit(after, POOR, 1, "r2")
-    after.settle(permit, Used(output_tokens=1, usd=0.01))
+    after.settle(permit, ActualUsage(output_tokens=1, usd=0.01))
     append_request(tmp_path / "ledger", used(engine_account, "r1", 40, 51, clock))
     refused(after, POOR, 1, "is spent")
 
@@ -145,7 +143,7 @@ def test_a_batch_that_has_ended_is_charged_within_half_a_minute(limits, engine_a
     for _ in range(2):
         write_batch(tmp_path / "ledger", replace(batch, usage=replace(batch.usage, session_id="batch_1")))
     asyncio.run(limits.catch_up())
-    limits.settle(admit(limits, POOR, 1), Used(output_tokens=0, usd=0))
+    limits.settle(admit(limits, POOR, 1), ActualUsage(output_tokens=0, usd=0))
     clock.now += 31
     refused(limits, POOR, 1, "is spent")
 
@@ -164,7 +162,7 @@ def test_a_model_has_a_price_soon_after_its_first_answer(limits, clock, tmp_path
     first = admit(limits, POOR, 1, "r1")
     refused(limits, POOR, 1, "reserved by running requests")
     append_request(tmp_path / "ledger", a_request("r1"))
-    limits.settle(first, Used(output_tokens=41, usd=0.022))
+    limits.settle(first, ActualUsage(output_tokens=41, usd=0.022))
     clock.now += 1
     admit(limits, POOR, 1, "r2")
     admit(limits, POOR, 1, "r3")
@@ -182,9 +180,7 @@ def test_a_batch_that_the_scheduler_has_settled_is_not_charged_again(limits, eng
     admit(limits, POOR, 1)
 
 
-def test_while_the_ledger_is_read_keys_without_a_budget_are_let_in_and_others_told_to_come_again(
-    restarted, tmp_path, monkeypatch
-):
+def test_only_keys_without_budget_are_admitted_while_the_ledger_is_read(restarted, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)

@@ -15,10 +15,10 @@ def replicas(running, starting=0):
 def test_a_request_counts_until_it_is_answered_whatever_the_answer():
     load = Load()
     with load.request("m"), load.request("m"):
-        assert load.under_way("m") == 2
+        assert load.num_running("m") == 2
     with pytest.raises(ValueError, match="boom"), load.request("m"):
         raise ValueError("boom")
-    assert load.under_way("m") == load.under_way("other") == 0
+    assert load.num_running("m") == load.num_running("other") == 0
 
 
 @pytest.mark.parametrize(("running", "under_way", "waiting"), [(2, 25, 7), (2, 18, 0), (0, 3, 3), (1, 0, 0)])
@@ -48,12 +48,12 @@ class Clock:
 def refuse(pace, account, times):
     async def one_after_the_other():
         for _ in range(times):
-            await pace.hold(account)
+            await pace.wait(account)
 
     asyncio.run(one_after_the_other())
 
 
-def test_refusals_in_a_row_come_at_their_pace_and_those_of_others_at_once():
+def test_consecutive_refusals_are_delayed_per_key():
     clock = Clock()
     pace = clock.pace()
     refuse(pace, "alice", 21)
@@ -67,12 +67,12 @@ def test_refusals_in_a_row_come_at_their_pace_and_those_of_others_at_once():
     assert clock.slept == []
 
 
-def test_no_refusal_is_held_long_and_few_of_one_key_are_held_at_once():
+def test_delay_and_number_of_delayed_refusals_are_limited():
     clock = Clock(passes=False)
     pace = clock.pace()
 
     async def many():
-        tasks = [asyncio.create_task(pace.hold("alice")) for _ in range(500)]
+        tasks = [asyncio.create_task(pace.wait("alice")) for _ in range(500)]
         await asyncio.wait(tasks, timeout=0.2)
         held = [task for task in tasks if not task.done()]
         for task in held:

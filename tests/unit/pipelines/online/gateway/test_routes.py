@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from pipelines.online import ingress
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.bodies import HeavyWork, JsonBody
+from pipelines.online.gateway.bodies import JsonBody, ParsePool
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.routes import PASS, GatePass, GuardedRoute, Rule, find_route, guarded_app, post, with_pass
 from pipelines.online.wire import path_refusal
@@ -125,7 +125,7 @@ def test_a_route_that_is_reached_past_the_gate_fails(app, route, caplog):
     assert "without the gate's pass" in caplog.text
 
 
-def test_a_new_route_is_guarded_though_nobody_thought_of_it():
+def test_new_routes_are_guarded_by_default():
     app = guarded_app()
 
     @app.post("/v1/new")
@@ -136,9 +136,9 @@ def test_a_new_route_is_guarded_though_nobody_thought_of_it():
         asyncio.run(app.router(scope_of("/v1/new", "POST"), nothing, nothing))
 
 
-def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_again():
+def test_handler_gets_the_body_parsed_by_the_gate():
     app, sent = guarded_app(), []
-    route = post("/v1/new", Rule.ORDER)
+    route = post("/v1/new", Rule.CREATE_BATCH)
 
     @route(app)
     async def new(body: dict[str, int]) -> dict[str, int]:
@@ -147,14 +147,14 @@ def test_a_handler_gets_the_body_that_the_gate_has_parsed_and_nobody_reads_it_ag
     async def send(message):
         sent.append(message)
 
-    body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", heavy=HeavyWork())
+    body = JsonBody(values={"a": 1}, num_bytes=8, key="alice", parse_pool=ParsePool())
     scope = scope_of("/v1/new", "POST") | {"headers": [(b"content-type", b"application/json")]}
     asyncio.run(app(with_pass(scope, route, body=body), nothing, send))
     assert (sent[0]["status"], sent[1]["body"]) == (200, b'{"a":1}')
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
-def test_a_body_that_the_gate_has_not_read_is_read_by_nobody(app, path):
+def test_body_without_gate_is_not_read(app, path):
     """Else a route whose rule reads none would take a body without its limits."""
     (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
@@ -183,7 +183,7 @@ def test_what_costs_money_or_engines_is_metered_and_nothing_is_open_but_health_a
     assert of_rule[Rule.OPEN] == {("GET", "/health")}
     assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
-    assert of_rule[Rule.ORDER] == {("POST", "/v1/batches")}
+    assert of_rule[Rule.CREATE_BATCH] == {("POST", "/v1/batches")}
     assert of_rule[Rule.UPLOAD] == {("POST", "/v1/files")}
     assert of_rule[Rule.POLL] == {("GET", "/v1/live"), ("GET", "/v1/cost")}
 
@@ -202,7 +202,7 @@ def test_other_paths_and_methods_are_not_there(method, path, expected):
     assert caught.value.status == expected
 
 
-def test_a_route_says_how_it_is_matched_to_the_last_character():
+def test_route_matches_the_whole_path():
     route = post("/a/{name}/b")
     assert route.matches("/a/x/b")
     assert not any(route.matches(path) for path in ("/a/x/b\n", "/a//b", "/a/x/b/c", "x/a/x/b", "/a/x/b/", "/a/x/B"))
@@ -224,7 +224,7 @@ async def nothing(*_):
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route):
     (ours,) = [one for one in app.router.routes if (route.method, route.path) == (next(iter(one.methods)), one.path)]
-    body = JsonBody(values={}, num_bytes=2, key="k", heavy=HeavyWork())
+    body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
     with pytest.raises(ApiError) as caught:
         asyncio.run(ours.handle(with_pass(scope, route, body=body), None, None))
@@ -232,11 +232,11 @@ def test_every_route_refuses_a_query_parameter_that_it_does_not_have(app, route)
     assert ("start" in caught.value.message) == (route.path == "/v1/cost")
 
 
-def test_a_query_parameter_that_is_not_known_is_answered_as_any_other_error(app):
+def test_unknown_query_parameter_is_an_api_error(app):
     async def asked():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             return await http.get("/health", params={"x": ""})
 
     answer = asyncio.run(asked())
     assert answer.status_code == 422
-    assert answer.json()["error"]["message"] == "there is no parameter 'x'; this path takes none"
+    assert answer.json()["error"]["message"] == "unknown parameter 'x'; this path has no parameters"

@@ -11,14 +11,14 @@ from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.lending import IdleSlots, lend
-from pipelines.online.wire import LentRow
+from pipelines.online.wire import BorrowedRequest
 
 SLOTS = 8
 SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 
 def row(name="r", **sampling):
-    return LentRow(
+    return BorrowedRequest(
         request_id=name, key="alice", account="alice 1", tags='{"team": "search"}', cache_salt=None,
         prompt_token_ids=[1, 2, 3], sampling=SAMPLING | sampling,
     )  # fmt: skip
@@ -40,9 +40,7 @@ class Rows:
         heard = self.heard[name] = []
 
         async def listen():
-            async for answer in lend(
-                self.slots, self._account, row(name, **sampling), self._generate, most_slots=SLOTS
-            ):
+            async for answer in lend(self.slots, self._account, row(name, **sampling), self._generate, max_slots=SLOTS):
                 heard.append(answer)
 
         self._tasks.append(asyncio.create_task(listen()))
@@ -73,11 +71,11 @@ async def person(slots, num_choices=1):
         yield "begun"
         await end.wait()
 
-    beside = slots.beside(answer(), num_choices)
-    assert await anext(beside) == "begun"
+    track_interactive = slots.track_interactive(answer(), num_choices)
+    assert await anext(track_interactive) == "begun"
     yield
     end.set()
-    assert [part async for part in beside] == []
+    assert [part async for part in track_interactive] == []
 
 
 def records(tmp_path):
@@ -216,7 +214,7 @@ _TOKEN_S, _PERSON_TOKENS, _ROW_TOKENS = 0.002, 10, 150
 
 
 class Load:
-    """People who ask an engine of eight slots, beside a batch or not."""
+    """People who ask an engine of eight slots, track_interactive a batch or not."""
 
     def __init__(self, account):
         self._engine = FakeEngine(FakeTraits(token_s=_TOKEN_S), max_num_seqs=SLOTS)
@@ -241,7 +239,7 @@ class Load:
             yield await self._engine.generate("p", [1], SAMPLING | {"max_tokens": _PERSON_TOKENS})
 
         began = time.monotonic()
-        assert [part async for part in self._slots.beside(answer(), 1)]
+        assert [part async for part in self._slots.track_interactive(answer(), 1)]
         return time.monotonic() - began
 
     async def nothing(self):
@@ -251,7 +249,7 @@ class Load:
         """Rows of a batch, one after the other."""
         while True:
             async for answer in lend(
-                self._slots, self._account, row(max_tokens=_ROW_TOKENS), self._generate, most_slots=SLOTS
+                self._slots, self._account, row(max_tokens=_ROW_TOKENS), self._generate, max_slots=SLOTS
             ):
                 self.num_rows += answer.state == "done"
             await asyncio.sleep(_TOKEN_S)

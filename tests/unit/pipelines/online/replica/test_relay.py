@@ -78,8 +78,8 @@ def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_accou
     for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # each part alone, and the end with what came before it
         (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
         assert pieces[-1] is end
-        assert (end.said["usage"], end.said["metrics"]) == (USAGE, DRAFTS)
-        assert end.said["peagle"]["request_id"] == "r1"
+        assert (end.reported["usage"], end.reported["metrics"]) == (USAGE, DRAFTS)
+        assert end.reported["peagle"]["request_id"] == "r1"
         texts = [piece.text if piece is end else piece[0] for piece in pieces]
         seen = [event for text in texts for event in events(text)]
         assert seen[-1] == "data: [DONE]\n\n"
@@ -253,8 +253,8 @@ def test_a_failed_request_pays_for_its_engine_time_and_tells_the_gate(engine_acc
         assert (one.outcome, one.usage.busy_s, one.usd) == ("failed", pytest.approx(2), pytest.approx(2 * 2 * 0.01))
         assert (one.usage.num_prompt_tokens, one.usage.num_output_tokens) == (800, 3)
         for note in notes[:num_notes]:
-            assert note.said["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
-            assert note.said["peagle"]["usd"] == pytest.approx(one.usd)
+            assert note.reported["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
+            assert note.reported["peagle"]["usd"] == pytest.approx(one.usd)
 
 
 SEQUENCE = SimpleNamespace(
@@ -312,8 +312,8 @@ def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, 
 
 def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, tmp_path):
     (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
-    assert answer.said["peagle"]["acceptance_length"] == 1.5
-    assert json.loads(answer.body) == answer.said
+    assert answer.reported["peagle"]["acceptance_length"] == 1.5
+    assert json.loads(answer.body) == answer.reported
     assert record(tmp_path).usage.num_output_tokens == 2
 
 

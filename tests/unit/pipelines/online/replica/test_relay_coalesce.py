@@ -6,7 +6,7 @@ import pytest
 from pipelines.online.replica.relay import Pace, coalesce, in_pieces
 
 INTERVAL_S = 0.05
-SILENCE_S = 0.4  # long beside what a busy machine adds
+SILENCE_S = 0.4  # long track_interactive what a busy machine adds
 
 
 async def steps(*groups, pause_s=0.0, error=None):
@@ -92,7 +92,7 @@ def test_streams_share_the_pieces():
         return await asyncio.gather(*(count(pace, end) for _ in range(8)))
 
     counts = asyncio.run(listen())
-    # The first of each and the last are beside the pace.
+    # The first of each and the last are track_interactive the pace.
     assert sum(counts) <= pieces_per_s * run_s + 2 * len(counts)
     assert min(counts) >= 3
 

@@ -11,7 +11,7 @@ from pipelines.online.wire import StreamEnd, WholeAnswer
 
 def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_they_are():
     """They are no events: nothing in the ingress may parse them."""
-    noted, said = [], {"usage": {"completion_tokens": 2}}
+    noted, reported = [], {"usage": {"completion_tokens": 2}}
 
     class Stream(Response):
         async def __anext__(self):
@@ -20,12 +20,12 @@ def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_the
 
     async def hear(text):
         stream = Stream(StopAsyncIteration())
-        stream._last = StreamEnd(text=text, said=said)
+        stream._last = StreamEnd(text=text, reported=reported)
         return [part async for part in listen(lambda: stream, noted.append)]
 
     assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
     assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
-    assert noted == [said] * 2
+    assert noted == [reported] * 2
 
 
 class Response:
@@ -62,7 +62,7 @@ class Once(Response):
         return self._part
 
 
-def called(response, note=lambda said: None):
+def called(response, note=lambda reported: None):
     """The parts as the ingress gets them."""
     NOTE.set(note)
     return call([response])
@@ -116,7 +116,7 @@ def test_a_call_that_a_burst_has_refused_is_made_again_for_a_moment(monkeypatch)
         waited.append(seconds)
 
     async def hear(num_refused):
-        NOTE.set(lambda said: None)
+        NOTE.set(lambda reported: None)
         answered = Response(StopAsyncIteration())
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)
@@ -145,7 +145,7 @@ def test_a_call_that_has_ended_is_left_alone(end):
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
-    whole, noted = WholeAnswer(body=b"{}", said={"usage": None}), []
+    whole, noted = WholeAnswer(body=b"{}", reported={"usage": None}), []
 
     async def hear():
         response = Once(whole, end)
@@ -154,7 +154,7 @@ def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(e
         return raised.value.body, response.num_parts, response.num_cancelled
 
     assert asyncio.run(hear()) == (b"{}", 2, 0)
-    assert noted == [whole.said]
+    assert noted == [whole.reported]
 
 
 def test_rays_handler_still_serialises_a_whole_answer_again():

@@ -44,6 +44,6 @@ def test_an_engine_that_died_is_unavailable(error):
 @pytest.mark.parametrize(
     "kind", [EngineDeadError, ActorDiedError, RayActorError, BackPressureError, DeploymentUnavailableError]
 )
-def test_whoever_cannot_answer_now_is_503(kind):
+def test_unavailable_engines_are_503(kind):
     """By the names of Ray's and vLLM's own classes."""
     assert from_exception(kind.__new__(kind)).status == 503

@@ -1,7 +1,7 @@
 from pipelines.online.serve.parts import PartsWatch
 
 
-def test_what_dies_is_said_with_what_was_lost_and_when_it_is_back():
+def test_crash_and_return_are_reported():
     processes, said, now = {("a", 1): "controller", ("b", 2): "proxy"}, [], [0.0]
     watch = PartsWatch(lambda: processes, said.append, lambda: now[0])
     watch.look()
@@ -23,7 +23,7 @@ def test_what_dies_is_said_with_what_was_lost_and_when_it_is_back():
     ]
 
 
-def test_a_part_that_does_not_come_back_is_said_once():
+def test_missing_part_is_reported_once():
     processes, said, now = {("b", 2): "proxy"}, [], [0.0]
     watch = PartsWatch(lambda: processes, said.append, lambda: now[0])
     processes.clear()

@@ -192,7 +192,7 @@ def test_the_proxy_gets_nothing_to_read_that_is_no_text(control, kind, path):
     assert got_through(*unreadable, other, kind=kind, path=path) == [other]
 
 
-def test_what_is_no_request_is_left_alone():
+def test_other_scopes_pass_unchanged():
     assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
@@ -259,8 +259,11 @@ def test_the_orders_are_rays():
         constants.SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
         constants.SERVE_MULTIPLEXED_MODEL_ID.replace("_", "-"),
     }
-    assert {name.encode() for name in orders} == proxy._ORDERS
-    assert {constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(), constants.SERVE_SESSION_ID.encode()} == proxy._NOTES
+    assert {name.encode() for name in orders} == proxy._OBEYED_HEADERS
+    assert {
+        constants.SERVE_HTTP_REQUEST_ID_HEADER.encode(),
+        constants.SERVE_SESSION_ID.encode(),
+    } == proxy._LOGGED_HEADERS
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
@@ -304,37 +307,37 @@ def test_a_certificate_with_its_key_passes(pair, made, mode):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
-def test_a_key_that_everybody_may_use_is_refused(pair, mode):
-    with pytest.raises(ConfigError, match=rf"tls_key .*key\.pem: everybody .* \(mode {mode:04o}\)"):
+def test_world_readable_key_is_refused(pair, mode):
+    with pytest.raises(ConfigError, match=rf"tls_key .*key\.pem: readable by everyone .* \(mode {mode:04o}\)"):
         pair(mode=mode)
 
 
 def test_the_key_of_another_certificate_is_refused(pair, made):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it is not the key of the certificate in .*cert\.pem"):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"):
         pair(key=made["two.key"])
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_a_file_that_holds_no_certificate_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: it has no certificate"):
+def test_file_without_certificate_is_refused(pair, data):
+    with pytest.raises(ConfigError, match=r"tls_cert .*cert\.pem: contains no certificate"):
         pair(certificate=data)
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem"])
-def test_a_file_that_holds_no_key_is_refused(pair, data):
-    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: it has no private key"):
+def test_file_without_private_key_is_refused(pair, data):
+    with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: contains no private key"):
         pair(key=data)
 
 
 def test_the_two_the_wrong_way_round_are_refused(pair, made):
-    with pytest.raises(ConfigError, match="it has no certificate"):
+    with pytest.raises(ConfigError, match="contains no certificate"):
         pair(certificate=made["one.key"], key=made["one.pem"])
 
 
-def test_a_key_that_is_encrypted_is_refused_and_nobody_asked_for_its_word(pair, tmp_path):
+def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):
     files = ("-keyout", tmp_path / "locked", "-out", tmp_path / "of-it", "-passout", "pass:word")
     subprocess.run([*NEW_KEY, "-subj", "/CN=localhost", *files], check=True, capture_output=True)
-    with pytest.raises(ConfigError, match="it is encrypted"):
+    with pytest.raises(ConfigError, match="the key is encrypted"):
         pair(certificate=(tmp_path / "of-it").read_bytes(), key=(tmp_path / "locked").read_bytes())
 
 

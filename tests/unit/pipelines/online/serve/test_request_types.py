@@ -46,7 +46,7 @@ def test_rays_own_types_break_read_lists_late_and_check_them_to_their_end():
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
-def test_nothing_is_compiled_where_all_streams_pass(kind, where):
+def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
     """Of two hundred bytes, that take xgrammar 0.2.8 some eight seconds; with other numbers they take minutes."""
     patterns = {f"^a{{1,{1000 + number}}}$": {"type": "string"} for number in range(20)}
     schema = {"type": "object", "patternProperties": patterns}
@@ -118,7 +118,7 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
     ],
     ids=range(10),
 )  # fmt: skip
-def test_of_a_list_its_first_fault_is_told(body, changes):
+def test_only_first_error_of_a_list_is_reported(body, changes):
     """Of messages that are none pydantic collected fifteen errors each, which took minutes."""
     began = time.process_time()
     with pytest.raises(ValidationError) as found:

@@ -78,7 +78,7 @@ async def first_group(router, asked):
         ),
     ],
 )
-def test_what_begins_alike_goes_to_the_engine_that_has_seen_it(before, after):
+def test_same_prefix_goes_to_the_same_engine(before, after):
     async def check(router):
         router.on_request_routed(request(**before), replica_id("b"), None)
         assert await first_group(router, request(**after)) == {"b"}
@@ -101,7 +101,7 @@ def test_what_begins_alike_goes_to_the_engine_that_has_seen_it(before, after):
         {},
     ],
 )
-def test_a_prompt_of_which_nothing_is_known_goes_to_any_engine(body):
+def test_unknown_prompt_goes_to_any_engine(body):
     async def check(router):
         router.on_request_routed(request(**body), replica_id("a"), None)
         assert await first_group(router, request(**body)) == {"a", "b"}
@@ -109,7 +109,7 @@ def test_a_prompt_of_which_nothing_is_known_goes_to_any_engine(body):
     routed(check)
 
 
-def test_an_engine_that_is_ahead_of_another_gets_no_more_for_the_sake_of_a_prefix():
+def test_busy_engine_gets_no_more_prefix_matches():
     async def check(router):
         asked = request(prompt=LONG)
         router.on_request_routed(asked, replica_id("b"), None)
@@ -162,7 +162,7 @@ def test_only_the_latest_blocks_are_remembered_and_the_beginning_of_a_prompt_lon
     routed(check)
 
 
-def test_a_prompt_of_another_key_draws_nothing_to_its_engine():
+def test_prefix_matches_respect_cache_salt():
     """Engines keep it apart by its salt, so nothing of it would be computed already."""
 
     async def check(router):

@@ -106,7 +106,7 @@ def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
     assert speculation.accepted_per_position == (2 * num_sequences, 2 * num_sequences, 0)
 
 
-def test_requests_at_once_are_told_apart(engine, engine_account, tmp_path):
+def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
     def asked(name, n):
         answers = relay(engine.answers(name, n=n), partial(engine_account.begin, name, "alice"), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
@@ -128,7 +128,7 @@ def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tm
     )
     record = records(tmp_path)["r"]
     assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
-    assert answer.said["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
+    assert answer.reported["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
 
 
 def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine, engine_account, tmp_path):
@@ -194,7 +194,7 @@ def test_of_a_search_that_starts_new_sequences_at_each_token_only_the_figures_ar
     assert [state() is None for state in states] == [True] * 8 + [False] * 2
 
 
-def test_where_nobody_listens_and_where_nothing_is_told_there_is_nothing(engine):
+def test_no_figures_without_listener_or_sequences(engine):
     async def answer(drafted):
         names, _ = engine.add("a")
         engine.say(*names, drafted=drafted)

@@ -85,7 +85,7 @@ def test_so_is_who_reads_next_to_nothing(server, client):
     wait_until_nobody_is_connected(server)
 
 
-def test_who_reads_slowly_gets_all_of_it(client):
+def test_slow_reader_gets_the_whole_answer(client):
     """For longer than the limit in all."""
     started = time.monotonic()
     assert num_read(client, pause_s=LIMIT_S / 40) > NUM_BYTES

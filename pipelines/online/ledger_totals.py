@@ -1,29 +1,26 @@
-"""A ledger's requests by minute, hour and day, their prices, a checkpoint.
+"""Sums of a ledger's requests by minute, hour and day; token prices; a checkpoint of both.
 
-`/v1/cost` is made of them.
+A year of twenty keys needs some tens of thousands of sums, regardless of the number of requests.
 
-It knows records alone. So a year of twenty keys is some tens of thousands of sums, however many requests it had.
+The checkpoint file:
 
-The file of a checkpoint:
+    head      version, marks (read position per file with a checksum), spend, prices
+    cells     one per line
+    sha256    of everything before it
 
-    head      version, marks (how far each file was read, and by what that place is known again), spending, prices
-    cells     a line each
-    sha256    of all before it
+It is written atomically and covers exactly the records before its marks. So it stays valid when records are appended,
+and whichever of two processes writes it last. The reader checks whether the files still match.
 
-A checkpoint is written whole or not at all, and holds exactly the lines before its marks. So it stays true whatever is
-appended meanwhile, and whichever of two processes writes it last. Whether the files are still those is for the reader
-to check.
+A request costs its share of an engine's busy seconds, so it is cheaper the more requests run at the same time and the
+more drafts are accepted. Its maximum cost is that of running alone with one step per token. It is estimated from recent
+requests; the latest fifty have most of the weight.
 
-A request pays for its share of an engine's busy seconds, so the same request costs the less the more there are beside
-it, and the more of its drafts are accepted. What it costs alone, with a step for each token, is the most. That is
-learned here from what requests took; the newest fifty make most of it.
+    prefill     seconds until the first token, per uncached prompt token
+    decode      seconds after it, per step: the tokens of one choice minus those from drafts
 
-    prefill     seconds until the first token, over the prompt tokens that were not cached
-    decode      seconds after it, over the steps: the tokens of one choice less those that drafts brought
-
-Worked by hand: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an
-engine of 0.01 USD a busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 =
-0.001. Beside seven others the request itself paid an eighth of it.
+Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine of
+0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 = 0.001. With
+seven others at the same time the request itself cost an eighth of it.
 """
 
 import hashlib
@@ -39,12 +36,12 @@ from peagle.economics.usage import RequestUsage, UnitUsage
 from peagle.files import atomic_file
 from peagle.speculation import SpeculationStats
 
-_KEPT = 0.98  # of what is known, with each request
+_KEPT = 0.98  # decay per request
 
 
 @dataclass(slots=True)
 class TokenPrice:
-    """The price of one model's tokens, on the engines that it has."""
+    """The token prices of one model."""
 
     num_requests: float = 0.0
     usd: float = 0.0
@@ -54,13 +51,13 @@ class TokenPrice:
     decode_s: float = 0.0
     steps: float = 0.0
 
-    def learn(self, request: RequestUsage) -> None:
-        """Another request has ended; one that made nothing, or failed, says nothing."""
+    def update(self, request: RequestUsage) -> None:
+        """Include an ended request. Requests without output and failed ones are ignored."""
         usage = request.usage
         if request.outcome == "failed" or not usage.num_output_tokens or not usage.busy_s:
             return
         wall_s = max(usage.finished_at - usage.started_at, usage.busy_s)
-        # Where nobody saw the first token, all of the time counts as decoding: that makes tokens dearer, not cheaper.
+        # Without the time of the first token, all time counts as decoding, which only increases the price.
         prefill_s = min(request.ttft_s or 0.0, wall_s)
         num_made = usage.num_output_tokens - usage.speculation.num_accepted_tokens
         steps = max(0.0, num_made / request.num_choices - (request.ttft_s is not None))
@@ -81,15 +78,11 @@ class TokenPrice:
 
     @property
     def is_known(self) -> bool:
-        """Whether a request has ended that says something."""
         return self.num_requests > 0
 
     @property
     def usd_per_output_token(self) -> float:
-        """0 where nothing is known.
-
-        Where no request went on after its first token, that bounds a step.
-        """
+        """0 if unknown. If no request continued after its first token, that bounds a step."""
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests
@@ -97,25 +90,19 @@ class TokenPrice:
 
     @property
     def usd_per_prompt_token(self) -> float:
-        """No more than an output token's: a step computes many prompt tokens at once."""
+        """At most an output token's price, since a step computes many prompt tokens."""
         if not self.prompt_tokens:
             return self.usd_per_output_token
         return min(self.prefill_s / self.prompt_tokens * self.usd / self.busy_s, self.usd_per_output_token)
 
     def of(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
-        """The most US dollars that a request costs at this price.
-
-        None where there is none yet.
-        """
+        """Return the maximum cost of a request in US dollars, or None if unknown."""
         if not self.is_known:
             return None
         return prompt_tokens * self.usd_per_prompt_token + output_tokens * self.usd_per_output_token
 
-    def beside_others(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
-        """US dollars of tokens beside as many requests as there were, as those have paid.
-
-        None where there is no price yet.
-        """
+    def shared_price(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
+        """Return the expected cost in US dollars while other requests run at the same time, or None if unknown."""
         alone_usd, wall_s = (
             self.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
             self.prefill_s + self.decode_s,
@@ -162,7 +149,7 @@ class Sums:
         self.usd += request.usd
 
     def merge(self, other: "Sums") -> None:
-        """Those of `other` too, which are of the same process."""
+        """Add sums of the same engine process."""
         self.usage = self.usage + other.usage
         self.num_requests += other.num_requests
         self.num_cut += other.num_cut
@@ -171,10 +158,10 @@ class Sums:
         self.shares_s += other.shares_s
 
 
-def coarse(minute: int, now: int) -> int:
-    """The minute under which one is kept that is as long ago as that.
+def coarsen(minute: int, now: int) -> int:
+    """Return the minute to which an old minute is rounded.
 
-    >>> coarse(100_000, 100_001), coarse(100_000, 103_000), coarse(100_000, 200_000)
+    >>> coarsen(100_000, 100_001), coarsen(100_000, 103_000), coarsen(100_000, 200_000)
     (100000, 99960, 99360)
     """
     age = now - minute
@@ -184,11 +171,11 @@ def coarse(minute: int, now: int) -> int:
     return minute // step * step
 
 
-def merged(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
-    """The same sums, fewer where they are long ago."""
+def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
+    """Return the sums with old ones merged by hour or day."""
     kept: dict[RequestGroup, Sums] = {}
     for cell, sums in cells.items():
-        minute = coarse(cell.minute, now)
+        minute = coarsen(cell.minute, now)
         cell = cell if minute == cell.minute else replace(cell, minute=minute)
         if there := kept.get(cell):
             there.merge(sums)
@@ -227,17 +214,14 @@ def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
-    """Read the checkpoint's file.
-
-    None where there is none, or one that is damaged or of another version.
-    """
+    """Read a checkpoint, or return None if it is missing, damaged or of another version."""
     try:
         with path.open("rb") as file:
             return _read(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        _log.warning("%s: it cannot be used, and the whole ledger is read: %s", path, error)
+        _log.warning("%s: cannot be used; reading the whole ledger: %s", path, error)
         return None
 
 

@@ -1,14 +1,14 @@
 import pytest
 
 from peagle.speculation import SpeculationStats
-from pipelines.online.sums import TokenPrice
+from pipelines.online.ledger_totals import TokenPrice
 from tests.unit.pipelines.online.ledgers import a_request
 
 
 def price_of(*requests):
     price = TokenPrice()
     for one in requests:
-        price.learn(one)
+        price.update(one)
     return price
 
 
@@ -54,10 +54,10 @@ def test_long_prompts_make_outputs_no_dearer():
 
 def test_beside_others_tokens_cost_what_requests_have_paid():
     price = price_of(a_request(busy_s=0.55, usd=0.0055))  # three others beside it: a quarter of its 2.2 s
-    assert price.beside_others(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
+    assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
     alone = price_of(a_request())
-    assert alone.beside_others(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
-    assert TokenPrice().beside_others(prompt_tokens=1, output_tokens=1) is None
+    assert alone.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    assert TokenPrice().shared_price(prompt_tokens=1, output_tokens=1) is None
 
 
 def test_a_prompt_token_is_no_dearer_than_an_output_token():
