@@ -15,6 +15,7 @@ from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace
 from pipelines.online.wire import Context, events
 
+HIDDEN = "the engine cannot take this request: a field has a value that it does not expect"
 PROMPTS = (5, 7)  # tokens
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
 
@@ -149,21 +150,19 @@ def answered(replica, monkeypatch, *events, error):
         (NotImplementedError("no such sampling"), 501, "NotImplementedError"),
     ],
 )
-def test_what_vllm_refuses_by_pythons_own_errors_is_answered_as_vllm_serve_does(
-    replica, tmp_path, monkeypatch, error, code, type
-):
+def test_python_errors_of_vllm_have_its_status_and_not_their_text(replica, tmp_path, monkeypatch, error, code, type):
     from pipelines.online.serve.exceptions import from_exception
 
     used, answer = answered(replica, monkeypatch, error=error)
     assert (used.text, used.reported["usage"]["completion_tokens"]) == ("", 0)
-    assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, str(error))
+    assert (answer.error.code, answer.error.type, answer.error.message) == (code, type, HIDDEN)
     (request,) = RequestReader(tmp_path / "ledger").new()
     assert request.outcome == "failed"
 
     from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPException
 
     raised = OpenAIHTTPException(answer.error.code, answer.error.message, answer.error.type)  # Ray's ingress
-    assert (from_exception(raised).status, from_exception(raised).message) == (code, str(error))
+    assert (from_exception(raised).status, from_exception(raised).message) == (code, HIDDEN)
 
 
 def test_what_is_no_refusal_stays_a_failure(replica, monkeypatch):

@@ -203,7 +203,7 @@ def test_a_run_on_a_cluster_without_a_token_is_refused_unless_that_is_wanted(ope
     corpus, output = write_jsonl([{"prompt": "a"}]), tmp_path / "run"
     refused = generate(open_node.address, environment_of(tmp_path), corpus, output)
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert f"{open_node.address} asks for no token" in refused.stderr
+    assert f"{open_node.address} requires no token" in refused.stderr
     assert not output.exists()
     wanted = generate(open_node.address, environment_of(tmp_path, with_token=False), corpus, output)
     assert wanted.returncode == 0, wanted.stdout + wanted.stderr

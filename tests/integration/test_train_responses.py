@@ -58,7 +58,7 @@ def test_the_target_answers_greedily_and_by_sampling_and_a_head_is_trained_on_it
     assert result["finished"]
     assert result["documents"] + result["held_out_documents"] == NUM_PROMPTS
     card = (tmp_path / "out" / "head" / "README.md").read_text()
-    assert "responses of the target itself (of the prompts 50% at temperature 0.8" in card
+    assert "responses of the target (50% of the prompts at temperature 0.8" in card
 
 
 def test_a_killed_run_continues_and_a_finished_one_is_left_alone(config):

@@ -34,8 +34,7 @@ def test_a_run_is_predicted_from_the_cell_of_its_method_and_nearest_concurrency(
         "run": "first", "method": "peagle K=3", "at once": "8 (6)", "tokens": f"{tokens:,}", "wall": f"{wall_s:.1f}",
         "predicted": f"{predicted_s:.1f} ({predicted_s / wall_s - 1:+.0%})",
     }  # fmt: skip
-    simulated, usd, predicted_usd, busy_speed, start = compare(run, cells)[6:]
-    assert float(simulated.split()[0]) == pytest.approx(predicted_s, rel=0.2), "of the same machine, in a few units"
+    usd, predicted_usd, busy_speed, start = compare(run, cells)[6:]
     assert usd == f"{account['usd']['total']:.5f}"
     devices = account["device_s"]["busy"] / account["busy_s"] * num_engines
     predicted = predicted_s * devices * account["price"]["usd_per_device_s"]

@@ -133,7 +133,7 @@ def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(decided):
 def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(decided):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
         begin_or_continue(decided(**keys))
-    with pytest.raises(PriceError, match=r"is charged at \$.*, and this would cost \$"):
+    with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
         begin_or_continue(decided(usd_per_hour=2))
     batch = decided(usd_per_hour=2)
     begin_or_continue(replace(batch, resolved=replace(batch.resolved, slot_group="endpoint")))

@@ -101,7 +101,7 @@ def test_a_timeout_is_a_duration(text, seconds):
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"idle_timeout": "soon"}, "a duration is like"),
+        ({"idle_timeout": "soon"}, "not a duration, as 24h"),
         ({"idle_timeout": "9s"}, "at least twice heartbeat_s"),
         ({"idle_timeout": "0s"}, "greater than 0"),
     ],
