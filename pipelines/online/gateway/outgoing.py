@@ -71,9 +71,8 @@ class RefusalLog:
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._logged: OrderedDict[str, tuple[float, int]] = (
-            OrderedDict()
-        )  # by address: time of the last line, and refusals since then
+        # By address: time of the last line, and refusals since then.
+        self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def log(self, scope: Scope, error: ApiError) -> None:
         """Log a refusal, and how many of the same address were not logged."""
