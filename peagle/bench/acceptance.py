@@ -47,29 +47,17 @@ def evaluate(
 
     Args:
         tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-
-    Raises:
-        ConfigError: the configuration is invalid; no engine was started.
-        EngineError: no cell could be measured. If only some engines fail, the report names them.
     """
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
 
 class Evaluation(Bench):
-    """The cells of an evaluation: a pass for each drafter and K."""
-
     name = "evaluation"
     parent = Path("runs/evaluate")
     parts = "cells"
 
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Plan everything except the prompts.
-
-        Raises:
-            ConfigError: a drafter, the precision or the context is not possible.
-            CapacityError: the memory of this hardware is too small for an engine.
-        """
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
         labelled = list(zip(_labels(drafters), drafters, strict=True))
         spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
@@ -113,7 +101,6 @@ class Evaluation(Bench):
         return f"{one.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
         fingerprint = self.plan.fingerprint(self.dataset)
         categories = {prompt.category for prompt in self.dataset.prompts} - {None}
         is_split = all(record.by_category for record in done.values())
@@ -152,7 +139,6 @@ class Evaluation(Bench):
 
 
 def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
-    """Return the figures of a drafter at one K as JSON-ready data."""
     stats = record.speculation
     return {
         "drafter": setup.head,
@@ -212,11 +198,7 @@ def _setups(
 
 
 def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
-    """Return the drafters' names, with as much of their paths as makes equal names distinct.
-
-    Raises:
-        ConfigError: a head occurs twice.
-    """
+    """Return the drafters' names, with as much of their paths as makes equal names distinct."""
     fingerprints = [drafter.fingerprint for drafter in drafters]
     paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
     for i, drafter in enumerate(drafters):

@@ -25,7 +25,6 @@ def text_report(report: Mapping[str, Any]) -> str:
 
 
 def markdown_report(report: Mapping[str, Any]) -> str:
-    """Return the tables as Markdown for a model card."""
     parts = [f"Measured: {_conditions(report)}.", "", *markdown(_cell_rows(report))]
     parts += ["", f"{POSITION_NOTE} Speeds are tokens per second."]
     if category_rows := _category_rows(report):

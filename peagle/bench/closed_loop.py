@@ -19,8 +19,6 @@ _COUNTERS_SETTLE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A complete response and its latency."""
-
     generation: Generation
     elapsed_s: float
 
@@ -41,7 +39,6 @@ class Loop:
 
     @property
     def generations(self) -> list[Generation | None]:
-        """Responses by prompt; None if the engine rejected it."""
         return [answer.generation if answer else None for answer in self.answers]
 
     @property
@@ -63,9 +60,6 @@ async def run_loop(
     Args:
         progress: called with the number of finished and of all requests.
         num_warm_up: number of concurrent warm-up requests.
-
-    Raises:
-        EngineError: the engine crashed.
     """
     warm_up = {**sampling, "max_tokens": min(_WARM_UP_TOKENS, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))

@@ -25,8 +25,6 @@ MAX_CONCURRENCY = 4096
 
 
 class MeasurementKeys(PromptKeys, TargetKeys):
-    """Options of every measurement."""
-
     dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts in any format that generate reads")
     limit: int | None = Field(None, ge=1, description="maximum number of rows; default: all")
     output: Path | None = Field(None, description="folder for results; an existing measurement is resumed")
@@ -82,13 +80,10 @@ class DraftingKeys(BaseModel):
 
     @property
     def heads(self) -> dict[str, str]:
-        """The configured heads by method."""
         return parse_pairs(self.drafter)
 
 
 class BenchConfig(PriceOptions, MeasurementKeys, DraftingKeys):
-    """The options of `peagle bench`."""
-
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
@@ -172,8 +167,6 @@ class BenchConfig(PriceOptions, MeasurementKeys, DraftingKeys):
 
 
 class EvaluateConfig(MeasurementKeys):
-    """The options of `peagle evaluate`."""
-
     drafter: list[str] = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
@@ -225,9 +218,6 @@ def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
 
 def whole_numbers(value: Any, name: str, largest: int) -> list[int]:
     """Parse whole numbers from "3,5" and from repeated flags; ascending and without duplicates.
-
-    Raises:
-        ValueError: a value is not a whole number from 1 to `largest`.
 
     >>> whole_numbers(["7,3", "3"], "K", 32)
     [3, 7]

@@ -53,10 +53,6 @@ def with_engine(
     Args:
         log: engine output is appended to this file.
         use: called with the engine and the seconds that it took to start.
-
-    Raises:
-        EngineError: the engine failed to start, failed its self-check, or crashed.
-        PeagleError: the head could not be fetched, or the target not be converted to INT8.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the tables
     with QuietStderr() as quiet:
@@ -92,7 +88,6 @@ def _warn(quiet: QuietStderr, warning: str) -> None:
 
 
 def read_from(log: Path, position: int) -> str:
-    """Return the text of a log after a position."""
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")
@@ -210,7 +205,6 @@ def device_gib() -> float | None:
 
 
 def _tree(root: int, parents: dict[int, int]) -> list[int]:
-    """Return a process and its descendants."""
     processes = [root]
     for process in processes:  # grows during the iteration
         processes += [child for child, parent in parents.items() if parent == process and child != process]

@@ -106,7 +106,6 @@ class Measurement(ABC):
         self.failed[setup] = reason
 
     def spend(self, spent_s: float) -> None:
-        """Set the total engine time of the command so far."""
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
@@ -119,11 +118,7 @@ class Measurement(ABC):
     def prepare(
         cls, config: MeasurementKeys, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
     ) -> Self:
-        """Plan everything, open the folder, and print the plan, without starting an engine.
-
-        Raises:
-            ConfigError: the configuration is invalid.
-        """
+        """Plan everything, open the folder, and print the plan, without starting an engine."""
         rows = read_dataset(config)
         model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
         plan = cls.make_plan(config, identified(hardware.detect()), model)
@@ -152,11 +147,6 @@ class Measurement(ABC):
         self.say(f"  {self.standing()}")
 
     def measure(self) -> None:
-        """Measure all remaining passes.
-
-        Raises:
-            EngineError: all engines failed, and there are no passes of earlier commands.
-        """
         one = self.next()
         while one is not None:
             try:
@@ -216,5 +206,4 @@ class Measurement(ABC):
 
 
 def pass_name(one: Pass) -> str:
-    """Return the file name of a pass."""
     return f"{one.setup.name}-c{one.concurrency}-r{one.repeat}"

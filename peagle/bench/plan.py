@@ -51,7 +51,6 @@ def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: i
 
 
 def num_starts(passes: Iterable[Pass]) -> int:
-    """Count the engine starts: one for consecutive passes of the same engine."""
     return sum(1 for _ in groupby(passes, key=lambda one: one.setup))
 
 
@@ -92,7 +91,6 @@ class BenchPlan:
 
     @property
     def num_devices(self) -> int:
-        """Number of accelerators of an engine, or of vCPUs of the machine."""
         on_gpu = self.hardware.platform == "cuda"
         return self.spec.num_accelerators if on_gpu else self.hardware.num_cpus
 
@@ -125,12 +123,6 @@ def chosen_model_runner() -> str | None:
 
 
 def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-    """Plan everything of a benchmark except the prompts.
-
-    Raises:
-        ConfigError: a drafter, the precision, the context, the tokens per step or the price is not possible.
-        CapacityError: the memory of this hardware is too small for an engine.
-    """
     capture_size, slots = config.max_cudagraph_capture_size, config.max_num_batched_tokens
     spec = target_spec(
         config,

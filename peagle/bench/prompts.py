@@ -54,12 +54,6 @@ class Dataset:
 
 
 def read_dataset(config: MeasurementKeys) -> list[Row]:
-    """Read up to `config.limit` rows of the dataset.
-
-    Raises:
-        InputError: the file does not exist, cannot be read, or has no rows.
-        ConfigError: HumanEval is not installed.
-    """
     rows = list(islice(_rows(config.dataset), config.limit))
     if not rows:
         raise InputError(f"dataset {config.dataset}: has no rows")
@@ -78,10 +72,6 @@ def build_dataset(
 
     Args:
         category_column: the column with each row's category.
-
-    Raises:
-        InputError: there is no prompt column, or no row yields a prompt.
-        ConfigError: the template is invalid, or a chat template is required but missing.
     """
     keys = config
     if config.dataset == HUMANEVAL and not _names_a_source(config):

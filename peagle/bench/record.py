@@ -49,14 +49,11 @@ class RequestTimes:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens per second of this request."""
         return self.num_output_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryResult:
-    """The results of one category of prompts."""
-
     num_responses: int
     num_output_tokens: int
     speculation: SpeculationStats
@@ -100,11 +97,9 @@ class PassRecord:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second of the engine."""
         return self.num_output_tokens / self.wall_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data for `from_dict`."""
         categories = {
             name: asdict(category) | {"speculation": category.speculation.to_dict()}
             for name, category in self.by_category.items()
@@ -114,11 +109,6 @@ class PassRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the data of `to_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the data is invalid.
-        """
         requests = [RequestTimes(**request) for request in data["requests"]]
         categories = {
             name: CategoryResult(**{**category, "speculation": SpeculationStats.from_dict(category["speculation"])})
@@ -137,7 +127,6 @@ def make_record(
     start_s: float,
     peak_memory_gib: float | None,
 ) -> PassRecord:
-    """Return the record of a finished pass."""
     return PassRecord(
         method=one.setup.method,
         k=one.setup.k,
@@ -245,7 +234,6 @@ def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict
 
 
 def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
-    """Return the sum of drafts, with acceptance length and rates."""
     merged = sum(stats, start=SpeculationStats.empty())
     return {
         **merged.to_dict(),

@@ -19,11 +19,6 @@ _ENOUGH = 3  # requests per slot; with fewer, much of a pass runs below its conc
 
 
 def require_prompts(config: BenchConfig, num_prompts: int) -> None:
-    """Check that there are enough prompts for every concurrency.
-
-    Raises:
-        ConfigError: there are fewer prompts than concurrent requests.
-    """
     largest = max(config.concurrency)
     if config.requests_per_slot is None and num_prompts < largest:
         raise ConfigError(
@@ -123,7 +118,6 @@ def labels(plan: BenchPlan) -> list[str]:
 
 
 def caveats(plan: BenchPlan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    """Return warnings about the reliability of the figures."""
     config, platform = plan.config, plan.hardware.platform
     return [
         *few_prompts(config, len(dataset.prompts)),

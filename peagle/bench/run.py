@@ -73,7 +73,6 @@ class Bench(Measurement):
 
     @staticmethod
     def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Plan everything except the prompts."""
         return make_plan(config, hardware, model)
 
     def __init__(self, *args: Any) -> None:
@@ -108,7 +107,6 @@ class Bench(Measurement):
 
     @classmethod
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
-        """Check that there are enough prompts for every concurrency."""
         require_prompts(plan.config, len(dataset.prompts))
 
     def caveats(self) -> list[str]:
@@ -126,12 +124,10 @@ class Bench(Measurement):
         return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(one, record)}{rest}"
 
     def figures(self, one: Pass, record: PassRecord) -> str:
-        """Describe the figures of a pass."""
         speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
         return f"{one.setup.label}, concurrency {one.concurrency}, repeat {one.repeat + 1}: {speed}"
 
     def write_report(self) -> dict[str, Any]:
-        """Write the report of all finished passes to the folder, and return it."""
         done = {one: self.done[one] for one in self.plan.passes if one in self.done}
         report = self.report(done, {setup.label: reason for setup, reason in self.failed.items()})
         write_json(self.folder.root / "report.json", report)
@@ -149,7 +145,6 @@ class Bench(Measurement):
         return make_report(self.plan, self.dataset, done, failed)
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
-        """Return the files made from a report, by name."""
         pages = {"report.md": markdown_tables(report), "tokens-per-second.svg": speed_plot(report)}
         cost = cost_plot(report)
         return pages if cost is None else pages | {"drafting-cost.svg": cost}
@@ -166,9 +161,5 @@ def bench(
 
     Args:
         tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-
-    Raises:
-        ConfigError: the configuration is invalid; no engine was started.
-        EngineError: no engine could be measured. If only some fail, the report names them.
     """
     return Bench.prepare(config, listener, start, tokenizer_of).run()

@@ -62,10 +62,6 @@ def target_spec(
     Args:
         extra: vLLM arguments derived from the command's options.
         own: fields that the command sets itself.
-
-    Raises:
-        ConfigError: the context is longer than the model's, or a vLLM argument does not exist.
-        PrecisionError: the hardware does not support the precision.
     """
     if fixed := spec_fields(config):
         raise ConfigError(
@@ -109,12 +105,7 @@ def make_setup(
 def make_setups(
     config: BenchConfig, spec: EngineSpec, model: ResolvedModel, hardware: Hardware
 ) -> tuple[list[Setup], list[str]]:
-    """Return the engines of a benchmark, by method and ascending K, and notes on their heads.
-
-    Raises:
-        DrafterError: a method has no head, or the head belongs to another method.
-        ConfigError: the synthetic acceptance does not fit a K or the hardware, or a package is missing.
-    """
+    """Return the engines of a benchmark, by method and ascending K, and notes on their heads."""
     if config.synthetic_acceptance and hardware.platform == "cpu":
         raise ConfigError(
             "vLLM 0.29 crashes on a CPU with --synthetic-acceptance",
@@ -165,7 +156,6 @@ def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hard
 
 
 def _lookup(method: str) -> DrafterSpec:
-    """Return a drafter without a head."""
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "the method suffix requires the package arctic-inference, which is not installed",
@@ -175,11 +165,6 @@ def _lookup(method: str) -> DrafterSpec:
 
 
 def _with_synthetic_acceptance(drafter: DrafterSpec, config: BenchConfig) -> DrafterSpec:
-    """Add the synthetic acceptance to a drafter, if configured.
-
-    Raises:
-        ConfigError: it is configured for other methods only.
-    """
     if not config.synthetic_acceptance:
         return drafter
     method, k = drafter.method, drafter.num_speculative_tokens

@@ -47,7 +47,6 @@ class EngineSpending:
         self._write()
 
     def add(self, loop: Loop) -> None:
-        """Record a finished pass."""
         answers = [one for one in loop.answers if one]
         waited_s = sum(one.elapsed_s for one in answers)
         self._busy_s += loop.wall_s
@@ -57,7 +56,6 @@ class EngineSpending:
             append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / waited_s))
 
     def end(self) -> None:
-        """Record that the engine has stopped."""
         self._write(ended=True)
 
     def _request(self, answer: Answer, busy_s: float) -> RequestUsage:

@@ -23,11 +23,6 @@ Numbers = float | tuple[float, ...]  # a length, or rates by position
 
 
 def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
-    """Parse synthetic acceptance by method and K.
-
-    Raises:
-        ValueError: an entry is invalid or a duplicate.
-    """
     parsed: dict[Key, Numbers] = {}
     for entry in entries:
         where, _, numbers = entry.rpartition("=")
@@ -39,11 +34,7 @@ def parse_synthetic(entries: Sequence[str]) -> dict[Key, Numbers]:
 
 
 def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, ...] | None:
-    """Return the rates by position of a method and K; None if there is no entry.
-
-    Raises:
-        ConfigError: there are fewer than K rates, or K is too small for the length.
-    """
+    """Return the rates by position of a method and K; None if there is no entry."""
     keys: tuple[Key, ...] = ((method, k), (method, None), (None, None))
     numbers = next((entries[key] for key in keys if key in entries), None)
     if numbers is None:
@@ -73,9 +64,6 @@ def rates_of_length(length: float, k: int) -> tuple[float, ...]:
 
 def rates_of_lengths(lengths: dict[int, float]) -> tuple[float, ...]:
     """Return rates by position, up to the largest K, from lengths by K.
-
-    Raises:
-        ValueError: the lengths imply a rate below 0, above 1, or above the previous rate.
 
     >>> rates_of_lengths({2: 2.5, 4: 3.0})
     (0.75, 0.75, 0.25, 0.25)

@@ -36,17 +36,14 @@ _MEMORY = {
 
 
 def text_tables(report: Mapping[str, Any]) -> str:
-    """Return the tables for the terminal."""
     return "\n".join(_page(report, aligned))
 
 
 def markdown_tables(report: Mapping[str, Any]) -> str:
-    """Return the tables as Markdown, with the measurement's conditions."""
     return "\n".join(_page(report, markdown)) + "\n"
 
 
 def speed_rows(report: Mapping[str, Any]) -> Rows:
-    """Return output tokens/s by method, K and concurrency."""
     concurrencies = report["configuration"]["concurrency"]
     cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
     rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
@@ -265,5 +262,4 @@ def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Ax
 
 
 def subject_of(report: Mapping[str, Any]) -> str:
-    """Return the model and the dataset for a plot's heading."""
     return f"{report['model']}, {report['dataset']['name']}"

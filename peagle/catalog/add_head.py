@@ -69,10 +69,6 @@ def add_head(
         num_speculative_tokens: K; None uses the card's, the head's or the usual K.
         max_concurrency: draft up to this many concurrent requests; None uses the card's limit, if any.
         announce: receives messages about slow operations.
-
-    Raises:
-        DrafterError: the folder is not a valid head, or the head does not fit the target.
-        CatalogError: the target does not exist, or the name is invalid.
     """
     config = read_config(folder, DrafterError)
     facts = read_head(config)
@@ -134,7 +130,6 @@ class _Base:
 
 
 def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str, Any]) -> str:
-    """Return the target that a head names in its configuration or on its card."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     base_model = matter.get("base_model")
     stated = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
@@ -214,7 +209,6 @@ def _describe(folder: Path, facts: HeadFacts, matter: Mapping[str, Any]) -> dict
 def _with_head(
     card: ModelCard, facts: HeadFacts, folder: Path, words: dict[str, Any], k: int | None, max_concurrency: int | None
 ) -> ModelCard:
-    """Return the validated card with the head."""
     if k is not None and k < 1:
         raise ConfigError(f"K must be at least 1, got {k}")
     if max_concurrency is not None and max_concurrency < 1:

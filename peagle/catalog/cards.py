@@ -37,8 +37,6 @@ class Source(Strict):
 
 
 class Licence(Strict):
-    """The licence and its source."""
-
     name: str
     source: str
 
@@ -194,33 +192,25 @@ _SHIPPED = Path(__file__).parent / "models"
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Model cards by name."""
-
     cards: Mapping[str, ModelCard]
 
     def names(self) -> list[str]:
         return sorted(self.cards)
 
     def get(self, name: str) -> ModelCard:
-        """Return the card of a model by catalog name or hub id.
-
-        Raises:
-            CatalogError: the model is not in the catalog; the hint has similar names.
-        """
+        """Return the card of a model by catalog name or hub id."""
         card = self.find(name)
         if card is None:
             raise self.unknown(name)
         return card
 
     def unknown(self, name: str) -> CatalogError:
-        """Return the error for an unknown name, with similar names."""
         return CatalogError(
             f"no model {name!r} in the catalog",
             hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also work)",
         )
 
     def find(self, name: str) -> ModelCard | None:
-        """Return the card of a model, or None."""
         by_id = {card.source.id.lower(): card for card in self.cards.values()}
         return self.cards.get(name) or by_id.get(name.lower())
 
@@ -229,21 +219,12 @@ class Catalog:
 
 
 def load_catalog() -> Catalog:
-    """Load the shipped cards and the user's.
-
-    Raises:
-        CatalogError: a card is invalid.
-    """
     paths = sorted(_SHIPPED.glob("*.yaml")) + sorted((peagle_home() / "models").glob("*.yaml"))
     return Catalog({card.name: card for card in map(load_card, paths)})
 
 
 def load_card(path: Path) -> ModelCard:
-    """Load a card, whose name must be that of the file.
-
-    Raises:
-        CatalogError: the card is invalid; the hint has the most similar valid keys.
-    """
+    """Load a card, whose name must be that of the file."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -280,7 +261,6 @@ def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
-    """Return the field names of the nested model at `parents`."""
     kind: Any = model
     for parent in parents:
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -36,9 +36,6 @@ def ensure_converted(
         lock: name of the lock file.
         fill: writes all files into an empty folder, and returns the manifest's facts about their source.
         before: called before a conversion.
-
-    Raises:
-        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     if is_intact(folder):
         return folder
@@ -76,9 +73,6 @@ def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int)
 
     Args:
         what: the name of the conversion in errors.
-
-    Raises:
-        PeagleError: the conversion failed or exceeded the time limit.
     """
     package_root = str(Path(peagle.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
@@ -103,11 +97,6 @@ def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int)
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder under `$PEAGLE_HOME`, with its parents.
-
-    Raises:
-        ConfigError: `$PEAGLE_HOME` is not writable.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

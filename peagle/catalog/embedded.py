@@ -28,8 +28,6 @@ _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedTarget:
-    """The weights in a package, and the id of the model on the hub."""
-
     distribution: str
     module: str
     gguf_name: str
@@ -47,11 +45,6 @@ EMBEDDED_TARGETS = {
 
 
 def embedded_name(distribution: str) -> str:
-    """Return the name of the embedded target in a package.
-
-    Raises:
-        CatalogError: the package has no known target.
-    """
     for name, target in EMBEDDED_TARGETS.items():
         if target.distribution == distribution:
             return name
@@ -72,11 +65,6 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
     Args:
         name: a key of `EMBEDDED_TARGETS`.
         announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: unknown name, or a required package is not installed.
-        ConfigError: `$PEAGLE_HOME` is not writable.
-        PeagleError: the conversion failed.
     """
     target = _find(name)
     folder = embedded_folder(name)
@@ -89,7 +77,6 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
 
 
 def is_embedded_ready(name: str) -> bool:
-    """Return whether the converted target exists and is intact."""
     return is_intact(embedded_folder(name))
 
 
@@ -100,11 +87,7 @@ def embedded_folder(name: str) -> Path:
 
 
 def gguf_path(name: str) -> Path:
-    """Return the GGUF file of an embedded target, verified with the wheel's RECORD.
-
-    Raises:
-        CatalogError: unknown name, or the package is damaged or not installed.
-    """
+    """Return the GGUF file of an embedded target, verified with the wheel's RECORD."""
     target = _find(name)
     module = find_spec(target.module)  # without importing it
     folders = list(module.submodule_search_locations or []) if module else []

@@ -12,11 +12,6 @@ from typing import Any
 
 
 def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
-    """Write config, weights, generation config and tokenizer into `folder`.
-
-    Raises:
-        RuntimeError: the GGUF has no chat template.
-    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging

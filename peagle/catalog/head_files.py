@@ -57,11 +57,6 @@ class HeadFacts:
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
-    """Return the facts of a head.
-
-    Raises:
-        DrafterError: not a drafter head, an unsupported type, or a size is missing.
-    """
     layer = config.get("transformer_layer_config") or config
     method = _method(config)
     hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
@@ -90,9 +85,6 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
     Args:
         drafter: the head's `config.json`.
         target: the target's `config.json`.
-
-    Raises:
-        DrafterError: hidden size, vocabulary or layers differ.
     """
     head = read_head(drafter)
     text = target.get("text_config") or target
@@ -168,29 +160,16 @@ _LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Return the shape of each tensor in a folder's `*.safetensors`, by name.
-
-    Raises:
-        DrafterError: there are no files, or one is damaged.
-    """
+    """Return the shape of each tensor in a folder's `*.safetensors`, by name."""
     return {name: shape for name, (_, shape) in _read_tables(folder).items()}
 
 
 def read_dtypes(folder: Path) -> Mapping[str, str]:
-    """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name.
-
-    Raises:
-        DrafterError: there are no files, or one is damaged.
-    """
+    """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name."""
     return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
-    """Check that a head's weights match its configuration.
-
-    Raises:
-        DrafterError: layers, the mask state, or rows of lm_head are missing.
-    """
     layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
     if layers != set(range(head.num_layers)):
         raise _mismatch(f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}")

@@ -32,10 +32,6 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
     Args:
         path: folder or hub id of the target.
         config: its `config.json`.
-
-    Raises:
-        PrecisionError: it has no convertible weights, or vLLM does not support it on this hardware.
-        CatalogError: its weights cannot be read.
     """
     text = config.get("text_config") or config
     if hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags and any(text.get(key) for key in _EXPERTS):
@@ -66,11 +62,6 @@ def ensure_int8(
         model: a folder, or a hub id, which is downloaded into the Hugging Face cache.
         revision: of a hub id.
         announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: the weights cannot be downloaded.
-        ConfigError: `$PEAGLE_HOME` is not writable.
-        PeagleError: the conversion failed.
     """
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     fingerprint = folder_fingerprint(source)
@@ -92,11 +83,7 @@ def ensure_int8(
 
 
 def converted_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with this machine's INT8 folder, converting it if necessary. Other precisions are unchanged.
-
-    Raises:
-        CatalogError, ConfigError, PeagleError: see `ensure_int8`.
-    """
+    """Return the spec with this machine's INT8 folder, converting it if necessary. Other precisions are unchanged."""
     if spec.precision != "int8":
         return spec
     folder = ensure_int8(spec.model, spec.revision, announce=log_to_stderr)
@@ -104,7 +91,6 @@ def converted_spec(spec: EngineSpec) -> EngineSpec:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of a model's tensors from the headers of its safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}

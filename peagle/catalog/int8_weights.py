@@ -51,11 +51,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Convert the model in `source` into `folder`.
-
-    Raises:
-        ValueError: an element is not finite, or a weight is not in 16 or 32 bits.
-    """
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -84,9 +79,6 @@ def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch
     """Return the matrix in int8, and its scales [N, 1] in float32.
 
     A row [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
-
-    Raises:
-        ValueError: an element is not finite, or the matrix is not in 16 or 32 bits.
     """
     import torch
 

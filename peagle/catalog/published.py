@@ -8,8 +8,6 @@ Method = Literal["peagle", "eagle3", "none"]
 
 
 class Strict(BaseModel):
-    """A part of a card; unknown keys are errors."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 

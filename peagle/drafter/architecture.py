@@ -82,11 +82,6 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read the architecture of the target in a folder; of a multimodal target, its text model's.
-
-    Raises:
-        ConfigError: transformers cannot read it, or it does not support a head.
-    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -162,11 +157,7 @@ def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm_offset(folder: Path, config: Any) -> int:
-    """Return the constant that the final norm adds to its weight, by building the model without weights.
-
-    Raises:
-        ConfigError: transformers has no such model, its states cannot be read, or its last norm is not an RMSNorm.
-    """
+    """Return the constant that the final norm adds to its weight, by building the model without weights."""
     import torch
 
     auto_class = auto_class_of(config)

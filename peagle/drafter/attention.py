@@ -95,7 +95,6 @@ class AttentionPlan:
         )
 
     def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
-        """Return the plan with its blocks padded, to be computed together."""
         return PaddedPlan(tuple(PaddedBlocks.of(group, device) for group in self._groups()))
 
     def attend(
@@ -168,7 +167,6 @@ class PaddedPlan:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Compute attention group by group, [1, heads, rows, head_dim]."""
         output = torch.zeros_like(query)
         for group in self.groups:
             rows, attended = group.attend(query, key, value, scaling)
@@ -278,8 +276,6 @@ def document_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention block by block; backward computes each block again."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -349,7 +345,6 @@ def _length(rows: slice) -> int:
 
 
 def _pad(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
-    """Stack to [N, longest], padded on the right."""
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filler)
     return F.pad(padded, (0, -padded.shape[1] % _MULTIPLE), value=filler)
 

@@ -46,7 +46,6 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    """Replace the checkpoint in `folder` atomically."""
     remove_temporaries(folder)  # of killed trainings: they are large
     with atomic_file(folder / FILE) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
@@ -66,9 +65,6 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
 
     Args:
         fingerprint: the expected fingerprint; None accepts any.
-
-    Raises:
-        ConfigError: the checkpoint has another fingerprint; names the settings that differ.
     """
     if not has_checkpoint(folder):
         return None

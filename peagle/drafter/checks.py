@@ -28,9 +28,6 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
 
     Returns:
         The configuration with a supported `init`, the target, and the device of this process.
-
-    Raises:
-        ConfigError: the training is not possible.
     """
     device = _device(config)
     if config.init not in INITS:
@@ -56,11 +53,6 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
 
 
 def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
-    """Return the shape of the head that a configuration describes.
-
-    Raises:
-        ConfigError: the shape is invalid, or the head in `init` does not exist.
-    """
     return HeadSpec(
         aux_layers=target.aux_layers,
         algorithm=config.algorithm,

@@ -18,8 +18,6 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snippet:
-    """A documented function."""
-
     module: str
     name: str
     arguments: str
@@ -28,7 +26,6 @@ class Snippet:
 
     @property
     def code(self) -> str:
-        """Signature and docstring, formatted like a source file."""
         arrow = f" -> {self.returns}" if self.returns else ""
         lines = self.docstring.split("\n")
         body = '"""' + self.docstring + ('\n"""' if len(lines) > 1 else '"""')

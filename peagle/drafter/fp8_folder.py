@@ -73,11 +73,6 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
         source: a P-EAGLE or EAGLE-3 head, in either layout that `catalog.fit` reads.
         output: must be empty or not exist.
         keep: modules of `fp8.OPTIONAL` that are not converted.
-
-    Raises:
-        DrafterError: not a head, already quantised, or vLLM has no FP8 drafter for its architecture.
-        ConfigError: the output exists, or `keep` has an unknown module.
-        CapacityError: the output cannot be written.
     """
     for module in keep:
         if module not in OPTIONAL:
@@ -104,13 +99,7 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9).
-
-    Raises:
-        DrafterError: not an FP8 head in the format that `quantize_head` writes.
-        ConfigError: the output exists.
-        CapacityError: the output cannot be written.
-    """
+    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9)."""
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
@@ -195,7 +184,6 @@ def _write(
 
 
 def _note(card: Path, line: str) -> None:
-    """Insert a line after the card's title; create a card if there is none."""
     lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
     title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
     lines[title + 1 : title + 1] = ["", line]

@@ -131,10 +131,6 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 
     Args:
         target: folder of the target.
-
-    Raises:
-        ConfigError: the target does not support such a head, or the saved head has another shape.
-        DrafterError: the saved head has no lm_head, and the target is not an embedded one that could provide it.
     """
     silence_library()
     architecture = require_buildable(target, spec)
@@ -194,9 +190,6 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
 
     The mask state of an EAGLE-3 head is initialised as usual. Additional layers start as the identity, so that the
     drafts stay the same.
-
-    Raises:
-        ConfigError: the saved head has another shape; names the first weight that differs.
     """
     own = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:

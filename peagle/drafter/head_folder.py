@@ -45,11 +45,7 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
 
 
 def load_head(folder: Path, target: Path) -> Any:
-    """Load a saved head, with the shared weights from the target's folder.
-
-    Raises:
-        DrafterError: the folder is not a head in this format, or weights are missing.
-    """
+    """Load a saved head, with the shared weights from the target's folder."""
     from safetensors.torch import load_file
 
     silence_library()

@@ -73,11 +73,7 @@ class HeadSpec:
 
 
 def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
-    """Check from the configurations that a head can be built for a target; return the target's architecture.
-
-    Raises:
-        ConfigError: the head cannot be built.
-    """
+    """Check from the configurations that a head can be built for a target; return the target's architecture."""
     shape = read_architecture(target)
     if spec.init != "random" and spec.num_layers > shape.num_hidden_layers:
         raise ConfigError(

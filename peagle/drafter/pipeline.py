@@ -63,8 +63,6 @@ Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks for messages, extracted shards and training steps."""
-
     say: Callable[[str], None] = lambda message: None
     shard: Callable[[int, int], None] = lambda done, total: None
     step: Callable[[TrainingProgress], None] = lambda progress: None
@@ -72,8 +70,6 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The inputs of a training."""
-
     config: TrainConfig
     target: Target
     device: torch.device
@@ -83,7 +79,6 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint and the metrics."""
         return self.config.output / "training"
 
     @cached_property
@@ -115,7 +110,6 @@ class Prepared:
         }
 
     def new_head(self) -> Any:
-        """Return the head with its initial weights."""
         return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
     def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
@@ -130,14 +124,7 @@ class Prepared:
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head and save it; return the contents of run.json.
-
-    Raises:
-        ConfigError: the configuration is not possible.
-        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
-        CapacityError: the disk is full.
-        PriceError: a price is required but unknown.
-    """
+    """Train a head and save it; return the contents of run.json."""
     on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
     num_devices = 1 if on_gpu else hardware.num_cpus
     with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:
@@ -164,11 +151,6 @@ def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extra
 
     Args:
         verify: compare stored states with their checksums. Only one of several processes needs to.
-
-    Raises:
-        ConfigError: the training is not possible, or the folder has the features of other documents.
-        InputError: there are no documents to train on.
-        CapacityError: the features do not fit on the disk.
     """
     config, target, device = check_training(config, listener.say)
     corpus = read_corpus(config, target, listener.say)
@@ -245,12 +227,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
-    """Finish with the head of the last checkpoint.
-
-    Raises:
-        DivergedError: `diverged`, after saving the head, with a hint how to continue it. The same training would
-            diverge at the same step again, and another recipe cannot resume its checkpoint.
-    """
+    """Finish with the head of the last checkpoint."""
     checkpoint = load_checkpoint(prepared.folder)
     if checkpoint is None:
         assert diverged is not None
@@ -280,7 +257,6 @@ def _features(
     *,
     verify: bool,
 ) -> Features:
-    """Return the features of the documents, stored or computed on the fly."""
     samples = corpus.samples
     spec = FeatureSpec(
         target=target_fingerprint(target.folder),

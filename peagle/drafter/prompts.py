@@ -61,16 +61,10 @@ class TrainingPrompt:
 
 
 def is_shipped_source(source: str) -> bool:
-    """Return whether a source is `stdlib`, `package:NAME`, `content` or `content:held-out`."""
     return source in (STDLIB, CONTENT, HELD_OUT) or source.startswith(PACKAGE)
 
 
 def source_materials(source: str) -> Sequence[Material]:
-    """Return the materials of a shipped source.
-
-    Raises:
-        ConfigError: the source does not exist, or the package is not installed or has no Python files.
-    """
     if source in (CONTENT, HELD_OUT):
         return content_materials(held_out=source == HELD_OUT)
     if source == STDLIB:
@@ -86,7 +80,6 @@ def source_materials(source: str) -> Sequence[Material]:
 
 
 def num_available(materials: Sequence[Material]) -> int:
-    """Count every wording of every material."""
     return sum(material.num_wordings for material in materials)
 
 
@@ -96,9 +89,6 @@ def generate_prompts(
     """Yield up to `limit` prompts, in an order that depends only on `seed` and the materials.
 
     Every material occurs once before one occurs again in another wording.
-
-    Raises:
-        ConfigError: `limit` exceeds the number of prompts.
     """
     available = num_available(materials)
     if limit is not None and limit > available:

@@ -69,7 +69,6 @@ class TrainingSpending:
             self._write()
 
     def beat(self) -> None:
-        """Write a heartbeat every few seconds."""
         if self._now() - self._seen_at >= _BEAT_S:
             self._advance()
 
@@ -142,9 +141,6 @@ def training_spending(
         hardware: of a training node.
         on_gpu: count GPUs; otherwise vCPUs.
         num_devices: number of devices that the training uses.
-
-    Raises:
-        PriceError: a price option is set, but the price is unknown. Without price options the cost is unknown.
     """
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)

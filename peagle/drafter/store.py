@@ -86,11 +86,7 @@ class Features(Protocol):
 
 
 def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a shard atomically and return its checksum. The last of several writers wins.
-
-    Raises:
-        CapacityError: the disk is full.
-    """
+    """Write a shard atomically and return its checksum. The last of several writers wins."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -112,9 +108,6 @@ class StoreWriter:
     Args:
         folder: created if missing.
         num_shards: number of shards of the finished store.
-
-    Raises:
-        ConfigError: the folder has the features of other documents or of another target.
     """
 
     def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
@@ -142,11 +135,7 @@ class StoreWriter:
         self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
     def take(self, number: int, checksum: str) -> None:
-        """Add a shard to the index that another process has written.
-
-        Raises:
-            PeagleError: the file is missing or has another checksum.
-        """
+        """Add a shard to the index that another process has written."""
         file = self._folder / _shard_name(number)
         if not file.is_file() or sha256(file) != checksum:
             raise PeagleError(
@@ -173,9 +162,6 @@ class FeatureStore:
     Args:
         folder: filled by `extract_features`.
         verify: compare every shard with its checksum.
-
-    Raises:
-        InputError: the store is missing or unfinished, or a shard is damaged.
     """
 
     tokens_ahead = 0

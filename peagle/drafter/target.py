@@ -35,11 +35,7 @@ class Target:
         return Path(self.model.path)
 
     def require_tokens(self, samples: Sequence[Sample]) -> None:
-        """Check that the target has every token of the documents.
-
-        Raises:
-            ConfigError: a token is missing, so the tokenizer belongs to another model.
-        """
+        """Check that the target has every token of the documents."""
         for sample in samples:
             if (largest := max(sample.token_ids)) >= self.vocab_size:
                 raise ConfigError(
@@ -55,11 +51,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Check that the layers exist and occur once.
-
-    Raises:
-        ConfigError: a layer does not exist or is repeated.
-    """
+    """Check that the layers exist and occur once."""
     if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
         raise ConfigError(f"aux layers {repeated} are repeated; an engine reads each layer once")
     if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
@@ -79,10 +71,6 @@ def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[
         name: catalog name, folder or `s3://` folder.
         aux_layers: layers to read; None for the default layers.
         announce: receives messages about slow operations, such as converting a model.
-
-    Raises:
-        ConfigError: there is no local folder, the architecture does not support heads, a layer does not exist, or the
-            tokenizer is missing, has no chat template or another end-of-text token.
     """
     model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)

@@ -18,9 +18,6 @@ class TargetWeights:
 
     The prefix of these names differs (`model.`, `model.language_model.` in multimodal models); it is that of the
     embeddings.
-
-    Raises:
-        ConfigError: embeddings or lm_head are missing.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -53,7 +50,6 @@ class TargetWeights:
         return self["norm.weight"].float() + self._architecture.norm_offset
 
     def _name_of(self, ending: str) -> str:
-        """Return the name of a matrix with a row for each token."""
         shape = [self._architecture.vocab_size, self._architecture.hidden_size]
         names = [name for name in self._file_of if name.endswith(ending) and self._shape(name) == shape]
         if not names:

@@ -34,8 +34,6 @@ _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeadOptimizer:
-    """AdamW and, optionally, Muon, stepped and saved together."""
-
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
         matrices = [p for name, p in parameters.items() if p.dim() == 2 and name not in _TABLES]
@@ -117,11 +115,6 @@ def train(
         name_of: returns the name of a document, given its index in the store.
         progress: called by the first worker after every step.
         saved: called after every checkpoint.
-
-    Raises:
-        ConfigError: the folder has another training.
-        DivergedError: the loss is not finite; the last checkpoint is from an earlier step.
-        CapacityError: the disk is full; the last checkpoint is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or SingleProcess()
@@ -165,8 +158,6 @@ _NON_SEMANTIC_KEYS = ("checkpoint_every_s", "micro_batch_tokens")
 
 
 class _Trainer:
-    """The state of a training: weights, optimizer, step, and the metrics file."""
-
     def __init__(
         self,
         head: Any,
@@ -196,7 +187,6 @@ class _Trainer:
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
     def advance(self) -> TrainingProgress:
-        """Run one optimizer step."""
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
         self.optimizer.set_learning_rate(learning_rate)
@@ -226,7 +216,6 @@ class _Trainer:
         self.store.read_ahead([index for step in steps for index in self._own_share(self._documents(step))])
 
     def _own_share(self, chosen: list[int]) -> list[int]:
-        """Return this worker's share of a step's documents."""
         return chosen[self.workers.rank :: self.workers.size]
 
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:

@@ -26,8 +26,6 @@ class Workers(Protocol):
 
 
 class SingleProcess:
-    """A training without other workers."""
-
     rank = 0
     size = 1
 

@@ -40,8 +40,6 @@ _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """The number of ledger files before and after."""
-
     num_before: int
     num_after: int
 
@@ -116,7 +114,6 @@ def _write_merged(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, 
 
 
 def _remove_leftovers(ledger: Place, files: Files) -> None:
-    """Delete what an interrupted compaction left behind."""
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
             remove(orphan)

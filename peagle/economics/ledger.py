@@ -38,7 +38,6 @@ def write_session(folder: Place, session: EngineSession) -> None:
 
 
 def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
-    """Return sessions as a Parquet file."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -47,16 +46,11 @@ def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
 
 
 def read_sessions(folder: Place) -> list[EngineSession]:
-    """Return the latest heartbeat of every engine process.
-
-    Raises:
-        PeagleError: a file is damaged.
-    """
+    """Return the latest heartbeat of every engine process."""
     return retry_if_moved(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
 def session_files(folder: Place) -> list[Place]:
-    """Return the session files, sorted by name."""
     return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
 
 
@@ -71,11 +65,6 @@ def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def sessions_of(path: Place) -> list[EngineSession]:
-    """Return the sessions in one file.
-
-    Raises:
-        PeagleError: the file is damaged.
-    """
     import pyarrow as pa
 
     data = path.read_bytes()
@@ -102,11 +91,6 @@ class SessionReader:
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
 
     def all(self) -> list[EngineSession]:
-        """Return the latest heartbeat of each engine.
-
-        Raises:
-            PeagleError: a file is damaged.
-        """
         return retry_if_moved(self._all)
 
     def _all(self) -> list[EngineSession]:
@@ -120,15 +104,10 @@ class SessionReader:
         return latest(session for _, sessions in known.values() for session in sessions)
 
     def then(self, session: EngineSession, moment: float) -> EngineSession:
-        """Return a session at a Unix time in its life."""
         return session_at_time(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
-        """Return the usage of each session since a Unix time. Sessions that ended before it are left out.
-
-        Raises:
-            PeagleError: a file is damaged.
-        """
+        """Return the usage of each session since a Unix time. Sessions that ended before it are left out."""
         alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
             session if session.started_at >= moment else session_since(session, self.then(session, moment))
@@ -191,7 +170,6 @@ def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
 
 
 def requests_file(folder: Path, session_id: str) -> Path:
-    """Return the request file of a process."""
     return folder / f"requests-{session_id}.jsonl"
 
 

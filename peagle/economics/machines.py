@@ -60,9 +60,6 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
     Args:
         accelerator: accelerator type by Ray's name; None and `any` name none.
         num_accelerators: per machine, used if no instance type is named.
-
-    Raises:
-        ConfigError: the instance type has other accelerators, or the accelerator is unknown.
     """
     kind = None if accelerator == _ANY else accelerator
     offer = _offer(keys)
@@ -78,7 +75,6 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
 
 
 def names_accelerators(keys: PriceOptions) -> bool:
-    """Return whether the configured instance type has accelerators."""
     offer = _offer(keys)
     return offer is not None and offer.accelerator is not None
 

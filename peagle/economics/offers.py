@@ -37,9 +37,6 @@ class Offer:
 
     Attributes:
         doubt_on_demand: why the on-demand price may be wrong; empty if nothing suggests it.
-
-    Raises:
-        ValueError: there is no device or no price, or a price is not positive.
     """
 
     instance_type: str
@@ -92,16 +89,11 @@ class Offer:
 
 
 def packaged_offers() -> list[Offer]:
-    """Return the price table in the package."""
     return read_offers(Path(str(files("peagle.economics") / "prices.csv")))
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """Read a price table. It needs instance_type, a price and a number of devices.
-
-    Raises:
-        PriceError: the file cannot be read, or is invalid; the message names file and line.
-    """
+    """Read a price table. It needs instance_type, a price and a number of devices."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)

@@ -16,8 +16,6 @@ PRICE_OPTIONS = ("instance_type", "market", "provider", "region", "usd_per_hour"
 
 
 class PriceOptions(BaseModel):
-    """Price options of commands that run engines."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     instance_type: str | None = Field(None, description="instance type of the engines, as in the price table")
@@ -31,11 +29,7 @@ class PriceOptions(BaseModel):
 
 
 def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
-    """Return the price of the hardware, and whether it is stated, detected or assumed.
-
-    Raises:
-        PriceError: there is no price.
-    """
+    """Return the price of the hardware, and whether it is stated, detected or assumed."""
     if keys.usd_per_hour is not None:
         on_gpu = hardware.platform == "cuda"
         return Price.fixed(
@@ -60,9 +54,6 @@ def require_price(keys: PriceOptions, accelerator: str | None) -> None:
 
     Args:
         accelerator: by Ray's name; None if any will do.
-
-    Raises:
-        PriceError: no price is stated, and several instance types have that accelerator, or none.
     """
     if keys.usd_per_hour is not None:
         return
@@ -99,9 +90,6 @@ def require_same_price(
         price: from the options and the hardware now.
         before, keys_before: the original price, and its options as JSON.
         machine: `machine_of` the original hardware.
-
-    Raises:
-        PriceError: the price differs.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
@@ -122,9 +110,6 @@ def require_device(price: Price, device: Device, engines: str) -> None:
 
     Args:
         engines: which engines, for the message.
-
-    Raises:
-        PriceError: it is for another kind.
     """
     if price.device != device:
         raise PriceError(

@@ -36,9 +36,6 @@ class Price:
         basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
             the table.
         on_demand_usd_per_hour: of a spot instance; None if unknown.
-
-    Raises:
-        PriceError: the price is not positive, or there are no devices.
     """
 
     instance_type: str
@@ -86,7 +83,6 @@ class Price:
 
     @property
     def usd_per_device_s(self) -> float:
-        """USD per second of one device."""
         return self.usd_per_hour / self.num_devices / 3600
 
     @property
@@ -95,16 +91,10 @@ class Price:
         return (self.on_demand_usd_per_hour or 0.0) / self.num_devices / 3600
 
     def to_dict(self) -> dict[str, object]:
-        """Return every field for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Load `to_dict`.
-
-        Raises:
-            PriceError: keys are missing or unknown, or the price is invalid.
-        """
         names = {field.name for field in fields(cls)}
         data = {"basis": None, "on_demand_usd_per_hour": None, **data}  # missing in records of earlier versions
         if set(data) != names:
@@ -117,8 +107,6 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """A price table."""
-
     offers: tuple[Offer, ...]
 
     @classmethod
@@ -126,9 +114,6 @@ class PriceTable:
         """Load the packaged table, with rows of `override` added or replaced.
 
         A row without provider and region replaces its instance type everywhere.
-
-        Raises:
-            PriceError: the override cannot be read.
         """
         own = read_offers(override) if override else []
         kept = [offer for offer in packaged_offers() if not any(replacement.replaces(offer) for replacement in own)]
@@ -146,9 +131,6 @@ class PriceTable:
 
         If the price differs between regions and none is given, spot uses the cheapest one and describes the range in
         `doubt`; on demand raises.
-
-        Raises:
-            PriceError: there is no price, or no single one; the message lists the known prices.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -214,9 +196,6 @@ def default_instance(
         accelerator: the device name, as "NVIDIA H100 80GB HBM3".
         market: the prices to list in the error.
         called: names of this machine that the table lacks, for the message.
-
-    Raises:
-        PriceError: several instance types have the accelerator, or none; the hint lists them with prices.
     """
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE

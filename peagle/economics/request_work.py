@@ -127,11 +127,7 @@ def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
 
 
 def _columns(piece: bytes) -> "pa.Table":
-    """Parse the lines as columns; those of `usage` become top-level columns.
-
-    Raises:
-        ArrowException, ValueError: a line is not a valid record.
-    """
+    """Parse the lines as columns; those of `usage` become top-level columns."""
     import pyarrow as pa
     from pyarrow import json
 

@@ -72,7 +72,6 @@ class Savings:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per step over the compared work."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property

@@ -80,7 +80,6 @@ class Segment:
             return hashlib.sha256(file.read(position - start)).hexdigest()
 
     def size_now(self) -> int:
-        """Return the current size in bytes."""
         return self.path.stat().st_size if self.size is None else self.size
 
 
@@ -180,7 +179,6 @@ def segment_of(folder: Place, name: str) -> Segment | None:
 
 
 def index_bytes(members: list[tuple[str, int]]) -> bytes:
-    """Return the index of a merged file from names and lengths."""
     return json.dumps({"version": 1, "members": members}).encode()
 
 

@@ -63,7 +63,6 @@ class EngineFacts:
         baseline: Baseline | None,
         is_stand_in: bool = False,
     ) -> Self:
-        """Return the facts of an engine with a price."""
         return cls(
             model=model,
             drafter=drafter,
@@ -139,23 +138,17 @@ def session_at(moment: float, earlier: EngineSession | None, later: EngineSessio
 
 
 def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
-    """Return the unique start warnings of these engines, in order."""
     return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
 
 
 def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
-    """Return a table with one row per session."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
 
 
 def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """Load `sessions_to_table`. Tables of several files may be concatenated first.
-
-    Raises:
-        PeagleError: the version or columns differ, or a row is invalid.
-    """
+    """Load `sessions_to_table`. Tables of several files may be concatenated first."""
     expected = _session_schema(table.column_names)
     try:
         check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())

@@ -63,11 +63,9 @@ class SharedBudget(BaseModel):
 
     @property
     def account(self) -> str:
-        """The account of its spending."""
         return ENDPOINT_ACCOUNT if self.name == ENDPOINT else self.name
 
     def describe_budget(self) -> str:
-        """Return a description for refusals."""
         if self.name == ENDPOINT:
             return "the budget of this endpoint"  # the amount is not shown to every key
         every = f" a {self.budget_every}" if self.budget_every else ""
@@ -101,22 +99,14 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
-    """Return the budgets in a file; none if it does not exist.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
+    """Return the budgets in a file; none if it does not exist."""
     values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
     return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
 @contextlib.contextmanager
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
-    """Lock a budgets file, yield its budgets by name, and write them afterwards.
-
-    Raises:
-        ConfigError: the file is invalid or cannot be written.
-    """
+    """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
         with changing(path):
             budgets = {budget.name: budget for budget in read_budgets(path)}
@@ -148,11 +138,6 @@ class Draw:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Draw":
-        """Parse a file of `write_draw`.
-
-        Raises:
-            ValueError, TypeError: it is invalid.
-        """
         values = json.loads(data)
         if not isinstance(values, dict) or not isinstance(values.get("usd_by_day"), dict):
             raise ValueError("not a draw of a run")

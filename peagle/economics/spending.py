@@ -51,17 +51,12 @@ def day_text(day: int) -> str:
 
 
 def today() -> date:
-    """Return the current date in UTC."""
     return datetime.now(UTC).date()
 
 
 @dataclass(frozen=True, slots=True)
 class Days:
-    """A range of days, both ends included; None is unbounded.
-
-    Raises:
-        ValueError: it ends before it starts.
-    """
+    """A range of days, both ends included; None is unbounded."""
 
     first: int | None = None
     last: int | None = None
@@ -74,7 +69,6 @@ class Days:
         return self.overlap(day, day)
 
     def overlap(self, first: int, last: int) -> bool:
-        """Return whether the range contains one of these days."""
         return (self.first is None or last >= self.first) and (self.last is None or first <= self.last)
 
 
@@ -120,7 +114,6 @@ class Spend:
 
     @classmethod
     def of(cls, work: Work, savings: Savings) -> Self:
-        """Return the spending on committed work."""
         return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:

@@ -25,9 +25,6 @@ _TAG_PREFIX = "tag:"
 def dimensions(text: str) -> tuple[str, ...]:
     """Parse a comma-separated list of dimensions. `tag:NAME` is the value of one tag, `tag` all tags together.
 
-    Raises:
-        ConfigError: a dimension is unknown or repeated.
-
     >>> dimensions("day,tag:team")
     ('day', 'tag:team')
     """

@@ -38,9 +38,6 @@ class UnitUsage:
         num_output_tokens: tokens of the committed responses.
         busy_s: its share of the engine's busy seconds. Concurrent units divide them, so that all units, committed or
             not, add up to the session's `busy_s`.
-
-    Raises:
-        ValueError: a field is invalid.
     """
 
     session_id: str
@@ -63,7 +60,6 @@ class UnitUsage:
 
     @classmethod
     def empty(cls, session_id: str, *, started_at: float, finished_at: float, busy_s: float = 0.0) -> Self:
-        """Return usage without rows."""
         return cls(
             session_id=session_id,
             num_rows=0,
@@ -98,11 +94,6 @@ class UnitUsage:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """Parse `to_json`.
-
-        Raises:
-            PeagleError: the record is invalid or has another version.
-        """
         try:
             return cls.from_record(json.loads(data))
         except ValueError as error:
@@ -110,11 +101,6 @@ class UnitUsage:
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
-        """Build a record from parsed JSON.
-
-        Raises:
-            ValueError: the record is invalid or has another version.
-        """
         check_version(record.pop("version", None) if isinstance(record, dict) else None)
         _check_names(cls, record)
         return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
@@ -162,11 +148,6 @@ class RequestUsage:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """Parse `to_json`.
-
-        Raises:
-            PeagleError: the record is invalid or has another version.
-        """
         try:
             record = json.loads(data)
             check_version(record.pop("version", None) if isinstance(record, dict) else None)
@@ -201,9 +182,6 @@ class EngineSession:
         model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
             on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as in `EngineFacts`; empty, 0 or False in
             older records.
-
-    Raises:
-        ValueError: a field is invalid, or the states do not add up to the life.
     """
 
     session_id: str
@@ -250,11 +228,6 @@ class EngineSession:
 
 
 def check_version(version: object) -> None:
-    """Require the current record version.
-
-    Raises:
-        ValueError: it is another.
-    """
     if str(version) != str(VERSION):
         raise ValueError(f"version {version!r} is not supported; this peagle reads version {VERSION}")
 

@@ -30,7 +30,6 @@ class Work:
 
     @classmethod
     def of(cls, usage: UnitUsage, usd: float, *, request_s: float = 0.0) -> Self:
-        """Return the work of a unit or request, and its price."""
         return cls(
             num_requests=usage.num_rows + usage.num_failed_rows,
             num_prompt_tokens=usage.num_prompt_tokens,

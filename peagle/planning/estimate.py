@@ -79,7 +79,6 @@ class Estimate:
 
     @property
     def usd_per_million_tokens(self) -> float:
-        """USD per million output tokens."""
         return self.usd / self.num_tokens * 1e6
 
     @property

@@ -22,7 +22,6 @@ class Speed:
     source: str
 
     def describe(self) -> str:
-        """Return the speed with its source as text."""
         return f"{self.tokens_per_s:,.0f} tokens/s an engine with {self.concurrency} requests at once ({self.source})"
 
 

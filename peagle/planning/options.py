@@ -35,17 +35,14 @@ class Option:
 
     @property
     def market(self) -> str:
-        """The market of the price."""
         return self.machine.price.market
 
     @property
     def num_engines(self) -> int:
-        """The total number of engines."""
         return self.num_machines * self.machine.num_engines
 
     @property
     def usd_per_h(self) -> float:
-        """USD per hour of the whole fleet."""
         return self.num_machines * self.machine.usd_per_sustained_h
 
     @property
@@ -62,12 +59,7 @@ class Option:
 
 
 def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
-    """Return all fleets that meet the goal, the cheapest first, and why others do not.
-
-    Raises:
-        PriceError: a machine has no price.
-        ConfigError: an instance type does not match the measurements, or spot is required but the price was stated.
-    """
+    """Return all fleets that meet the goal, the cheapest first, and why others do not."""
     found: list[Option] = []
     reasons: list[str] = []
     for sweep, price in pairs(config, sweeps, table, reasons):
@@ -88,7 +80,6 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
 
 
 def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
-    """Return the limit that an option exceeds, or None."""
     if not _within_limits(config, option.cell):
         return "exceeds the latency limits"
     if config.max_machines is not None and option.num_machines > config.max_machines:
@@ -139,11 +130,7 @@ def _fewest(config: PlanConfig, machine: Machine) -> int | None:
 
 
 def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
-    """Return a machine with as many engines as fit.
-
-    Raises:
-        ConfigError: the start time of an engine is unknown.
-    """
+    """Return a machine with as many engines as fit."""
     start_s = cell.start_s if config.start_s is None else config.start_s
     if start_s is None:
         raise ConfigError(

@@ -18,12 +18,6 @@ _AS_EXACT = 1e-4  # of an acceptance length
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
-    """Return the plan for JSON.
-
-    Raises:
-        ConfigError: bad usage, or no measured configuration meets the goal; the reasons are listed.
-        PriceError: a machine has no price.
-    """
     sweeps = read_sweeps(config.measured)
     if len({sweep.model for sweep in sweeps}) > 1:
         raise ConfigError(
@@ -52,7 +46,6 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    """Return the figures of an option."""
     cell, price, found = option.cell, option.machine.price, option.estimate
     return {
         "instance_type": price.instance_type,

@@ -19,12 +19,7 @@ Market = Literal["on_demand", "spot"]
 def pairs(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return each sweep with the prices of its machines.
-
-    Raises:
-        PriceError: a machine has no price.
-        ConfigError: no sweep applies to an instance type, or a stated price has no spot market.
-    """
+    """Return each sweep with the prices of its machines."""
     found: list[tuple[Sweep, Price]] = []
     misfits: dict[str, list[str]] = {}
     for sweep in sweeps:

@@ -53,11 +53,7 @@ class Sweep:
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
-    """Read several files, with unique names.
-
-    Raises:
-        ConfigError: as `read_sweep`.
-    """
+    """Read several files, with unique names."""
     names = Counter(path.name for path in paths)
     return [read_sweep(path, str(path) if names[path.name] > 1 else path.name) for path in paths]
 
@@ -68,9 +64,6 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
     Args:
         path: a file, or a model's catalog name or hub id.
         name: default is the file name.
-
-    Raises:
-        ConfigError: the file cannot be read or is invalid, or the model has no published speeds.
     """
     name = name or path.name
     if not user_path(path).exists():

@@ -14,7 +14,6 @@ _OPTION_COLUMNS = (
 
 
 def text_plan(plan: Mapping[str, Any]) -> str:
-    """Return the choice, its alternatives, the sensitivity and the assumptions."""
     lines = [f"! {label}" for label in plan["labels"]]
     has_several = len(plan["wanted"]["measured"]) > 1
     lines += [_sentence(plan["chosen"], has_several=has_several), ""]

@@ -108,11 +108,6 @@ class Benchmark:
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """Read the report of a benchmark.
-
-    Raises:
-        ConfigError: it cannot be read, is invalid, or has no measurement without a drafter.
-    """
     where = f"baseline {path}"
     try:
         data = json.loads(user_path(path).read_bytes())

@@ -65,7 +65,6 @@ class Cell(BaseModel):
 
     @property
     def drafts(self) -> bool:
-        """Whether it speculates."""
         return self.method != NONE
 
     @property
@@ -83,12 +82,10 @@ class Cell(BaseModel):
 
     @property
     def response_tokens(self) -> float | None:
-        """Mean length of a response, or None."""
         return self.num_output_tokens / self.num_responses if self.num_responses and self.num_output_tokens else None
 
 
 def method_label(method: str, k: int) -> str:
-    """Return a method and its K as text."""
     return f"{METHOD_NAMES[method]} K={k}" if k else METHOD_NAMES[method]
 
 
@@ -97,9 +94,6 @@ def read_cells(entries: Any, where: str) -> list[Cell]:
 
     Args:
         where: the file, for messages.
-
-    Raises:
-        ConfigError: the list is missing or empty, or a cell is invalid.
     """
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")

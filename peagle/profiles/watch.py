@@ -43,7 +43,6 @@ class DrafterWatch:
 
     @property
     def needed(self) -> float | None:
-        """The acceptance length that pays at the given concurrency."""
         return needed_at(self._break_even, self._concurrency)
 
     def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:

@@ -30,11 +30,6 @@ def answer(
     search: Search,
     records: Mapping[Candidate, Sequence[PassRecord]],
 ) -> Profile:
-    """Return the profile of the best configuration.
-
-    Raises:
-        ConfigError: no configuration is within the limits; the nearest one is described.
-    """
     setups = {setup.name: setup for setup in plan.setups}
     summaries = {candidate: summarise(found, usd_per_s=plan.usd_per_s) for candidate, found in records.items()}
     best = search.best()
@@ -62,7 +57,6 @@ def answer(
 
 
 def text_table(profile: Profile) -> str:
-    """Return the table of measurements, the choice first."""
     rows = [
         ["", "K", "at once", "output tokens/s", "tokens per $", "p95 TPOT ms", "p95 TTFT ms", "acceptance", "passes"]
     ]

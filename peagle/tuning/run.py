@@ -47,12 +47,7 @@ def tune(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
-    """Search until the answer is found or the budget is spent, and return the profile and its path.
-
-    Raises:
-        ConfigError: bad usage, before any engine starts; or no configuration is within the limits.
-        EngineError: no engine started.
-    """
+    """Search until the answer is found or the budget is spent, and return the profile and its path."""
     run = Tuning.prepare(config, listener, start, tokenizer_of)
     run.measure()
     profile = answer(config, run.plan, run.dataset, run.search, run.records)
@@ -83,12 +78,7 @@ class Tuning(Measurement):
 
     @staticmethod
     def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Return every engine, checked: those of a benchmark, for each precision and number of token slots.
-
-        Raises:
-            ConfigError: an option does not fit.
-            CapacityError: an engine does not fit on the hardware.
-        """
+        """Return every engine, checked: those of a benchmark, for each precision and number of token slots."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
         sizes = config.max_num_seqs or _DEFAULT_SIZES[hardware.platform]
@@ -127,41 +117,34 @@ class Tuning(Measurement):
             self._load(candidate)
 
     def next(self, up: Setup | None = None) -> Pass | None:
-        """Return the next pass."""
         turn = self.search.next(up.name if up else None)
         return None if turn is None else self._pass(turn)
 
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
-        """Return the prompts of a pass."""
         return prompts_of(self.dataset.prompts, concurrency=one.concurrency, waves=self.config.waves, repeat=one.repeat)
 
     def accept(self, one: Pass, record: PassRecord) -> None:
-        """Record a finished pass."""
         super().accept(one, record)
         turn = _turn(one)
         self.records.setdefault(turn.candidate, []).append(record)
         self.search.add(turn, start_s=record.start_s, pass_s=record.wall_s)
 
     def fail(self, setup: Setup, reason: str) -> None:
-        """Exclude an engine from the search."""
         super().fail(setup, reason)
         self.search.fail(setup.name, reason)
 
     def spend(self, spent_s: float) -> None:
-        """Record engine time, also for later commands."""
         super().spend(spent_s)
         self.search.spent_s = spent_s
         self.folder.keep(_SPENT, {"engine_s": spent_s})
 
     def standing(self) -> str:
-        """Return the size of the grid, and the progress of earlier commands."""
         return (
             f"{len(self.search.candidates)} configurations on {len(self._setups)} engines; {len(self.done)} passes are "
             f"finished, after {format_duration(self.spent_s)} of {format_duration(self._budget_s)}"
         )
 
     def words(self, one: Pass, record: PassRecord) -> str:
-        """Return a progress line for a finished pass."""
         left_s = max(self._budget_s - self.spent_s, 0.0)
         rest_s = min(self.search.pending_s(one.setup.name), left_s)
         spent = f"{format_duration(self.spent_s)} of {format_duration(self._budget_s)}"

@@ -39,8 +39,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One pass of a candidate."""
-
     candidate: Candidate
     repeat: int
 
@@ -71,7 +69,6 @@ class Costs:
         self._pass_s: defaultdict[Candidate, list[float]] = defaultdict(list)
 
     def add(self, candidate: Candidate, *, start_s: float, pass_s: float) -> None:
-        """Record a pass, and the start of the engine that ran it."""
         self._start_s[candidate.engine].append(start_s)
         self._pass_s[candidate].append(pass_s)
 
@@ -125,12 +122,10 @@ class Search:
         self._num_passes: dict[Candidate, int] = {}
 
     def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
-        """Record a finished pass."""
         self._num_passes[turn.candidate] = self._num_passes.get(turn.candidate, 0) + 1
         self._costs.add(turn.candidate, start_s=start_s, pass_s=pass_s)
 
     def fail(self, engine: str, reason: str) -> None:
-        """Stop measuring an engine."""
         self.failed[engine] = reason
 
     def next(self, up: str | None = None) -> Turn | None:
@@ -146,7 +141,6 @@ class Search:
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, up: str | None = None) -> float:
-        """Return the estimated seconds of the pending passes."""
         return self._costs.of(self.pending(), up)
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:

@@ -58,11 +58,6 @@ def extract_on_actors(
         reference: the target by a name that every node can resolve.
         workers: most actors at once.
         device: of the actors, in place of the job's; on "cuda" each has a GPU.
-
-    Raises:
-        ConfigError: the store holds the features of something else.
-        CapacityError: the disk or the cluster cannot hold what was asked for.
-        PeagleError: an actor could not do its shard; those that are done stay.
     """
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
@@ -91,7 +86,6 @@ def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, 
 
 
 def _written(dataset: Any) -> Iterator[tuple[int, str]]:
-    """Shards and checksums as they are done."""
     try:
         for row in dataset.iter_rows():
             yield row["shard"], row["checksum"]
@@ -132,15 +126,7 @@ _POLL_S = 2.0
 
 
 def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head on `config.workers` workers and save it; the figures of the run.
-
-    Raises:
-        ConfigError: something asked for cannot be; says what.
-        CapacityError: the cluster has no room for the workers, or the disk none for the features.
-        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
-        PriceError: a price was asked for and there is none.
-        PeagleError: the workers died more often than `config.worker_failures` allows; the last checkpoint stays.
-    """
+    """Train a head on `config.workers` workers and save it; the figures of the run."""
     with contextlib.ExitStack() as paid:
         with ray_cluster():
             config = config.model_copy(update={"device": _device_of_workers(config.device)})

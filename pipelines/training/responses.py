@@ -42,12 +42,6 @@ def regenerate(
     Args:
         command: the command line, for each run's `run.json`.
         engine: fake for trying the pipeline.
-
-    Raises:
-        ConfigError: bad usage, or OUTPUT holds the responses of another target or to other prompts.
-        InputError: not one prompt was answered.
-        EngineError: an engine did not start or died; the same command continues.
-        StoppedEarly: interrupted; the same command continues.
     """
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)

@@ -33,9 +33,6 @@ class RunInfo:
         break_even_acceptance_length: for this hardware and concurrency, if measured.
         baseline: measured step times (`peagle.economics.baseline`).
         is_stand_in: whether the fake engine was used.
-
-    Raises:
-        PeagleError: a value has the wrong type.
     """
 
     model: str
@@ -75,11 +72,6 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Build a `RunInfo` from plain data.
-
-        Raises:
-            PeagleError: a key is unknown, the model is missing, or a value has the wrong type.
-        """
         for name in data:
             if name not in RUN_KEYS:
                 raise PeagleError(f"unknown key {name!r} of a run", hint=did_you_mean(name, RUN_KEYS))
@@ -88,7 +80,6 @@ class RunInfo:
         return cls(**data)  # type: ignore[arg-type]  # __post_init__ checks
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field for JSON."""
         return asdict(self)
 
 
@@ -135,9 +126,6 @@ def report_dict(account: Account, run: Mapping[str, object]) -> dict[str, Any]:
     Returns:
         `schema`, `run`, `account` (with derived figures), `shares` (fractions of the cost), `saved` (as in
         `Savings.to_dict`) and `notes` (sentences for the reader).
-
-    Raises:
-        PeagleError: `run` is invalid.
     """
     info = RunInfo.from_dict(run)
     total_usd = account.total_usd
@@ -169,11 +157,6 @@ def _savings(account: Account, info: RunInfo) -> Savings:
 
 
 def check_report(report: object) -> dict[str, Any]:
-    """Return the report if this version can show it.
-
-    Raises:
-        PeagleError: it cannot.
-    """
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         raise PeagleError(
             f"not a report of schema {SCHEMA}", hint="create it again from the run directory: peagle report RUN"
@@ -241,9 +224,6 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         `schema`, `labels`, `baseline` (an index), `figures` (with `name`, `label`, `values`, and `ratios` to the
         baseline or None) and `notes`.
-
-    Raises:
-        PeagleError: there are no reports, or one cannot be shown.
     """
     checked = [check_report(report) for report in reports]
     if not checked:

@@ -89,14 +89,12 @@ class Figure:
     is_ratio: bool = True
 
     def value(self, report: Mapping[str, Any]) -> float | None:
-        """Return the number, or None if the run has none."""
         found: Any = report
         for key in self.path:
             found = found[key]
         return None if found is None else float(found)
 
     def text(self, report: Mapping[str, Any]) -> str:
-        """Return the formatted value."""
         value = self.value(report)
         return UNKNOWN if value is None else self.words(value)
 

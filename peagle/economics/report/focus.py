@@ -45,9 +45,6 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
     Args:
         currency: ISO 4217 code of all amounts and prices.
         per_usd: amount of that currency per dollar.
-
-    Raises:
-        PriceError: a charge has no price; FOCUS has no unknown cost.
     """
     sums: defaultdict[Charge, Spend] = defaultdict(Spend)
     for charge in charges:

@@ -37,9 +37,6 @@ def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str
 
     Args:
         reports: one or more results of `report_dict`.
-
-    Raises:
-        PeagleError: there are no reports, or one cannot be shown.
     """
     from jinja2 import Environment, StrictUndefined
 

@@ -161,12 +161,10 @@ class Bar:
 
     @property
     def value(self) -> float:
-        """The sum of its parts."""
         return sum(amount for _, amount, _ in self.parts)
 
 
 def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> Bar:
-    """Return a bar of one amount."""
     return Bar(label=label, parts=[(kind, value, f"{label}: {words}")], words=words)
 
 
@@ -268,7 +266,6 @@ def tick(value: float) -> str:
 
 
 def usd_tick(usd: float) -> str:
-    """Return an axis label in dollars."""
     return f"${tick(usd)}"
 
 

@@ -56,7 +56,6 @@ def round_for_display(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_period(one: Mapping[str, Any]) -> str:
-    """Return the period as a heading."""
     start, end = one["start"], one["end"]
     if start is None and end is None:
         return "Spending, all time"
@@ -101,7 +100,6 @@ def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and sentences about savings."""
     total = one["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]

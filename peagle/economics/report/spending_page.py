@@ -96,7 +96,6 @@ def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, M
 
 
 def _by_group(one: Mapping[str, Any]) -> str:
-    """Plot stacked bars of the largest groups."""
     if not one["by"] or list(one["by"]) == ["day"]:
         return ""
     amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in one["rows"]]
