@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from peagle.drafter.estimate import draft_logits, drafted_tokens
-from peagle.drafter.features import HiddenStateReader
-from peagle.drafter.store import Document
+from peagle.drafter.features import Document, HiddenStateReader
+from peagle.drafter.forward import draft_logits, drafted_tokens
 
 TIE = 1e-3
 _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from peagle import hardware
-from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import MeasurementKeys
-from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, with_engine
+from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, run_loop, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
-from peagle.bench.plan import BenchPlan, Pass
+from peagle.bench.plan import BenchPlan, Pass, Setup
 from peagle.bench.prompts import BenchPrompt, Dataset, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
-from peagle.bench.setups import Setup
 from peagle.bench.spending import EngineSpending
 from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.engine.interface import Engine

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from peagle.bench.closed_loop import Answer, Loop
+from peagle.bench.engine import Answer, Loop
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation

@@ -15,12 +15,10 @@ from typing import Any
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener, Start, reported
 from peagle.bench.loop import Measurement, TokenizerOf
-from peagle.bench.plan import BenchPlan, Pass, make_plan, num_starts
+from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan, num_starts
 from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
-from peagle.bench.report import caveats, make_report, require_prompts
-from peagle.bench.setups import Setup
-from peagle.bench.tables import cost_plot, markdown_tables, speed_plot
+from peagle.bench.report import caveats, cost_plot, make_report, markdown_tables, require_prompts, speed_plot
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import format_duration
 from peagle.engine.vllm import start_engine

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from peagle.bench.closed_loop import Answer, Loop
-from peagle.bench.plan import BenchPlan
-from peagle.bench.setups import Setup
+from peagle.bench.engine import Answer, Loop
+from peagle.bench.plan import BenchPlan, Setup
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.prices import Device
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.files import make_folder
 from peagle.speculation import SpeculationStats
 

@@ -7,17 +7,184 @@ group of numbers names its source, and unconfirmed values are null.
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.catalog.folders import peagle_home
-from peagle.catalog.published import Deployment, Method, PublishedTable, Strict
-from peagle.catalog.step_times import StepTable
 from peagle.errors import CatalogError, did_you_mean
 from peagle.private import user_path
+from peagle.speculation import break_even_acceptance_length
+
+Method = Literal["peagle", "eagle3", "none"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Deployment(Strict):
+    """A published deployment of a head.
+
+    Attributes:
+        where: the service or document.
+        instance_type: in that service's terms.
+        source: title, date and URL.
+    """
+
+    where: str
+    instance_type: str
+    num_speculative_tokens: int = Field(gt=0)
+    source: str
+
+
+class PublishedSpeeds(Strict):
+    """Output tokens/s of one method and K.
+
+    Attributes:
+        num_speculative_tokens: K; 0 with "none".
+        output_tokens_per_s: one value per concurrency of the table.
+    """
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0)
+    output_tokens_per_s: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if (self.method == "none") != (self.num_speculative_tokens == 0):
+            raise ValueError("num_speculative_tokens is 0 exactly with method none")
+        if min(self.output_tokens_per_s) <= 0:
+            raise ValueError("output_tokens_per_s must be positive")
+        return self
+
+
+class PublishedTable(Strict):
+    """Published output tokens/s of an engine by method, K and concurrency.
+
+    Attributes:
+        dataset: the prompts.
+        accelerator: name in the price table.
+        precision: of the target, a value of `--precision`.
+        concurrency: the columns, ascending.
+        speeds: the rows.
+        source: title and date of the publication.
+    """
+
+    dataset: str
+    accelerator: str
+    num_accelerators: int = Field(gt=0)
+    precision: Literal["bf16", "fp8"]
+    concurrency: list[int] = Field(min_length=1)
+    speeds: list[PublishedSpeeds] = Field(min_length=1)
+    source: str
+    url: str
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
+            raise ValueError("concurrency must ascend from 1 or more")
+        if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
+            raise ValueError("output_tokens_per_s must have a value per concurrency")
+        if len({(row.method, row.num_speculative_tokens) for row in self.speeds}) < len(self.speeds):
+            raise ValueError("speeds must have each method and K once")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The label of every figure: "published, one B200"."""
+        count = "one" if self.num_accelerators == 1 else str(self.num_accelerators)
+        return f"published, {count} {self.accelerator}"
+
+    def best(self, method: Method) -> list[PublishedSpeeds]:
+        """Return a method's fastest row at each concurrency; empty if the table does not have the method."""
+        rows = [row for row in self.speeds if row.method == method]
+        columns = range(len(self.concurrency) if rows else 0)
+        return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
+
+    def gains(self, method: Method, *, over: Method) -> list[float]:
+        """Return the ratio of the best speeds of two methods by concurrency; empty if one is missing."""
+        pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
+        return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]
+
+
+class StepRow(Strict):
+    """Step times of one method and K.
+
+    Attributes:
+        num_speculative_tokens: K; 0 with "none".
+        step_ms: one value per concurrency, including drafting and verification.
+        spread: range of the repeats divided by their median, per concurrency; empty if unknown.
+    """
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0)
+    step_ms: list[float] = Field(min_length=1)
+    spread: list[float] = Field(default_factory=list)
+
+
+class StepTable(Strict):
+    """Step times by method, K and concurrency on one kind of hardware, compiled, with the card's heads.
+
+    Attributes:
+        precision: weights and KV cache, from `Precision.describe`.
+        hardware: from `Hardware.describe`; empty if unknown.
+        source: the measurement.
+    """
+
+    platform: Literal["cpu", "cuda"]
+    precision: str
+    hardware: str = ""
+    source: str
+    concurrency: list[int] = Field(min_length=1)
+    rows: list[StepRow]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
+            raise ValueError("steps: each row must have a time per concurrency")
+        if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
+            raise ValueError("steps: spread must be empty or have a value per concurrency")
+        if min(self.concurrency) < 1 or any(ms <= 0 for row in self.rows for ms in row.step_ms):
+            raise ValueError("steps: times must be above zero, and concurrencies at least 1")
+        if self.concurrency != sorted(set(self.concurrency)):
+            raise ValueError("steps: concurrencies must ascend")
+        kinds = [(row.method, row.num_speculative_tokens) for row in self.rows]
+        if kinds.count(("none", 0)) != 1 or len(set(kinds)) < len(kinds):
+            raise ValueError("steps: there must be one row with method none and K=0, and one per other method and K")
+        return self
+
+    def break_even(self, method: str, k: int) -> dict[int, float]:
+        """Return the break-even acceptance length by concurrency; empty if unknown."""
+        row = self.row(method, k)
+        if row is None:
+            return {}
+        lengths = map(break_even_acceptance_length, row.step_ms, self.plain.step_ms)
+        return dict(zip(self.concurrency, lengths, strict=True))
+
+    @property
+    def plain(self) -> StepRow:
+        """The row without a drafter."""
+        return next(row for row in self.rows if row.method == "none")
+
+    def row(self, method: str, k: int) -> StepRow | None:
+        """Return the row of a method and K, interpolated between measured K; None outside their range."""
+        measured = {row.num_speculative_tokens: row for row in self.rows if row.method == method}
+        return measured.get(k) or _between(measured, k)
+
+
+def _between(measured: dict[int, StepRow], k: int) -> StepRow | None:
+    for below, above in pairwise(sorted(measured)):
+        if below < k < above:
+            first, second, share = measured[below], measured[above], (k - below) / (above - below)
+            step_ms = [one + share * (two - one) for one, two in zip(first.step_ms, second.step_ms, strict=True)]
+            spread = list(map(max, first.spread, second.spread))
+            return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
+    return None
+
 
 Platform = Literal["cpu", "cuda"]
 RESERVED_NAMES = ("add",)  # `peagle models add` is a command

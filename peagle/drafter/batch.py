@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.store import Document
+from peagle.drafter.features import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rows:
     Attributes:
         anchor_S: position of the last known token of the row's chain.
         depth_S: number of tokens after the anchor; the row's position is anchor + depth.
-        first_anchor: rows with earlier anchors only provide context and bear no loss (`micro.py`).
+        first_anchor: rows with earlier anchors only provide context and bear no loss (`training.py`).
     """
 
     anchor_S: torch.Tensor

@@ -11,10 +11,9 @@ import torch
 
 from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.head_folder import save_head
-from peagle.drafter.head_spec import INITS
+from peagle.drafter.features import Features
+from peagle.drafter.head import INITS, save_head
 from peagle.drafter.prompt_sources import TrainingDocuments
-from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.files import write_atomic, write_json

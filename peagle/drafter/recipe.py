@@ -25,7 +25,7 @@ class TrainingConfig:
         num_steps: optimizer steps, over which the learning rate rises and falls.
         batch_tokens: documents are added to a step until it has this many tokens.
         micro_batch_tokens: maximum tokens whose gradients are computed together; a longer document is split
-            (`micro.py`). Saves memory; the gradients stay the same. None: a whole step.
+            (`training.py`). Saves memory; the gradients stay the same. None: a whole step.
         num_depths: K_train.
         cod_ratio: share of chains that continue from one depth to the next.
         depth_decay: the weight of a row at depth d is depth_decay ** d.

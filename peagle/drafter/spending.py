@@ -20,9 +20,8 @@ from peagle.drafter.config import TrainConfig
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.economics.prices import Device, Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.errors import CapacityError, PriceError
 from peagle.files import make_folder, writing
 from peagle.hardware import Hardware

@@ -10,14 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peagle.economics.ledger import (
-    latest,
-    read_sessions,
-    readable,
-    session_files,
-    sessions_bytes,
-    sessions_of,
-)
-from peagle.economics.segments import (
     BEATS,
     INDEX,
     MERGED,
@@ -27,8 +19,14 @@ from peagle.economics.segments import (
     continues_segment,
     files_of,
     index_bytes,
+    latest,
     listed,
     placed,
+    read_sessions,
+    readable,
+    session_files,
+    sessions_bytes,
+    sessions_of,
 )
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.storage import Place, remove, write_atomic

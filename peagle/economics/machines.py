@@ -6,9 +6,8 @@ detected, so plans state that.
 
 from dataclasses import dataclass
 
-from peagle.economics.offers import Offer, is_accelerator
 from peagle.economics.price_options import PriceOptions
-from peagle.economics.prices import PriceTable
+from peagle.economics.prices import Offer, PriceTable, is_accelerator
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware, detect
 from peagle.machine import identified

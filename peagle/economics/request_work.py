@@ -9,12 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from peagle.economics.ledger import readable
-from peagle.economics.segments import REQUESTS, Segment, segments
+from peagle.economics.ledger import REQUESTS, Segment, readable, segments
 from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
-from peagle.economics.usage import VERSION, RequestUsage
-from peagle.economics.work import Work
+from peagle.economics.usage import VERSION, RequestUsage, Work
 from peagle.storage import Place, open_to_read
 
 if TYPE_CHECKING:

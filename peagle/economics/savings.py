@@ -19,8 +19,7 @@ from typing import Any, Self
 
 from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import Work
+from peagle.economics.usage import EngineSession, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

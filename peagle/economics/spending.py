@@ -20,8 +20,9 @@ from typing import Self
 from peagle.economics.account import shares_by_period
 from peagle.economics.baseline import Baseline
 from peagle.economics.savings import Savings, spot_savings, work_savings
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import COUNTS, Work
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.timeline import merged
+from peagle.economics.usage import COUNTS, EngineSession, Work
 
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -247,3 +248,39 @@ def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend
         tags=group.tags,
         spend=spend,
     )
+
+
+NAME = "head and CPU nodes"
+
+
+def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    """Yield the charges by day of the hours with a live engine.
+
+    Args:
+        sessions: of all ledgers; overlapping lives count once.
+        usd_per_hour: all nodes together.
+    """
+    for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
+        yield from _charges(begin, end, days, usd_per_hour)
+
+
+def _charges(begin: float, end: float, days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    while begin < end:
+        day = day_of(begin)
+        midnight = min((day + 1.0) * DAY_S, end)
+        if day in days:
+            yield Charge(
+                day=day,
+                run=NAME,
+                instance="",
+                provider="",
+                region="",
+                market="fixed",
+                usd_per_device_s=usd_per_hour / 3600,
+                model="",
+                drafter="",
+                key="",
+                tags=NO_TAGS,
+                spend=Spend(idle_usd=(midnight - begin) * usd_per_hour / 3600),
+            )
+        begin = midnight

@@ -13,7 +13,7 @@ from typing import Any
 from peagle.economics.savings import Savings
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
-from peagle.economics.work import COUNTS
+from peagle.economics.usage import COUNTS
 from peagle.errors import ConfigError, did_you_mean
 
 SCHEMA = 1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from peagle.economics.offers import is_accelerator
+from peagle.economics.prices import is_accelerator
 from peagle.engine_options import ResolvedEngine
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE

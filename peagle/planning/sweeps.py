@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.catalog.published import PublishedTable
+from peagle.catalog.cards import ModelCard, PublishedTable, load_catalog
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
 from peagle.private import user_path

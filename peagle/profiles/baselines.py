@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.catalog.step_times import StepTable
+from peagle.catalog.cards import StepTable
 from peagle.economics.baseline import Baseline, Step, ratio_error
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import Checkable, RowEngine
 from peagle.engine.spec import EngineSpec

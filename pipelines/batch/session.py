@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession
+from peagle.economics.usage import EngineFacts, EngineSession
 from peagle.private import keep_private
 from peagle.runs.directory import RunDirectory
 from peagle.runs.liveness import Heartbeats

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from peagle.corpus.cutting import calls_per_engine
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import UnitUsage
+from peagle.economics.usage import EngineFacts, UnitUsage
 from peagle.engine.startup import as_told
 from peagle.errors import EngineError, PeagleError, StoppedEarly
 from peagle.runs.directory import RunDirectory

@@ -23,17 +23,16 @@ import pyarrow as pa
 
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.local import localize
-from peagle.drafter.checkpoint import saved_at
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample
 from peagle.drafter.decontamination import NAMED
-from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors
-from peagle.drafter.head_spec import INITS
+from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors, write_shard
+from peagle.drafter.head import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
-from peagle.drafter.store import write_shard
+from peagle.drafter.training import saved_at
 from peagle.drafter.workers import ProcessGroup
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from peagle.catalog.targets import context_tokens
 from peagle.corpus.rows import Row
 from peagle.drafter.config import WAYS, TrainConfig
-from peagle.drafter.hash_split import part_by_hash
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
+from peagle.drafter.prompts import part_by_hash
 from peagle.drafter.target import Target, load_target
 from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.errors import InputError

@@ -16,7 +16,7 @@ from peagle.economics.baseline import recorded_baseline
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import FIGURES, SHARES, format_share
 from peagle.economics.savings import Savings, spot_savings, work_savings
-from peagle.economics.work import Work
+from peagle.economics.usage import Work
 from peagle.errors import PeagleError, did_you_mean
 
 

@@ -14,8 +14,8 @@ from peagle.economics.report.figures import (
     format_price,
     format_share,
     money_labels,
+    savings_of_run,
 )
-from peagle.economics.report.saved import savings_of_run
 from peagle.tables import aligned
 
 _WIDTH = 100

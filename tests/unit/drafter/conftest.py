@@ -11,8 +11,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
-from peagle.drafter.features import HiddenStateReader, extract_features, samples_fingerprint, target_fingerprint
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.features import (
+    FeatureSpec,
+    FeatureStore,
+    HiddenStateReader,
+    extract_features,
+    samples_fingerprint,
+    target_fingerprint,
+)
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 
 VOCABULARY, HIDDEN = 96, 32  # of the tiny target in tests/conftest.py

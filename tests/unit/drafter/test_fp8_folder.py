@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from peagle.drafter.features import FeatureSpec
 from peagle.drafter.fp8_folder import dequantize_head, quantize_head
-from peagle.drafter.head import build_head
-from peagle.drafter.head_folder import load_head, save_head
-from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.store import FeatureSpec
+from peagle.drafter.head import HeadSpec, build_head, load_head, save_head
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import CapacityError, ConfigError, DrafterError
 from peagle.fp8 import FP8

@@ -10,13 +10,11 @@ from foreign_targets import AUX_LAYERS
 from safetensors.torch import load_file
 
 from peagle.catalog.shipped_heads import HEADS_FOLDER
-from peagle.drafter.architecture import read_architecture
 from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.features import FeatureSpec, FeatureStore
 from peagle.drafter.forward import head_states
-from peagle.drafter.head import build_head, init_for
-from peagle.drafter.head_folder import load_head, save_head
-from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.head import HeadSpec, build_head, init_for, load_head, save_head
+from peagle.drafter.target import read_architecture
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
 from peagle.errors import ConfigError, DrafterError
 

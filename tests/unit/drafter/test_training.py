@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.features import FeatureSpec, FeatureStore
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import FeatureSpec, FeatureStore
-from peagle.drafter.training import HeadOptimizer, TrainingOutcome, train
+from peagle.drafter.training import Checkpoint, HeadOptimizer, TrainingOutcome, load_checkpoint, save_checkpoint, train
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.drafter.workers import SingleProcess
 from peagle.errors import CapacityError, ConfigError, DivergedError

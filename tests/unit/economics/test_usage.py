@@ -5,14 +5,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.economics.sessions import (
+from peagle.economics.usage import (
     SESSION_KEY,
+    UNIT_KEY,
+    EngineSession,
+    RequestUsage,
+    UnitUsage,
     session_at,
     session_since,
     sessions_from_table,
     sessions_to_table,
 )
-from peagle.economics.usage import UNIT_KEY, EngineSession, RequestUsage, UnitUsage
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
 

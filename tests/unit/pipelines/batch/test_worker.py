@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle import hardware
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
