@@ -45,11 +45,7 @@ def evaluate(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure every missing cell; return the report and its folder.
-
-    Args:
-        tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-    """
+    """Measure every missing cell; return the report and its folder."""
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
 

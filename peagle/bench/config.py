@@ -298,9 +298,6 @@ def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
     """Return the benchmark that performs the measurement of another command.
 
     Copies only options that the user set, because a price that the user requests must be known.
-
-    Args:
-        own: benchmark options that the command sets itself.
     """
     shared = {*PriceOptions.model_fields, *MeasurementKeys.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from peagle.bench.prompts import BenchPrompt
 from peagle.catalog.int8 import converted_spec
@@ -55,7 +55,6 @@ def with_engine(
     """Start an engine, run its self-check, use it, and shut it down.
 
     Args:
-        log: engine output is appended to this file.
         use: called with the engine and the seconds that it took to start.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the tables
@@ -97,27 +96,8 @@ def read_from(log: Path, position: int) -> str:
         return file.read().decode(errors="replace")
 
 
-class Measuring(Protocol):
-    """A measurement that consists of several parts."""
-
-    @property
-    def done(self) -> Mapping[Any, Any]:
-        """Parts that this command or earlier ones have finished."""
-
-    def measure(self) -> None:
-        """Measure the remaining parts."""
-
-    def write_report(self) -> dict[str, Any]:
-        """Write the report of all finished parts to the folder."""
-
-
-def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
-    """Measure and write the report, also after an error or interrupt.
-
-    Args:
-        root: folder of the report.
-        parts: the name of a part, in the plural: "cells".
-    """
+def reported(run: Any, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
+    """Measure and write the report, also after an error or interrupt."""
     try:
         run.measure()
     except BaseException:
@@ -125,7 +105,8 @@ def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts
             run.write_report()
             listener.say(f"report of the finished {parts}: {root / 'report.md'}")
         raise
-    return run.write_report()
+    report: dict[str, Any] = run.write_report()
+    return report
 
 
 _GIB = 1024**3
@@ -133,11 +114,7 @@ _EVERY_S = 1.0
 
 
 class PeakMemory:
-    """The largest reading between enter and exit.
-
-    Args:
-        read: returns memory in GiB, or None if unknown.
-    """
+    """The largest reading between enter and exit."""
 
     def __init__(self, read: Callable[[], float | None], every_s: float = _EVERY_S) -> None:
         self._read, self._every_s = read, every_s
@@ -231,8 +208,6 @@ class Loop:
     """The result of one pass over all prompts.
 
     Attributes:
-        answers: by prompt; None if the engine rejected it.
-        wall_s: from the first request to the last response.
         drafted: drafts counted by the engine during the pass; None if it does not count drafts.
     """
 
@@ -258,12 +233,7 @@ async def run_loop(
     progress: Callable[[int, int], None],
     num_warm_up: int,
 ) -> Loop:
-    """Send every prompt once, after a short warm-up that is not measured.
-
-    Args:
-        progress: called with the number of finished and of all requests.
-        num_warm_up: number of concurrent warm-up requests.
-    """
+    """Send every prompt once, after a short warm-up that is not measured."""
     warm_up = {**sampling, "max_tokens": min(_WARM_UP_TOKENS, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
     await asyncio.sleep(_COUNTERS_SETTLE_S)

@@ -25,7 +25,6 @@ class MeasurementFolder:
     """Creates or opens a folder of measurements.
 
     Args:
-        name: name of the manifest, without suffix.
         fingerprint: the settings that all records share, as JSON-ready data.
     """
 

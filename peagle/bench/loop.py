@@ -31,15 +31,7 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of a command.
-
-    Attributes:
-        name: name of the manifest in the folder.
-        parent: parent of default folders.
-        done: finished passes of this command and earlier ones.
-        failed: engines that failed in this command, with the error message.
-        spent_s: time that engines were running, including their start.
-    """
+    """The passes of a command."""
 
     name: ClassVar[str]
     parent: ClassVar[Path]
@@ -69,11 +61,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def next(self, up: Setup | None = None) -> Pass | None:
-        """Return the next pass, or None at the end.
-
-        Args:
-            up: the engine that is running.
-        """
+        """Return the next pass, or None at the end."""
 
     @abstractmethod
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:

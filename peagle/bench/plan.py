@@ -38,16 +38,7 @@ from peagle.provenance import versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """An engine to measure: a method and K.
-
-    Attributes:
-        name: name of its files, unique for the head and the synthetic acceptance.
-        label: display name, such as "P-EAGLE K=5".
-        method: one of `peagle.profiles.measurements.METHODS`.
-        k: draft tokens per step; 0 without drafting.
-        head: display name of the head, if any.
-        fingerprint: of the head; empty without a head.
-    """
+    """An engine to measure: a method and K."""
 
     name: str
     label: str
@@ -74,7 +65,6 @@ def target_spec(
     """Return the engine of a configuration, without a drafter.
 
     Args:
-        extra: vLLM arguments derived from the command's options.
         own: fields that the command sets itself.
     """
     if fixed := spec_fields(config):
@@ -96,7 +86,6 @@ def make_setup(
     """Return the setup of an engine with or without a drafter.
 
     Args:
-        spec: the engine without drafter.
         label: replaces the default label of method and K.
     """
     method, k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
@@ -223,11 +212,6 @@ class BenchPlan:
     """The engines to measure, and what they share.
 
     Attributes:
-        config: the benchmark, or the equivalent benchmark of another command.
-        spec: the engine without a drafter.
-        setups: the engines with their drafters.
-        price: of this hardware; None if unknown.
-        notes: information for the user.
         own: settings of this command that every pass depends on; JSON-ready.
         category_column: the column by which acceptance is grouped; None disables it.
     """

@@ -66,11 +66,8 @@ class PassRecord:
     Attributes:
         wall_s: from the first request to the last response, without the warm-up.
         start_s: seconds to start the engine, including compilation.
-        num_refused: requests that the engine rejected.
         speculation: drafts of all responses; empty without drafts.
-        requests: the answered requests.
         peak_memory_gib: during the pass (`peagle.bench.engine`); None if unknown.
-        measured_at: UTC, ISO 8601.
         model_runner: vLLM's, "V1" or "V2"; None if unknown, and in old records.
         self_check: from `SelfCheck.to_dict`; None in old records.
         by_category: empty if the data has no categories, or the engine does not count drafts per request.
@@ -151,10 +148,6 @@ def by_category(
     """Group responses by category, in alphabetical order.
 
     Empty if no row has a category, or the engine does not count drafts per request.
-
-    Args:
-        generations: by prompt; None if the engine rejected it.
-        categories: of the same prompts.
     """
     pairs = [(g, c) for g, c in zip(generations, categories, strict=True) if g is not None]
     if all(category is None for _, category in pairs) or all(g.speculation is None for g, _ in pairs):
@@ -200,11 +193,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict[str, Any]:
-    """Summarise all passes of one setup at one concurrency as JSON-ready data.
-
-    Args:
-        usd_per_s: price of the engine's devices; None if unknown.
-    """
+    """Summarise all passes of one setup at one concurrency as JSON-ready data."""
     first, requests = records[0], [request for record in records for request in record.requests]
     speeds = [record.output_tokens_per_s for record in records]
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]

@@ -42,12 +42,7 @@ def few_prompts(config: BenchConfig, num_prompts: int) -> list[str]:
 
 
 def model_runners(config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]) -> list[str]:
-    """Return a warning if methods used, or may use, different model runners of vLLM.
-
-    Args:
-        chosen: the user's setting of `VLLM_USE_V2_MODEL_RUNNER`.
-        records: records of finished passes.
-    """
+    """Return a warning if methods used, or may use, different model runners of vLLM."""
     methods: dict[str, list[str]] = {}
     for record in records:
         if record.model_runner is not None:
@@ -76,11 +71,7 @@ DUMMY = "DUMMY WEIGHTS: the weights are random and the text is meaningless; thes
 def make_report(
     plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the report of all finished passes.
-
-    Args:
-        failed: error messages of failed engines, by label.
-    """
+    """Return the report of all finished passes."""
     cells = _cells(plan, done)
     num_left = len(plan.passes) - len(done)
     warnings = [
@@ -308,13 +299,7 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
 def conditions(
     report: Mapping[str, Any], *, versions: Sequence[str], hardware: str, dates: Sequence[str], load: Sequence[str] = ()
 ) -> str:
-    """Describe the conditions of a measurement in one line.
-
-    Args:
-        versions: names and versions of packages.
-        dates: when cells were measured, ISO 8601.
-        load: the concurrency, if it is the same for all cells.
-    """
+    """Describe the conditions of a measurement in one line."""
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
     parts = [
         report["model"],

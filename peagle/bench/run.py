@@ -28,11 +28,7 @@ from peagle.requests.tokenizer import load_tokenizer
 
 
 def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool) -> float | None:
-    """Estimate the seconds until the last pass ends; None before the first pass has finished.
-
-    Args:
-        is_up: the engine of the next pass is already running.
-    """
+    """Estimate the seconds until the last pass ends; None before the first pass has finished."""
     if not done:
         return None
     starts = num_starts(left) - (1 if is_up and left else 0)
@@ -41,11 +37,7 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
 
 
 def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
-    """Estimate the seconds of a pass, including the start of its engine; 0 before a pass has finished.
-
-    Args:
-        is_up: its engine is already running.
-    """
+    """Estimate the seconds of a pass, including the start of its engine; 0 before a pass has finished."""
     if not done:
         return 0.0
     start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
@@ -59,11 +51,7 @@ def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
 
 
 class Bench(Measurement):
-    """The passes of a benchmark, in the order of its plan.
-
-    Attributes:
-        parts: the name of a pass in messages, in the plural.
-    """
+    """The passes of a benchmark, in the order of its plan."""
 
     name = "bench"
     parent = Path("runs/bench")
@@ -134,12 +122,7 @@ class Bench(Measurement):
         return report
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """Return the report as JSON-ready data.
-
-        Args:
-            done: finished passes, in the plan's order.
-            failed: error messages of failed engines, by label.
-        """
+        """Return the report as JSON-ready data."""
         return make_report(self.plan, self.dataset, done, failed)
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
@@ -155,9 +138,5 @@ def bench(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Run the remaining passes within the time budget; return the report and its folder.
-
-    Args:
-        tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-    """
+    """Run the remaining passes within the time budget; return the report and its folder."""
     return Bench.prepare(config, listener, start, tokenizer_of).run()

@@ -14,20 +14,13 @@ from pathlib import Path
 from peagle.bench.engine import Answer, Loop
 from peagle.bench.plan import BenchPlan, Setup
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.prices import Device
-from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.files import make_folder
 from peagle.speculation import SpeculationStats
 
 
 class EngineSpending:
-    """Records one engine, from before its start until its end.
-
-    Args:
-        folder: the ledger.
-        now: returns the Unix time.
-    """
+    """Records one engine, from before its start until its end."""
 
     def __init__(self, folder: Path, plan: BenchPlan, setup: Setup, *, now: Callable[[], float] = time.time) -> None:
         make_folder(folder)
@@ -96,23 +89,11 @@ class EngineSpending:
 
 
 def _facts(plan: BenchPlan, setup: Setup) -> EngineFacts:
-    drafter = setup.head or (setup.label if setup.k else None)
-    device: Device = "accelerator" if plan.hardware.platform == "cuda" else "vcpu"
-    if plan.price is None:
-        return EngineFacts(
-            model=plan.model.name,
-            drafter=drafter,
-            num_devices=plan.num_devices,
-            device=device,
-            num_speculative_tokens=setup.k,
-        )
     return EngineFacts.priced(
         plan.price,
         model=plan.model.name,
-        drafter=drafter,
+        drafter=setup.head or (setup.label if setup.k else None),
         num_devices=plan.num_devices,
-        device=device,
-        tags=NO_TAGS,
+        device="accelerator" if plan.hardware.platform == "cuda" else "vcpu",
         num_speculative_tokens=setup.k,
-        baseline=None,
     )

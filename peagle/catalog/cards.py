@@ -27,13 +27,7 @@ class Strict(BaseModel):
 
 
 class Deployment(Strict):
-    """A published deployment of a head.
-
-    Attributes:
-        where: the service or document.
-        instance_type: in that service's terms.
-        source: title, date and URL.
-    """
+    """A published deployment of a head."""
 
     where: str
     instance_type: str
@@ -42,12 +36,7 @@ class Deployment(Strict):
 
 
 class PublishedSpeeds(Strict):
-    """Output tokens/s of one method and K.
-
-    Attributes:
-        num_speculative_tokens: K; 0 with "none".
-        output_tokens_per_s: one value per concurrency of the table.
-    """
+    """Output tokens/s of one method and K."""
 
     method: Method
     num_speculative_tokens: int = Field(ge=0)
@@ -66,12 +55,8 @@ class PublishedTable(Strict):
     """Published output tokens/s of an engine by method, K and concurrency.
 
     Attributes:
-        dataset: the prompts.
         accelerator: name in the price table.
         precision: of the target, a value of `--precision`.
-        concurrency: the columns, ascending.
-        speeds: the rows.
-        source: title and date of the publication.
     """
 
     dataset: str
@@ -115,7 +100,6 @@ class StepRow(Strict):
     """Step times of one method and K.
 
     Attributes:
-        num_speculative_tokens: K; 0 with "none".
         step_ms: one value per concurrency, including drafting and verification.
         spread: range of the repeats divided by their median, per concurrency; empty if unknown.
     """
@@ -130,9 +114,7 @@ class StepTable(Strict):
     """Step times by method, K and concurrency on one kind of hardware, compiled, with the card's heads.
 
     Attributes:
-        precision: weights and KV cache, from `Precision.describe`.
         hardware: from `Hardware.describe`; empty if unknown.
-        source: the measurement.
     """
 
     platform: Literal["cpu", "cuda"]
@@ -191,12 +173,7 @@ RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class Source(Strict):
-    """The source of the target's weights: a Python package, the Hugging Face hub, or a local folder.
-
-    Attributes:
-        id: the distribution's name, the hub id, or the absolute path.
-        revision: version or commit; None is the latest.
-    """
+    """The source of the target's weights: a Python package, the Hugging Face hub, or a local folder."""
 
     kind: Literal["package", "huggingface", "folder"]
     id: str
@@ -224,8 +201,6 @@ class PrecisionFacts(Strict):
     """Precisions that run this model.
 
     Attributes:
-        options: useful values of `--precision`.
-        default: the default value.
         native_quantization: quantisation of the published checkpoint, such as mxfp4.
     """
 
@@ -250,10 +225,7 @@ class HeadCard(Strict):
         id: folder name under `heads/`, hub id, or absolute path; None if it is not published.
         published: whether it can be downloaded; otherwise `note` has the reason.
         long_context_id: the variant for long prompts.
-        licence: None if not confirmed.
         max_speculative_tokens: the depth that it was trained for; None if not confirmed.
-        deployments: published deployments.
-        note: information for users of the head.
     """
 
     kind: Literal["shipped", "huggingface", "folder"]
@@ -274,14 +246,7 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
-    """The recommended method and K up to a concurrency.
-
-    Attributes:
-        max_concurrency: maximum concurrent requests; None is unlimited.
-        method: "none" if drafting costs more than it saves.
-        num_speculative_tokens: K; 0 with "none".
-        source: the measurement.
-    """
+    """The recommended method and K up to a concurrency."""
 
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
@@ -300,8 +265,6 @@ class ModelCard(Strict):
     """One model of the catalog.
 
     Attributes:
-        speculation: recommendations for `--drafter auto`, by concurrency.
-        published: published speeds, for `peagle plan`.
         steps: measured step times, for the break-even acceptance length.
     """
 

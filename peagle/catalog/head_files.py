@@ -31,12 +31,9 @@ class HeadFacts:
 
     Attributes:
         target_hidden_size: width of the target's states.
-        vocab_size: of the embedding that the head shares with the target.
         draft_vocab_size: number of tokens it can draft; by default all.
-        num_layers: decoder layers; by default 1.
         aux_layer_ids: layers of the target whose inputs it reads; if empty, vLLM chooses.
         mask_token_id: represents unknown tokens; only for P-EAGLE.
-        num_speculative_tokens: default K of the head, if any.
         unmapped: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -80,12 +77,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """Return the head's facts if it fits the target.
-
-    Args:
-        drafter: the head's `config.json`.
-        target: the target's `config.json`.
-    """
+    """Return the head's facts if it fits the target."""
     head = read_head(drafter)
     text = target.get("text_config") or target
     num_layers = text["num_hidden_layers"]

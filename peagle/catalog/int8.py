@@ -97,11 +97,7 @@ def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch
 
 
 def quantization_config(kept: Iterable[str]) -> Mapping[str, Any]:
-    """Return the `quantization_config` of `config.json`, in the format of compressed-tensors.
-
-    Args:
-        kept: modules with a matrix that is not converted.
-    """
+    """Return the `quantization_config` of `config.json`, in the format of compressed-tensors."""
     numbers = {"num_bits": 8, "type": "int", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -130,12 +126,7 @@ _HINT = "use --precision auto, or bf16"
 
 
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Check that a target can run in INT8. For a hub id, only the configuration is checked.
-
-    Args:
-        path: folder or hub id of the target.
-        config: its `config.json`.
-    """
+    """Check that a target can run in INT8. For a hub id, only the configuration is checked."""
     text = config.get("text_config") or config
     if hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags and any(text.get(key) for key in _EXPERTS):
         raise PrecisionError(
@@ -160,11 +151,6 @@ def ensure_int8(
     """Return the folder of a target in INT8 after converting it if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
-
-    Args:
-        model: a folder, or a hub id, which is downloaded into the Hugging Face cache.
-        revision: of a hub id.
-        announce: receives messages about slow operations.
     """
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     fingerprint = folder_fingerprint(source)

@@ -66,7 +66,6 @@ def localize(model: str, revision: str | None = None, *, weights: bool = True) -
     """Return this node's path of a model: a folder or a hub id.
 
     Args:
-        revision: the spec's revision, which avoids a request to the hub.
         weights: also fetch weights of an `s3://` folder.
     """
     if is_stored(model):

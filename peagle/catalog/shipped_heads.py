@@ -109,18 +109,15 @@ def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
         head = Path(staging) / whole.name
         _copy_with(folder, tensors, head)
-        _remove_quantization(head / "config.json")
+        config_file = head / "config.json"
+        config = json.loads(config_file.read_text())
+        if config.pop("quantization_config", None):
+            config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         try:
             head.rename(whole)
         except OSError:
             if not whole.is_dir():  # another process created the same folder first
                 raise
-
-
-def _remove_quantization(config_file: Path) -> None:
-    config = json.loads(config_file.read_text())
-    if config.pop("quantization_config", None):
-        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:

@@ -115,14 +115,9 @@ class ResolvedModel:
     """A target that an engine can load.
 
     Attributes:
-        name: display name.
         path: a local folder, a hub id that vLLM downloads, or an `s3://` folder that each node fetches (`fetched.py`).
-        card: None outside the catalog.
-        fingerprint: of the weights and the configuration.
-        config: its `config.json`.
         revision: the revision to load. For a hub id, the commit of the card's revision or of the main branch; if the
             commit is unknown, the card's revision, or None for the latest. For an `s3://` folder, the listing's hash.
-        weights_bytes: size of the weights in a store; None elsewhere.
     """
 
     name: str
@@ -158,7 +153,6 @@ def resolve_model(
     Args:
         name: an `s3://` folder; or catalog name, local folder or hub id, in this order.
         commits: pinned commits by hub id, which override the current branches.
-        announce: receives messages about slow operations.
     """
     if is_stored(name):
         return _stored_model(name)

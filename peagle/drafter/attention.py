@@ -43,10 +43,7 @@ class Block:
     """Rows that attend together.
 
     Attributes:
-        query: the query rows; blocks are consecutive.
-        keys: the ranges of key rows, in order.
         query_rows: anchors and depths of `query`; None for causal attention of the rows to each other.
-        key_rows: anchors and depths of `keys`.
     """
 
     query: slice
@@ -260,11 +257,8 @@ def document_attention(
     """Compute the attention of a plan, in the form that transformers expects.
 
     Args:
-        module: the layer; not used.
         query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.
         key: [1, KV heads, keys, head_dim].
-        value: like `key`.
-        attention_mask: the plan.
 
     Returns:
         [1, rows, heads, head_dim], and no weights.
@@ -327,12 +321,7 @@ def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    """Compute attention.
-
-    Args:
-        parts: query, key and value, each [N, heads, rows, head_dim]; there may be fewer KV heads.
-        mask: True where the row may attend; None for causal attention.
-    """
+    """Compute attention."""
     query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -13,7 +13,6 @@ class Sample:
     """A document: the templated prompt and the target's response.
 
     Attributes:
-        token_ids: prompt and response.
         num_prompt_tokens: the first tokens, which bear no loss.
     """
 
@@ -62,7 +61,6 @@ def build_samples(
         rows: with `response`, and `messages` (a list or JSON text) or `prompt_column`; optionally `id` and
             `finish_reason`.
         prompt_column: the column with the user's message if there is no `messages`.
-        max_tokens: longer documents are cut.
 
     Returns:
         The samples in the order of the rows, and the rejected rows.

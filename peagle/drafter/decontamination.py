@@ -40,10 +40,6 @@ class NgramIndex:
     """The word n-grams of the references.
 
     Shorter references cannot be detected; HumanEval's shortest prompt is longer.
-
-    Args:
-        references: texts that must not occur in training data.
-        num_words: number of consecutive words that count as a copy.
     """
 
     def __init__(self, references: Iterable[str] = (), *, num_words: int = NUM_WORDS) -> None:
@@ -106,11 +102,7 @@ DEFAULT = (HUMANEVAL,)
 
 
 def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
-    """Return the n-grams of evaluation sets.
-
-    Args:
-        evaluation_sets: "humaneval" and files, or only "none".
-    """
+    """Return the n-grams of evaluation sets."""
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(
             f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"remove {NONE} or the others"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,13 +36,7 @@ _FULL = "free some space, or use --on-the-fly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    """The source of stored states. Stores with equal specs are interchangeable.
-
-    Attributes:
-        target: fingerprint of the target's configuration and weights.
-        aux_layers: indices of the layers whose inputs are stored, ascending.
-        samples: fingerprint of the documents.
-    """
+    """The source of stored states. Stores with equal specs are interchangeable."""
 
     target: str
     aux_layers: tuple[int, ...]
@@ -71,29 +65,6 @@ class Document:
     last_TH: torch.Tensor
 
 
-class Features(Protocol):
-    """Documents with their states, stored or computed.
-
-    Attributes:
-        tokens_ahead: number of tokens to read ahead; 0 if there is no benefit.
-    """
-
-    spec: FeatureSpec
-    tokens_ahead: int
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-
-    def num_tokens(self, index: int) -> int:
-        """Return the length of a document."""
-
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Prepare documents that will be requested soon."""
-
-    def documents(self, indices: Sequence[int]) -> list[Document]:
-        """Return documents by index."""
-
-
 def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
     """Write a shard atomically and return its checksum. The last of several writers wins."""
     from safetensors import SafetensorError
@@ -112,12 +83,7 @@ def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 class StoreWriter:
-    """An unfinished store.
-
-    Args:
-        folder: created if missing.
-        num_shards: number of shards of the finished store.
-    """
+    """An unfinished store."""
 
     def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,12 +132,7 @@ class StoreWriter:
 
 
 class FeatureStore:
-    """A finished store.
-
-    Args:
-        folder: filled by `extract_features`.
-        verify: compare every shard with its checksum.
-    """
+    """A finished store."""
 
     tokens_ahead = 0
 
@@ -222,12 +183,6 @@ class FeatureStore:
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
         return [self[index] for index in indices]
-
-    def response_token_ids(self) -> Iterator[int]:
-        """Yield every token under the loss."""
-        for index in range(len(self)):
-            document = self[index]
-            yield from document.token_ids_T[document.loss_mask_T].tolist()
 
 
 def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, Any]:
@@ -316,11 +271,6 @@ def states_of(
     """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16.
 
     As in every engine, batching may change the last bit of a state.
-
-    Args:
-        device: of the target.
-        batch_tokens: maximum padded tokens per batch; a longer document gets its own batch.
-        to: device of the results.
     """
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for batch in _batches_by_length(samples, batch_tokens):
@@ -361,15 +311,7 @@ SHARD_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureJob:
-    """An extraction of states.
-
-    Attributes:
-        target: folder of the target.
-        samples: documents, in an order that does not change between attempts.
-        spec: describes the target and the samples; a store with another spec is rejected.
-        folder: the store.
-        device: for the target.
-    """
+    """An extraction of states."""
 
     target: Path
     samples: Sequence[Sample]
@@ -413,7 +355,14 @@ def open_store(
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
     if missing:
         writer.clear()
-        _check_disk(folder, sum(len(sample.token_ids) for shard in missing.values() for sample in shard), spec)
+        num_tokens = sum(len(sample.token_ids) for shard in missing.values() for sample in shard)
+        needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(folder).free
+        if needed > free:
+            raise CapacityError(
+                f"{folder}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need "
+                f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free",
+                hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
+            )
     return writer, missing
 
 
@@ -438,17 +387,7 @@ def extract_features(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill `store` with the states of all samples, keeping existing shards.
-
-    Args:
-        samples: documents, in an order that does not change between attempts.
-        load_reader: loads the target; only called if shards are missing.
-        spec: describes the target and the samples; a store with another spec is rejected.
-        store: folder to write.
-        device: of the target.
-        batch_tokens: maximum padded tokens per batch.
-        progress: called after each shard with the number of finished and of all shards.
-    """
+    """Fill `store` with the states of all samples, keeping existing shards."""
     writer, missing = open_store(samples, spec, store)
     reader = load_reader() if missing else None
     for number, shard in missing.items():
@@ -474,16 +413,6 @@ def shard_tensors(
     }
 
 
-def _check_disk(store: Path, num_tokens: int, spec: FeatureSpec) -> None:
-    needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(store).free
-    if needed > free:
-        raise CapacityError(
-            f"{store}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need {needed / 2**30:.1f} GiB, but"
-            f" only {free / 2**30:.1f} GiB are free",
-            hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
-        )
-
-
 def _digest(parts: Iterable[bytes]) -> str:
     total = hashlib.sha256()
     for part in parts:
@@ -492,13 +421,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 class ComputedFeatures:
-    """The features of `samples`, computed on demand. Only documents that were read ahead are kept.
-
-    Args:
-        load_reader: loads the target, on first use.
-        device: for the target and the states.
-        batch_tokens: maximum padded tokens per batch.
-    """
+    """The features of `samples`, computed on demand. Only documents that were read ahead are kept."""
 
     def __init__(
         self,
@@ -547,3 +470,6 @@ class ComputedFeatures:
     @cached_property
     def _reader(self) -> HiddenStateReader:
         return self._load_reader()
+
+
+Features = FeatureStore | ComputedFeatures

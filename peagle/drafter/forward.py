@@ -51,7 +51,10 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     state, token_ids = known[batch.anchor_S[rows_of_depth[0]]], batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]]
     for depth, rows in enumerate(rows_of_depth):
         if depth:
-            parent = _parents(batch, rows_of_depth[depth - 1], rows)
+            previous = rows_of_depth[depth - 1]
+            place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
+            place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
+            parent = place[batch.anchor_S[rows]]
             state = outputs[-1][parent]
             token_ids = (
                 drafted_ids(head, head.norm(state))
@@ -79,13 +82,6 @@ def _one_depth(
             past_key_values=cache,
         )
     return row_states[0]
-
-
-def _parents(batch: TrainingBatch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the index in `previous` (one depth before) of the row with the same anchor."""
-    place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
-    place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
-    return place[batch.anchor_S[rows]]
 
 
 def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
@@ -119,10 +115,7 @@ class BatchLoss:
     Attributes:
         loss: scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With
             D-PACE it is not a mean, and comparable only with itself.
-        correct_D: number of rows whose most likely token is the target's.
         accepted_D: number of correct rows for which all earlier rows of their chain are correct too.
-        rows_D: number of rows under the loss.
-        divergence_D: sum of their KL divergences.
     """
 
     loss: torch.Tensor
@@ -175,8 +168,6 @@ class ParallelRows:
     Attributes:
         states: [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other
             depths the mask token and the learnt state.
-        places: positions, [1, S].
-        rotary: cosines and sines of the positions.
     """
 
     states: torch.Tensor
@@ -224,7 +215,6 @@ def batch_loss(
     """Return the weighted sum of the rows' losses over `total_weight`.
 
     Args:
-        num_depths: K_train.
         total_weight: fixed weight of the step that the batch is a part of; None if the batch is the whole step.
     """
     states = head_states(head, batch)
@@ -259,20 +249,6 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 
 @torch.no_grad()
-def draft_logits(
-    head: Any, document: Document, num_speculative_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logits from which the head drafts K tokens after each known token.
-
-    Returns:
-        anchor_R, depth_R and the logits [R, V] over the draft vocabulary. A row predicts token anchor + depth + 2 of
-        the document.
-    """
-    anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
-    return anchor, depth, states.float() @ head.lm_head.weight.float().T
-
-
-@torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
     """Return the drafts after each known token, [T - 1, K], as ids of the target's vocabulary.
 
@@ -288,7 +264,7 @@ def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -
 def _draft_states(
     head: Any, document: Document, num_speculative_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return anchor_R and depth_R like `draft_logits`, and the states [R, H]."""
+    """Return anchor_R, depth_R and the states [R, H] from which the head drafts after each known token."""
     k = num_speculative_tokens
     # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
     padded = Document(
@@ -311,7 +287,6 @@ def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[in
     emits 8: [2].
 
     Args:
-        drafted: from `drafted_tokens`.
         start: index of the response's first token, which prefill emits.
     """
     accepted = []

@@ -17,7 +17,7 @@ from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.target import Architecture, TargetWeights, read_architecture, share_output
 from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.errors import ConfigError, DrafterError
+from peagle.errors import ConfigError
 from peagle.files import write_atomic
 
 ALGORITHMS = ("peagle", "eagle3")
@@ -29,20 +29,14 @@ class HeadSpec:
     """The shape of a head.
 
     Attributes:
-        algorithm: "peagle" drafts all tokens in one pass, "eagle3" one token after another.
-        aux_layers: the target's layers whose inputs the head reads.
-        num_layers: decoder layers of the head.
         num_key_value_heads: KV heads of the head's attention; None copies the target's number. Attention is the only
             source of context for a mask row, so more KV heads may help; they start as copies of the target's.
-        num_depths: K_train, the number of tokens it learns to draft together.
-        mask_token_id: the token at depths 1 and higher.
         init: "warm": layers start as the target's last ones, which must be like Llama's, and `fc` passes on the last
             aux state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or
             KV heads, which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the
             identity.
         num_frozen_layers: first layers of the saved head that are not trained. Their inputs (`fc`, mask state,
             embeddings) are not trained either.
-        train_lm_head: train lm_head instead of keeping the target's rows.
         train_embeddings: train embeddings instead of sharing the target's. They are then saved with the head:
             vocabulary x hidden size, most of its bytes.
     """
@@ -243,11 +237,7 @@ _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """Return a new float32 PEagleDraftModel or Eagle3DraftModel.
-
-    Args:
-        target: folder of the target.
-    """
+    """Return a new float32 PEagleDraftModel or Eagle3DraftModel."""
     silence_library()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
@@ -289,15 +279,12 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         _load_saved(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     if spec.num_frozen_layers:
-        _freeze(head, spec.num_frozen_layers)
+        for name, parameter in head.named_parameters():
+            if name.startswith(
+                ("fc.", "mask_hidden", *(f"layers.{index}." for index in range(spec.num_frozen_layers)))
+            ):
+                parameter.requires_grad_(requires_grad=False)
     return head
-
-
-def _freeze(head: Any, num_layers: int) -> None:
-    """Freeze the first layers and their inputs, so that their outputs stay the same."""
-    for name, parameter in head.named_parameters():
-        if name.startswith(("fc.", "mask_hidden", *(f"layers.{index}." for index in range(num_layers)))):
-            parameter.requires_grad_(requires_grad=False)
 
 
 @torch.no_grad()
@@ -351,9 +338,7 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
     """Write `config.json` and `model.safetensors` (bf16) in the format that vLLM loads.
 
     Args:
-        folder: created if missing.
         verifier: the target's public name, which replaces the path it was trained with.
-        num_speculative_tokens: the default K for serving the head.
     """
     from safetensors.torch import save
 
@@ -369,41 +354,6 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
     # `save_file` would create a file that only its owner can read.
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def load_head(folder: Path, target: Path) -> Any:
-    """Load a saved head, with the shared weights from the target's folder."""
-    from safetensors.torch import load_file
-
-    silence_library()
-    raw = json.loads((folder / "config.json").read_text())
-    algorithm = raw.get("speculators_model_type")
-    if algorithm not in ALGORITHMS:
-        raise DrafterError(f"{folder}: not a P-EAGLE or EAGLE-3 head in speculators' format")
-    if raw.get("quantization_config"):
-        raise DrafterError(
-            f"{folder} is quantised", hint="convert it to bf16 with `peagle quantize-drafter --dequantize`"
-        )
-    model_class = model_class_of(algorithm)
-    config = model_class.config_class.from_pretrained(folder)
-    config.speculators_config.verifier.name_or_path = str(target)
-    layers = config.transformer_layer_config
-    config.transformer_layer_config = layers.from_dict(layers.to_dict(), attn_implementation=DOCUMENT_ATTENTION)
-    head = model_class(config=config)
-    tensors = load_file(folder / "model.safetensors")
-    if head.use_draft_vocab:
-        target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        tensors["t2d"] = torch.zeros(head.verifier_vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
-    missing, _ = head.load_state_dict(tensors, strict=False)
-    # The library's default is True, even for heads that share the target's embeddings.
-    head.config.embed_requires_grad = "embed_tokens.weight" in tensors
-    required = [name for name in missing if is_saved(head, name) and name != "lm_head.weight"]
-    if required:
-        raise DrafterError(f"{folder}: weights are missing: {', '.join(required)}")
-    head.load_verifier_weights()
-    architecture = read_architecture(target)
-    share_output(head, TargetWeights(target, architecture), architecture)
-    return head.float()
 
 
 def model_class_of(algorithm: str) -> Any:

@@ -46,7 +46,7 @@ from peagle.drafter.spending import training_spending
 from peagle.drafter.target import SERVED, Target, end_tokens, load_target
 from peagle.drafter.training import TrainingOutcome, load_checkpoint, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
-from peagle.drafter.workers import Workers
+from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import sha256, write_atomic, writing
 from peagle.hardware import detect
@@ -56,19 +56,27 @@ from peagle.machine import identified
 def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:
     """Check that the head can be built for the target and trained on this machine.
 
-    Args:
-        say: receives warnings: vLLM may not serve the head or find its target, or `init` was changed.
-
     Returns:
         The configuration with a supported `init`, the target, and the device of this process.
     """
-    device = _device(config)
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # the cluster checks several workers
+        raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
+    device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if config.init not in INITS:
         config = config.model_copy(update={"init": find_head(config.init)})
     target = load_target(config.target, config.aux_layers, say)
     spec = head_spec(config, target)
     architecture = require_buildable(target.folder, spec)
-    _require_tokens(config, target.vocab_size)
+    if config.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"--mask-token-id {config.mask_token_id}: the target's tokens are 0 to {target.vocab_size - 1}"
+        )
+    if config.init in INITS and config.draft_vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"--draft-vocab-size {config.draft_vocab_size}: the target has only {target.vocab_size} tokens",
+            hint=f"use --draft-vocab-size {target.vocab_size} or less",
+        )
     if config.init not in INITS:
         _require_fit(Path(config.init), target)
     if architecture.model_type not in SERVED:
@@ -100,16 +108,6 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
     )
 
 
-def _require_tokens(config: TrainConfig, vocab_size: int) -> None:
-    if config.mask_token_id >= vocab_size:
-        raise ConfigError(f"--mask-token-id {config.mask_token_id}: the target's tokens are 0 to {vocab_size - 1}")
-    if config.init in INITS and config.draft_vocab_size > vocab_size:
-        raise ConfigError(
-            f"--draft-vocab-size {config.draft_vocab_size}: the target has only {vocab_size} tokens",
-            hint=f"use --draft-vocab-size {vocab_size} or less",
-        )
-
-
 def _require_fit(init: Path, target: Target) -> None:
     """Check that the head to continue fits this target and can be trained."""
     check_fit(read_config(init, ConfigError), target.model.config)
@@ -119,13 +117,6 @@ def _require_fit(init: Path, target: Target) -> None:
             f"{init}: its {quantised[0]} is in FP8, which cannot be trained",
             hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
         )
-
-
-def _device(config: TrainConfig) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # the cluster checks several workers
-        raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
-    return torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
 
 
 _RECIPE = (
@@ -245,7 +236,7 @@ def train_prepared(
     prepared: Prepared,
     head: Any,
     *,
-    workers: Workers | None = None,
+    workers: SingleProcess | None = None,
     identity: dict[str, Any] | None = None,
     progress: Callable[[TrainingProgress], None],
     saved: Callable[[], None] = lambda: None,
@@ -254,8 +245,6 @@ def train_prepared(
 
     Args:
         identity: the identity that a checkpoint must have; None uses that of `prepared`.
-        progress: called after every step.
-        saved: called after every checkpoint.
     """
     return train(
         head,

@@ -183,11 +183,7 @@ def _in_one_column(rows: list[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocuments:
-    """The documents of a training, and the rows without one.
-
-    Attributes:
-        held_out: indices of the documents that are not trained on.
-    """
+    """The documents of a training, and the rows without one."""
 
     samples: list[Sample]
     rejected: list[Rejected]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from peagle.errors import ConfigError
 
@@ -357,27 +357,7 @@ CONTENT = "content"
 HELD_OUT = "content:held-out"
 
 
-class Material(Protocol):
-    """The subject of a prompt: a documented function, a passage of text, a table."""
-
-    @property
-    def module(self) -> str:
-        """The module or package that contains it."""
-
-    @property
-    def name(self) -> str:
-        """Its name in that module."""
-
-    @property
-    def text(self) -> str:
-        """The text to compare with evaluation sets."""
-
-    @property
-    def num_wordings(self) -> int:
-        """The number of different requests."""
-
-    def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and text of a request. The seed determines their order."""
+Material = Snippet | Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,15 +22,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """The figures on a model card.
-
-    Attributes:
-        verifier: public name of the target.
-        licence: the target's; None if unknown.
-        num_parameters: trained parameters.
-        num_passes: finished passes over the documents.
-        held_out: estimated acceptance on held-out documents.
-    """
+    """The figures on a model card."""
 
     verifier: str
     target_fingerprint: str
@@ -163,12 +155,7 @@ def publish(
     num_passes: float,
     estimate: SpeculationStats,
 ) -> dict[str, Any]:
-    """Save head, model card and run.json in `config.output`; return the contents of run.json.
-
-    Args:
-        device: the device of a single-process training.
-        num_passes: finished passes over the documents.
-    """
+    """Save head, model card and run.json in `config.output`; return the contents of run.json."""
     verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
     save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)

@@ -35,14 +35,11 @@ class Architecture:
     """The target's sizes, with the names of its config.json.
 
     Attributes:
-        model_type: of the text model.
-        hidden_act: activation of the MLPs.
         rope_parameters: a rotary embedding of whole heads. If the target's differs by layer or is partial, only its
             base is used.
         norm_offset: constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0.
         logit_softcap: logits are softcap * tanh(logits / softcap); None disables it.
         ties_embeddings: whether lm_head and embeddings share their weights.
-        dtype: of the weights.
     """
 
     model_type: str
@@ -269,12 +266,7 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target in a local folder.
-
-    Attributes:
-        tokenizer: has a chat template.
-        aux_layers: indices of the layers whose inputs a head reads, ascending.
-    """
+    """A target in a local folder."""
 
     model: ResolvedModel
     tokenizer: Any
@@ -317,13 +309,7 @@ def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
 
 
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
-    """Load a target's configuration and tokenizer.
-
-    Args:
-        name: catalog name, folder or `s3://` folder.
-        aux_layers: layers to read; None for the default layers.
-        announce: receives messages about slow operations, such as converting a model.
-    """
+    """Load a target's configuration and tokenizer."""
     model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)
     if not folder.is_dir():
@@ -352,21 +338,15 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
             f"{folder}: the tokenizer has no chat template, which is needed to prompt the target",
             hint="add chat_template to tokenizer_config.json; for plain text, join the contents of the messages",
         )
-    _require_end(folder, tokenizer.eos_token_id, config)
-    return tokenizer
-
-
-def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> None:
-    """Check that the tokenizer's end-of-text token is one of the target's.
-
-    Responses are trained with it as their last token. It usually differs for a tokenizer of another model.
-    """
+    # Responses are trained with the tokenizer's end-of-text token. Tokenizers of other models usually have another one.
     configs = [config, config.get("text_config") or {}]
     if (folder / _GENERATION).is_file():
         configs.append(read_config(folder, ConfigError, _GENERATION))
     stated = end_tokens(*configs)
-    if own is None or (stated and own not in stated):
+    end = tokenizer.eos_token_id
+    if end is None or (stated and end not in stated):
         raise ConfigError(
-            f"{folder}: the tokenizer's end-of-text token is {own}, the target's {stated or 'unknown'}",
+            f"{folder}: the tokenizer's end-of-text token is {end}, the target's {stated or 'unknown'}",
             hint="replace it by the target's own tokenizer, with its eos_token",
         )
+    return tokenizer

@@ -25,7 +25,7 @@ from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
 from peagle.drafter.recipe import EpochOrder, TrainingConfig
-from peagle.drafter.workers import SingleProcess, Workers
+from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import atomic_file, remove_temporaries, writing
 from peagle.malloc import trim_malloc
@@ -38,12 +38,8 @@ class Checkpoint:
     """The state of a training at a step.
 
     Attributes:
-        step: finished optimizer steps.
-        weights: trained parameters by name.
         fingerprint: the settings that a resumed training must share.
         num_tokens: tokens seen.
-        train_s: seconds of training over all attempts.
-        metrics_bytes: length of the metrics file.
     """
 
     step: int
@@ -78,11 +74,7 @@ def saved_at(folder: Path) -> int | None:
 
 
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
-    """Return the checkpoint in `folder`, or None if there is no checkpoint.
-
-    Args:
-        fingerprint: the expected fingerprint; None accepts any.
-    """
+    """Return the checkpoint in `folder`, or None if there is no checkpoint."""
     if not has_checkpoint(folder):
         return None
     raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
@@ -239,7 +231,7 @@ def train(
     *,
     fingerprint: dict[str, Any],
     device: torch.device | str = "cpu",
-    workers: Workers | None = None,
+    workers: SingleProcess | None = None,
     time_budget_s: float | None = None,
     name_of: Callable[[int], str] = str,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
@@ -248,15 +240,8 @@ def train(
     """Train `head` in place, starting from the checkpoint in `folder` if there is one.
 
     Args:
-        head: from `build_head`, on `device`.
-        documents: indices in the store to train on.
-        folder: for checkpoint.pt and metrics.jsonl.
         fingerprint: settings, besides the recipe, that must be equal to resume: target, features, shape of the head.
         workers: the process group, if several processes train together; all have the same arguments.
-        time_budget_s: maximum seconds of this attempt.
-        name_of: returns the name of a document, given its index in the store.
-        progress: called by the first worker after every step.
-        saved: called after every checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or SingleProcess()
@@ -309,7 +294,7 @@ class _Trainer:
         folder: Path,
         fingerprint: dict[str, Any],
         device: torch.device,
-        workers: Workers,
+        workers: SingleProcess,
         name_of: Callable[[int], str],
     ) -> None:
         self.head, self.store, self.config, self.folder, self.device = head, store, config, folder, device

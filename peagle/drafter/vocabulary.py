@@ -22,7 +22,6 @@ class DraftVocabulary:
 
     Attributes:
         token_ids: token ids of the target, ascending; the draft id of a token is its index.
-        target_size: size of the target's vocabulary.
         coverage: share of the counted tokens that can be drafted; 1.0 if no tokens were counted.
     """
 

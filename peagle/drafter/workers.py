@@ -1,16 +1,15 @@
 """Communication between the worker processes of a training."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 
-class Workers(Protocol):
-    """The process group of a training, as one of its workers sees it."""
+class SingleProcess:
+    """A training without other workers."""
 
-    rank: int
-    size: int
+    rank = 0
+    size = 1
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by its sum over all workers."""
@@ -20,29 +19,13 @@ class Workers(Protocol):
 
     def agree(self, stop: bool) -> bool:
         """Return the first worker's value, so that all workers stop at the same step."""
+        return stop
 
     def barrier(self) -> None:
         """Wait until all workers have called this."""
 
 
-class SingleProcess:
-    rank = 0
-    size = 1
-
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def agree(self, stop: bool) -> bool:
-        return stop
-
-    def barrier(self) -> None:
-        pass
-
-
-class ProcessGroup:
+class ProcessGroup(SingleProcess):
     """A worker of torch.distributed's default process group (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

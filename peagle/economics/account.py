@@ -45,11 +45,9 @@ class Account:
 
     Attributes:
         device_s: seconds of one accelerator or vCPU, by share.
-        num_output_tokens: committed tokens.
         num_lost_tokens: tokens that were generated but not committed.
         busy_s: committed busy seconds of all engines, not multiplied by devices.
         wall_s: seconds with at least one live engine; pauses between attempts do not count.
-        num_sessions: engine processes, including restarts.
         num_unended_sessions: sessions without a final heartbeat: crashed, or still running.
     """
 
@@ -127,9 +125,6 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
 
     A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
     seconds count and extend the session.
-
-    Args:
-        units: iterated once, before `sessions`.
     """
     num_units, work_of = _work_by_session(units)
     sessions = list(sessions)

@@ -18,7 +18,6 @@ class Step:
     """The step times at one concurrency.
 
     Attributes:
-        step_s: seconds of a decoding step, including drafting and verification.
         plain_step_s: seconds without the drafter; equal to `step_s` for an engine without one.
         error: relative error of the ratio of the two, or None if it is unknown.
     """

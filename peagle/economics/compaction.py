@@ -45,9 +45,6 @@ class Compacted:
 def compact(ledger: Place, now: float) -> Compacted:
     """Merge the small files of a ledger.
 
-    Args:
-        now: Unix time.
-
     Raises:
         FileNotFoundError: another compaction is running.
         PeagleError: a file is damaged.

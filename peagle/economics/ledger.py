@@ -45,7 +45,6 @@ class Segment:
     """The lines of one process.
 
     Attributes:
-        path: the file that contains them.
         begin: their offset in the file.
         size: their bytes; None for the process's own file, which may grow.
     """
@@ -97,13 +96,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Files:
-    """The files of one kind.
-
-    Attributes:
-        own: processes' own files by name.
-        merged: segments of each merged file that has an index.
-        orphans: merged files without an index.
-    """
+    """The files of one kind."""
 
     own: dict[str, Place] = field(default_factory=dict)
     merged: dict[Place, list[Segment]] = field(default_factory=dict)
@@ -389,7 +382,6 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
 
     Args:
         since: Unix time before which the request did not exist; older files are skipped.
-        session_id: the process to skip.
     """
     own = requests_file(folder, session_id)
     return any(

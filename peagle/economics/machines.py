@@ -20,7 +20,6 @@ class Card:
     """An accelerator as `nvidia-smi` reports it.
 
     Attributes:
-        name: without the manufacturer.
         memory_mib: `nvidia-smi --query-gpu=memory.total`.
     """
 
@@ -57,7 +56,6 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
     """Return the machine that a configuration names, or None.
 
     Args:
-        accelerator: accelerator type by Ray's name; None and `any` name none.
         num_accelerators: per machine, used if no instance type is named.
     """
     kind = None if accelerator == _ANY else accelerator

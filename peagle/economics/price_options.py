@@ -50,11 +50,7 @@ def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[
 
 
 def require_price(keys: PriceOptions, accelerator: str | None) -> None:
-    """Require a price for machines that do not exist yet.
-
-    Args:
-        accelerator: by Ray's name; None if any will do.
-    """
+    """Require a price for machines that do not exist yet."""
     if keys.usd_per_hour is not None:
         return
     if keys.instance_type is None and accelerator is None:
@@ -85,11 +81,6 @@ def require_same_price(
 
     The price stays if the price table changed or the options are left out. Another stated price, or accelerators with
     another price, are refused.
-
-    Args:
-        price: from the options and the hardware now.
-        before, keys_before: the original price, and its options as JSON.
-        machine: `machine_of` the original hardware.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
@@ -106,11 +97,7 @@ def require_same_price(
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Require a price for the billed kind of device.
-
-    Args:
-        engines: which engines, for the message.
-    """
+    """Require a price for the billed kind of device."""
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",

@@ -104,7 +104,12 @@ def read_offers(path: Path) -> list[Offer]:
             offers = [_offer(path, reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PriceError(f"cannot read the price table {path}: {error}") from error
-    _check_unique(path, offers)
+    seen: set[tuple[str, str, str]] = set()
+    for offer in offers:
+        key = (offer.provider, offer.region, offer.instance_type)
+        if key in seen:
+            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'everywhere'}")
+        seen.add(key)
     return offers
 
 
@@ -146,15 +151,6 @@ def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer
 
 def _number(cell: str | None) -> float | None:
     return float(cell) if cell else None
-
-
-def _check_unique(path: Path, offers: list[Offer]) -> None:
-    seen: set[tuple[str, str, str]] = set()
-    for offer in offers:
-        key = (offer.provider, offer.region, offer.instance_type)
-        if key in seen:
-            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'everywhere'}")
-        seen.add(key)
 
 
 # The same accelerators have different names in catalogues ("A100-80GB", "RTXPRO6000"), in drivers
@@ -207,7 +203,6 @@ class Price:
     Attributes:
         market: "fixed" if the user stated the price.
         accelerator: as in the price table; None for CPU instances.
-        source, as_of: origin and date of the price.
         doubt: why the price may be wrong; empty if nothing suggests it.
         basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
             the table.
@@ -366,13 +361,7 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
 ) -> str:
-    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it.
-
-    Args:
-        accelerator: the device name, as "NVIDIA H100 80GB HBM3".
-        market: the prices to list in the error.
-        called: names of this machine that the table lacks, for the message.
-    """
+    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = table.carrying(accelerator)

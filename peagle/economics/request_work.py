@@ -92,11 +92,7 @@ class WorkReader:
 
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
-    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out.
-
-    Args:
-        num_bytes: how much to read; None is to the end of the file.
-    """
+    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out."""
     rest, left = b"", math.inf if num_bytes is None else num_bytes
     while data := file.read(int(min(_PIECE_BYTES, left))):
         left -= len(data)

@@ -28,17 +28,12 @@ class Savings:
 
     Attributes:
         prompt_usd, generation_usd: work with measured step times.
-        unsplit_usd: all other work.
         drafted_usd: generation with a drafter that can be compared.
         undrafted_usd: its estimated cost without the drafter.
-        error_usd: the error of `undrafted_usd`.
-        is_error_known: whether all of it has an error.
         uncompared_usd: work with a drafter that cannot be compared.
-        num_drafts, num_accepted_tokens: over the compared work.
         spot_usd: spot machines, including lost work.
         on_demand_usd: the same without lost work, at the on-demand price.
         unpriced_spot_usd: spot machines without a known on-demand price.
-        sources: where the step times come from.
     """
 
     prompt_usd: float = 0.0
@@ -81,11 +76,7 @@ class Savings:
         return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DIGITS)
 
     def loss_note(self, name: str) -> str | None:
-        """Return a warning if speculation costs more than it saves, beyond the error; else None.
-
-        Args:
-            name: the drafter and its model.
-        """
+        """Return a warning if speculation costs more than it saves, beyond the error; else None."""
         if self.acceptance_length is None or self.break_even is None or self.saved_usd + self.error_usd >= 0:
             return None
         return (

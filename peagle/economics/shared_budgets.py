@@ -44,7 +44,6 @@ class SharedBudget(BaseModel):
 
     Attributes:
         name: a tag as KEY=VALUE, or `ENDPOINT`.
-        budget_every: the budget period; None is all time.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -124,10 +123,8 @@ class Draw:
     """The spending of a bulk run from the budgets of its tags.
 
     Attributes:
-        tags: as JSON.
         usd_by_day: the cost of the run, by UTC day.
         held_usd: the reserved cost of the rest.
-        at: Unix time of the last update.
     """
 
     run: str
@@ -166,9 +163,6 @@ def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[
     """Return what runs have spent, by account and day, and what they reserve by account.
 
     Runs without a recent update reserve nothing.
-
-    Args:
-        now: Unix time.
     """
     moment = time.time() if now is None else now
     spent, held = ByDay(), defaultdict[str, float](float)

@@ -1,14 +1,4 @@
-"""Spending by day: charges from the ledgers of runs and endpoints.
-
-Every dollar of an engine's life is in exactly one charge:
-
-    attributed     work that was committed, or billed to a request
-    loading, idle  overhead, which belongs to no key
-    lost           work that was not committed, or not billed
-
-Days are in UTC. Work counts on the day on which it is committed, with all its seconds (`shares_by_period`).
-`statement.py` adds charges up.
-"""
+"""Spending by day: charges from the ledgers of runs and endpoints."""
 
 import math
 from collections import defaultdict
@@ -79,7 +69,6 @@ class SpendingGroup:
 
     Attributes:
         key: empty for bulk runs and overhead.
-        tags: as JSON.
     """
 
     day: int
@@ -98,7 +87,6 @@ class Spend:
     """Dollars by kind, and the work paid for; they add up with `+`.
 
     Attributes:
-        savings: savings from the drafter and spot machines.
         is_priced: False if some engine time has no price; then only `attributed_usd` is known.
     """
 
@@ -131,10 +119,7 @@ class Ledger:
     """The ledger of a run or an endpoint.
 
     Attributes:
-        run: its name.
-        sessions: as of their latest heartbeats.
         work: committed work. The batches of an endpoint run on separate engines, without a session here.
-        then: returns a session at a Unix time in its life.
     """
 
     run: str
@@ -148,10 +133,8 @@ class Charge:
     """Spending of one engine process on one day.
 
     Attributes:
-        key: the paying API key, or empty.
         drafter: "none" without one; empty if the model is unknown.
         instance, provider, region, market, usd_per_device_s: of the price; empty or 0 if unknown.
-        tags: as JSON.
     """
 
     day: int
@@ -204,12 +187,7 @@ def _overheads(
     days: range,
     paid: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    """Yield the cost that no work pays for, by day.
-
-    Args:
-        days: from the start of the engine to its last heartbeat or commit.
-        paid: days and dollars of committed work.
-    """
+    """Yield the cost that no work pays for, by day."""
     nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
@@ -254,12 +232,7 @@ NAME = "head and CPU nodes"
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
-    """Yield the charges by day of the hours with a live engine.
-
-    Args:
-        sessions: of all ledgers; overlapping lives count once.
-        usd_per_hour: all nodes together.
-    """
+    """Yield the charges by day of the hours with a live engine."""
     for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
         yield from _charges(begin, end, days, usd_per_hour)
 

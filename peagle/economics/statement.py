@@ -40,11 +40,6 @@ def dimensions(text: str) -> tuple[str, ...]:
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the spending of a period for JSON.
 
-    Args:
-        by: dimensions; empty for the total only.
-        days: the period of the charges.
-        notes: sentences for the reader.
-
     Returns:
         `schema`, `currency`, `start` and `end` (inclusive; None if unbounded), `by`, `rows` (with their dimensions,
         counts, `usd`, `usd_per_million_tokens` and `saved` as in `Savings.to_dict`), `total` and `notes`.
@@ -159,12 +154,7 @@ def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
 
 
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """Return a statement with amounts in another currency, as `converted` alongside `usd`.
-
-    Args:
-        code: ISO 4217.
-        per_usd: amount of that currency per dollar.
-    """
+    """Return a statement with amounts in another currency, as `converted` alongside `usd`."""
     return {**_round_again(data, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
 
 

@@ -35,11 +35,9 @@ class UnitUsage:
     """The usage of a committed unit.
 
     Attributes:
-        session_id: the engine session that committed it.
         num_rows: rows with a response.
         num_failed_rows: dead letters; not included in `num_rows`.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
-        num_output_tokens: tokens of the committed responses.
         busy_s: its share of the engine's busy seconds. Concurrent units divide them, so that all units, committed or
             not, add up to the session's `busy_s`.
     """
@@ -117,13 +115,11 @@ class RequestUsage:
     Attributes:
         key: name of the API key; "local" without keys.
         account: unique to the key, even if another key had the same name; empty in older records.
-        model: the name that the client used.
         outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
             answer.
         ttft_s: time to first token in the engine; or None.
         usage: as of a unit with one row.
         usd: price of its busy seconds, without loading and idling.
-        num_choices: engine slots used at most.
         tags: of the endpoint, the key and the request, as JSON (`tags.py`).
     """
 
@@ -169,7 +165,78 @@ class RequestUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSession:
+class EngineFacts:
+    """Facts about an engine that do not change during its life; older records have only the devices.
+
+    Attributes:
+        num_devices: its accelerators, or vCPUs.
+        num_speculative_tokens: K; 0 without a drafter.
+        usd_per_device_s: 0 if unknown.
+        on_demand_usd_per_device_s: for spot machines; 0 if unknown.
+        baseline: measured step times as JSON (`baseline.py`); may be empty.
+        price_basis: stated, detected or assumed; empty without a price.
+        is_stand_in: the fake engine, whose speed and cost are meaningless.
+    """
+
+    model: str = ""
+    drafter: str | None = None
+    num_devices: int
+    device: Device
+    usd_per_device_s: float = 0.0
+    instance_type: str = ""
+    provider: str = ""
+    region: str = ""
+    market: str = ""
+    on_demand_usd_per_device_s: float = 0.0
+    tags: str = NO_TAGS
+    num_speculative_tokens: int = 0
+    baseline: str = ""
+    price_basis: str = ""
+    is_stand_in: bool = False
+
+    @classmethod
+    def priced(
+        cls,
+        price: Price | None,
+        *,
+        num_speculative_tokens: int | None = None,
+        baseline: Baseline | None = None,
+        **facts: Any,
+    ) -> Self:
+        """Return the facts of an engine with this price; None if it is unknown."""
+        if price is not None:
+            facts |= {
+                "usd_per_device_s": price.usd_per_device_s,
+                "instance_type": price.instance_type,
+                "provider": price.provider,
+                "region": price.region,
+                "market": price.market,
+                "on_demand_usd_per_device_s": price.on_demand_usd_per_device_s,
+                "price_basis": price.basis or "",
+            }
+        return cls(
+            num_speculative_tokens=num_speculative_tokens or 0,
+            baseline=baseline.to_text() if baseline else "",
+            **facts,
+        )
+
+    def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
+        """Return the record of work that no key pays for."""
+        return RequestUsage(
+            request_id=request_id,
+            key="",
+            model=self.model,
+            drafter=self.drafter,
+            outcome="ok",
+            ttft_s=None,
+            usd=usage.busy_s * self.num_devices * self.usd_per_device_s,
+            usage=usage,
+            tags=self.tags,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSession(EngineFacts):
     """The life of one engine process, as of its latest heartbeat.
 
     Every second belongs to one of four states: load (weights), compile (including warm-up), busy (a request is running)
@@ -178,21 +245,14 @@ class EngineSession:
 
     Attributes:
         engine_index: which engine of the run; a restarted engine is a new session.
-        num_devices: its accelerators, or vCPUs.
-        num_output_tokens: all generated tokens, committed or not.
         ended: False while it runs, and after a crash.
         self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: warnings about cost or correctness, one per line.
-        model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
-            on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as in `EngineFacts`; empty, 0 or False in
-            older records.
     """
 
     session_id: str
     engine_index: int
     hostname: str
-    num_devices: int
-    device: Device
     started_at: float
     last_seen_at: float
     load_s: float
@@ -203,19 +263,6 @@ class EngineSession:
     ended: bool
     self_check: str = ""
     start_warnings: str = ""
-    model: str = ""
-    drafter: str | None = None
-    tags: str = NO_TAGS
-    instance_type: str = ""
-    provider: str = ""
-    region: str = ""
-    usd_per_device_s: float = 0.0
-    num_speculative_tokens: int = 0
-    market: str = ""
-    on_demand_usd_per_device_s: float = 0.0
-    baseline: str = ""
-    price_basis: str = ""
-    is_stand_in: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -311,85 +358,6 @@ SESSION_KEY = b"peagle.session"
 _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """Facts about an engine that do not change during its life.
-
-    Attributes:
-        model: the name that clients or the run use.
-        num_devices: its accelerators, or vCPUs.
-        num_speculative_tokens: K; 0 without a drafter.
-        usd_per_device_s: 0 if unknown.
-        on_demand_usd_per_device_s: for spot machines; 0 if unknown.
-        tags: as JSON (`tags.py`).
-        baseline: measured step times as JSON (`baseline.py`); may be empty.
-        price_basis: stated, detected or assumed; empty without a price.
-        is_stand_in: the fake engine, whose speed and cost are meaningless.
-    """
-
-    model: str
-    drafter: str | None
-    num_devices: int
-    device: Device
-    usd_per_device_s: float = 0.0
-    instance_type: str = ""
-    provider: str = ""
-    region: str = ""
-    market: str = ""
-    on_demand_usd_per_device_s: float = 0.0
-    tags: str = NO_TAGS
-    num_speculative_tokens: int = 0
-    baseline: str = ""
-    price_basis: str = ""
-    is_stand_in: bool = False
-
-    @classmethod
-    def priced(
-        cls,
-        price: Price,
-        *,
-        model: str,
-        drafter: str | None,
-        num_devices: int,
-        device: Device,
-        tags: str,
-        num_speculative_tokens: int | None,
-        baseline: Baseline | None,
-        is_stand_in: bool = False,
-    ) -> Self:
-        return cls(
-            model=model,
-            drafter=drafter,
-            num_devices=num_devices,
-            device=device,
-            usd_per_device_s=price.usd_per_device_s,
-            instance_type=price.instance_type,
-            provider=price.provider,
-            region=price.region,
-            market=price.market,
-            on_demand_usd_per_device_s=price.on_demand_usd_per_device_s,
-            tags=tags,
-            num_speculative_tokens=num_speculative_tokens or 0,
-            baseline=baseline.to_text() if baseline else "",
-            price_basis=price.basis or "",
-            is_stand_in=is_stand_in,
-        )
-
-    def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
-        """Return the record of work that no key pays for."""
-        return RequestUsage(
-            request_id=request_id,
-            key="",
-            model=self.model,
-            drafter=self.drafter,
-            outcome="ok",
-            ttft_s=None,
-            usd=usage.busy_s * self.num_devices * self.usd_per_device_s,
-            usage=usage,
-            tags=self.tags,
-        )
-
-
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
     """Return a session's usage after an earlier heartbeat, as if it had started then.
 
@@ -409,11 +377,7 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
 
 
 def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
-    """Return a session at a Unix time between two heartbeats, by linear interpolation.
-
-    Args:
-        earlier: None if `later` is the first heartbeat.
-    """
+    """Return a session at a Unix time between two heartbeats, by linear interpolation."""
     started_at = earlier.last_seen_at if earlier else later.started_at
     share = (moment - started_at) / (later.last_seen_at - started_at)
 
@@ -446,6 +410,8 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
     expected = _session_schema(table.column_names)
     try:
         check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
+        if sorted(table.column_names) == sorted(expected.names):
+            table = table.select(expected.names)  # earlier versions wrote them in another order
         if not table.schema.equals(expected):
             raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
         return [EngineSession(**row) for row in table.to_pylist()]

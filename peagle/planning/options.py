@@ -61,7 +61,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     found: list[Price] = []
     errors: list[PriceError] = []
     for name in names:
-        for market in _markets(config):
+        for market in ("on_demand", "spot") if config.market == "both" else (config.market,):
             for provider, region in _places(config, name, table):
                 try:
                     price = table.price(name, market=market, provider=provider, region=region)
@@ -96,10 +96,6 @@ def _allowed(config: PlanConfig, table: PriceTable) -> list[Offer]:
         for offer in table.offers
         if config.provider in (None, offer.provider) and config.region in (None, offer.region)
     ]
-
-
-def _markets(config: PlanConfig) -> tuple[Market, ...]:
-    return ("on_demand", "spot") if config.market == "both" else (config.market,)
 
 
 def require_other(sweep: Sweep, price: Price) -> None:
@@ -140,8 +136,6 @@ class Machine:
 
     Attributes:
         devices_per_engine: unused devices of the machine are paid as well.
-        tokens_per_s: of one engine.
-        start_s: time to start an engine.
         lost_s: engine time lost per interruption.
         replace_s: from an interruption to a new machine.
     """
@@ -244,11 +238,7 @@ _UNKNOWN_LOST_S = 60.0  # without response lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A fleet of equal machines.
-
-    Attributes:
-        estimate: of a job; None for a service.
-    """
+    """A fleet of equal machines."""
 
     sweep: Sweep
     cell: Cell

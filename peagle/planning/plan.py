@@ -9,7 +9,7 @@ from peagle.economics.report.figures import format_duration, format_share, forma
 from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import Option, exceeded_limit, options, scaled, with_cell
-from peagle.planning.sweeps import Sweep, read_sweeps
+from peagle.planning.sweeps import read_sweeps
 from peagle.profiles.measurements import method_label
 from peagle.speculation import break_even_acceptance_length
 from peagle.tables import aligned
@@ -43,7 +43,11 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
-        "notes": [*_caveats(sweeps), *reasons, *_doubts(chosen)],
+        "notes": [
+            *([f"{sweep.name}: {caveat}" for sweep in sweeps for caveat in sweep.caveats]),
+            *reasons,
+            *_doubts(chosen),
+        ],
     }
 
 
@@ -130,10 +134,6 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
 
 def _is_possible(option: Option | None, config: PlanConfig) -> bool:
     return option is not None and exceeded_limit(option, config) is None
-
-
-def _caveats(sweeps: Sequence[Sweep]) -> list[str]:
-    return [f"{sweep.name}: {caveat}" for sweep in sweeps for caveat in sweep.caveats]
 
 
 def _doubts(chosen: Option) -> list[str]:

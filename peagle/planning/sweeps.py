@@ -25,14 +25,10 @@ class Sweep:
     """The cells of one kind of machine.
 
     Attributes:
-        name: the file name, or its path if several files have that name.
         instance_type: where it was measured; None if the price was stated.
-        devices_per_engine: accelerators, or vCPUs.
         accelerator: the device name; None on CPUs, or if only the instance type is known.
-        precision: of the target; None if unknown.
         stated: the price if the user stated it.
         labels: shown with every figure.
-        caveats: why the figures may not hold.
         is_published: it applies to any machine with the accelerator.
         remeasure: the command to measure the same on another machine.
     """
@@ -62,7 +58,6 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
 
     Args:
         path: a file, or a model's catalog name or hub id.
-        name: default is the file name.
     """
     name = name or path.name
     if not user_path(path).exists():

@@ -76,13 +76,7 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The measurements of a benchmark.
-
-    Attributes:
-        name: the file name.
-        hardware, precision: as text.
-        setups: head, method and K.
-    """
+    """The measurements of a benchmark."""
 
     name: str
     model: str

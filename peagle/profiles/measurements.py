@@ -20,13 +20,9 @@ class Cell(BaseModel):
 
     Attributes:
         k: draft tokens per step; 0 without speculation.
-        concurrency: concurrent requests in the engine.
-        output_tokens_per_s: of one engine.
         spread: range of the repeats over their median; None for one repeat.
         tpot_s, ttft_s: percentiles by name ("p50", "p95", "p99").
         acceptance_length: tokens per verification step; None without speculation, or if unknown.
-        start_s: time to start an engine.
-        num_responses, num_output_tokens: totals of the measurement.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -90,11 +86,7 @@ def method_label(method: str, k: int) -> str:
 
 
 def read_cells(entries: Any, where: str) -> list[Cell]:
-    """Return the cells of a file.
-
-    Args:
-        where: the file, for messages.
-    """
+    """Return the cells of a file."""
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
     return [_cell(entry, f"{where}, cell {number}") for number, entry in enumerate(entries, start=1)]

@@ -39,7 +39,6 @@ class MeasuredCell(Cell):
     """A cell with more of its configuration.
 
     Attributes:
-        drafter: the value of --drafter.
         head_fingerprint: changes with the head; None without a head, and in older profiles.
     """
 
@@ -50,12 +49,7 @@ class MeasuredCell(Cell):
 
 
 class Tuned(BaseModel):
-    """The choice. Ranges in profiles of earlier versions are ignored.
-
-    Attributes:
-        concurrency: concurrent requests in the engine.
-        acceptance_length: as measured; None without speculation.
-    """
+    """The choice. Ranges in profiles of earlier versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 

@@ -127,7 +127,12 @@ def _drafter(config: TuneConfig, setup: Setup) -> str:
 
 def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     chosen = cells[0]
-    others = [cell for cell in cells[1:] if cell.drafts != chosen.drafts and _is_within(cell, config)]
+    others = [
+        cell
+        for cell in cells[1:]
+        if cell.drafts != chosen.drafts
+        and cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
+    ]
     limits = _limits_in_words(config)
     speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{limits}"
     if not chosen.drafts:
@@ -148,10 +153,6 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         else ""
     )
     return f"{method_label(chosen.method, chosen.k)}: {speed}{against}."
-
-
-def _is_within(cell: MeasuredCell, config: TuneConfig) -> bool:
-    return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
 def _limits_in_words(config: TuneConfig) -> str:
@@ -237,11 +238,7 @@ def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
 
 
 class Tuning(Measurement):
-    """The passes of a search, including earlier commands.
-
-    Attributes:
-        records: finished passes by configuration.
-    """
+    """The passes of a search, including earlier commands."""
 
     name = "tune"
     parent = Path("runs/tune")

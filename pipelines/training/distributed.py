@@ -50,14 +50,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Do `job` with so many actors, each with the target.
-
-    Args:
-        progress: called with (shards done, shards in all) after each.
-        reference: the target by a name that every node can resolve.
-        workers: most actors at once.
-        device: of the actors, in place of the job's; on "cuda" each has a GPU.
-    """
+    """Do `job` with so many actors, each with the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
@@ -128,7 +121,9 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     """Train a head on `config.workers` workers and save it; the figures of the run."""
     with contextlib.ExitStack() as paid:
         with ray_cluster():
-            config = config.model_copy(update={"device": _device_of_workers(config.device)})
+            config = config.model_copy(
+                update={"device": ("cuda" if has_gpus() else "cpu") if config.device == "auto" else config.device}
+            )
             on_gpu = config.device == "cuda"
             require_workers(config.workers, on_gpu=on_gpu)
             on_actors = functools.partial(
@@ -205,14 +200,6 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
     finally:
         if not outcome.done():
             abandon()
-
-
-def _device_of_workers(asked: str) -> str:
-    """Where the workers compute.
-
-    The cluster says whether there are GPUs: this process may be on a node without.
-    """
-    return ("cuda" if has_gpus() else "cpu") if asked == "auto" else asked
 
 
 def _for_workers(config: TrainConfig) -> TrainConfig:

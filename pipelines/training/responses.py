@@ -38,10 +38,6 @@ def regenerate(
     """Have the target answer the prompts that it has not answered.
 
     `config.response_sources` then has the responses.
-
-    Args:
-        command: the command line, for each run's `run.json`.
-        engine: fake for trying the pipeline.
     """
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)

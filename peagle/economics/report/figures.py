@@ -75,10 +75,6 @@ class Figure:
     """One figure of a report.
 
     Attributes:
-        name: the key in comparisons.
-        label: the displayed name.
-        path: keys in the report.
-        words: formats the value.
         is_ratio: whether the ratio of two runs is meaningful.
     """
 
@@ -180,12 +176,7 @@ def format_price(price: Mapping[str, Any]) -> str:
 
 
 def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a name and a sentence for each kind of savings that applies.
-
-    Args:
-        saved: from `Savings.to_dict`.
-        counts: with `num_prompt_tokens` and `num_cached_tokens`.
-    """
+    """Return a name and a sentence for each kind of savings that applies."""
     prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
     share = f" ({format_share(cached / prompt)})" if prompt else ""
     lines = (
@@ -204,11 +195,7 @@ def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_drafter_savings(one: Mapping[str, Any]) -> str | None:
-    """Return a drafter's savings with the error, as "$0.0250 ± $0.0013 saved", or None if unknown.
-
-    Args:
-        one: `speculation` of `Savings.to_dict`.
-    """
+    """Return a drafter's savings with the error, as "$0.0250 ± $0.0013 saved", or None if unknown."""
     if one["usd"] is None:
         return None
     verb = "saved" if one["usd"] >= 0 else "lost"

@@ -40,14 +40,7 @@ from peagle.economics.report.plots import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel.
-
-    Attributes:
-        lead: the text below the heading.
-        plots: caption (may be empty) and SVG.
-        legend: CSS class and meaning.
-        is_money: whether to show `money_labels`.
-    """
+    """One panel."""
 
     heading: str
     lead: str
@@ -197,11 +190,7 @@ _CARDS = (
 
 
 def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of one run, or of several runs side by side.
-
-    Args:
-        reports: one or more results of `report_dict`.
-    """
+    """Return the page of one run, or of several runs side by side."""
     from jinja2 import Environment, StrictUndefined
 
     several = [reports] if isinstance(reports, Mapping) else list(reports)

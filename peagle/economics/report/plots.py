@@ -60,7 +60,7 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
         runs: at most `MAX_SERIES`, each with at least one rate.
     """
     num_positions = max(len(run.rates) for run in runs)
-    ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
+    ceiling = next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if max(max(run.rates) for run in runs) <= ceiling)
     plot_height = HEIGHT - TOP - BOTTOM
     group = (WIDTH - LEFT - RIGHT) / num_positions
     bar = min(group * 0.76 / len(runs), 46)
@@ -84,11 +84,7 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Plot one bar per run, divided into the shares of its cost.
-
-    Args:
-        runs: label, and share by name.
-    """
+    """Plot one bar per run, divided into the shares of its cost."""
     bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
     parts, y = [], 4.0
     for label, shares in runs:
@@ -139,19 +135,9 @@ def _grid_label(share: float) -> str:
     return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
 
 
-def _nice_ceiling(share: float) -> float:
-    return next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if share <= ceiling)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Consecutive amounts under one label.
-
-    Attributes:
-        parts: CSS class, amount and tooltip of each.
-        words: the text after the bar.
-        low, high: the range of the sum, or None.
-    """
+    """Consecutive amounts under one label."""
 
     label: str
     parts: Sequence[tuple[str, float, str]]
@@ -208,12 +194,7 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
-    """Plot stacked columns of dollars.
-
-    Args:
-        columns: label, and an amount for each layer.
-        layers: name and CSS class, from the bottom up.
-    """
+    """Plot stacked columns of dollars."""
     stacked = [
         (
             label,
@@ -299,7 +280,6 @@ def series_svg(
     """Plot a value for each step of a timeline.
 
     Args:
-        name: alternative text.
         words: formats axis labels.
         is_sum: the values are cumulative, at the end of each step.
     """

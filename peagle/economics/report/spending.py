@@ -144,11 +144,7 @@ _STYLE = (
 
 
 def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        daily: the same charges by day and one other dimension.
-    """
+    """Return the page."""
     shown = round_for_display(one)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
     noted = f'<ul class="notes">{notes}</ul>' if notes else ""

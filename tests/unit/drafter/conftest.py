@@ -68,7 +68,9 @@ def store(
 
 @pytest.fixture(scope="session")
 def vocabulary(store: FeatureStore) -> DraftVocabulary:
-    return frequent_vocabulary(store.response_token_ids(), size=48, target_size=VOCABULARY)
+    documents = [store[index] for index in range(len(store))]
+    token_ids = [token for one in documents for token in one.token_ids_T[one.loss_mask_T].tolist()]
+    return frequent_vocabulary(token_ids, size=48, target_size=VOCABULARY)
 
 
 @pytest.fixture
