@@ -1,9 +1,6 @@
 """The whole evaluation with fakes in the place of engines: what runs, what is kept, what is refused."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,10 +12,9 @@ from peagle.bench.engine import MeasurementListener
 from peagle.bench.plan import make_setup
 from peagle.bench.record import CategoryResult
 from peagle.engine.fake import ByteTokenizer, FakeEngine
-from peagle.engine.interface import Generation, RequestRefused
+from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
-from peagle.hardware import Hardware
 
 from .conftest import drafts, record
 
@@ -28,11 +24,11 @@ ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} f
 class Starter:
     """Starts fakes and remembers what it was asked for, and which of them are still up."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.specs: list[EngineSpec] = []
         self.engines: list[RecordingEngine] = []
 
-    def __call__(self, spec: EngineSpec, hardware: Hardware) -> "RecordingEngine":
+    def __call__(self, spec, hardware):
         assert all(engine.is_down for engine in self.engines), "one engine at a time"
         assert spec.drafter is not None
         self.specs.append(spec)
@@ -46,7 +42,7 @@ class RecordingEngine(FakeEngine):
     is_down = False
     num_running = most_running = 0
 
-    async def generate(self, *args: Any) -> Any:
+    async def generate(self, *args):
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
@@ -54,23 +50,23 @@ class RecordingEngine(FakeEngine):
         finally:
             self.num_running -= 1
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.is_down = True
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Callable[..., Path]:
+def head(tmp_path):
     """Make a head: its path below the test's folder, its kind, and what sets it apart from others."""
 
-    def make(path: str = "heads/mine/head", kind: str = "peagle", **changes: Any) -> Path:
+    def make(path="heads/mine/head", kind="peagle", **changes):
         return write_head(tmp_path / path, kind, path=path, **changes)
 
     return make
 
 
 @pytest.fixture
-def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
-    def run(start: Callable[[EngineSpec, Hardware], Any], **keys: Any) -> dict[str, Any]:
+def run(target, tmp_path, write_jsonl):
+    def run(start, **keys):
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
         config = EvaluateConfig(model=str(target), **values)
         report, folder = evaluate(config, MeasurementListener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
@@ -80,7 +76,7 @@ def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Calla
     return run
 
 
-def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run: Any, head: Any, tmp_path: Path) -> None:
+def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run, head, tmp_path):
     start = Starter()
     peagle, eagle3 = head("a/head"), head("b/head", kind="eagle3")
     report = run(start, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
@@ -102,14 +98,14 @@ def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run: Any, head
     assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_results_lie_in_the_folder(run: Any, head: Any, tmp_path: Path) -> None:
+def test_results_lie_in_the_folder(run, head, tmp_path):
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     assert "| drafter | K | acceptance length |" in (tmp_path / "out" / "report.md").read_text()
     for name in ("acceptance-length.svg", "acceptance-by-position.svg"):
         assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
 
 
-def test_finished_cells_are_not_done_again_and_others_can_be_added(run: Any, head: Any) -> None:
+def test_finished_cells_are_not_done_again_and_others_can_be_added(run, head):
     first, second, third = Starter(), Starter(), Starter()
     mine = str(head("a/head"))
     before = run(first, drafter=mine, num_speculative_tokens=2)
@@ -122,7 +118,7 @@ def test_finished_cells_are_not_done_again_and_others_can_be_added(run: Any, hea
     assert after["cells"][0] == {**before["cells"][0], "drafter": "a/head"}
 
 
-def test_a_head_that_was_trained_again_is_measured_again(run: Any, head: Any) -> None:
+def test_a_head_that_was_trained_again_is_measured_again(run, head):
     again = Starter()
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     run(again, drafter=str(head(note="trained again")), num_speculative_tokens=2)
@@ -136,9 +132,7 @@ def test_a_head_that_was_trained_again_is_measured_again(run: Any, head: Any) ->
         ({"category_column": "level"}, "dataset.category_column: it was 'category', now it is 'level'"),
     ],
 )
-def test_another_fingerprint_is_refused_with_the_difference_named(
-    change: dict[str, Any], named: str, run: Any, head: Any
-) -> None:
+def test_another_fingerprint_is_refused_with_the_difference_named(change, named, run, head):
     refused = Starter()
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=named):
@@ -146,9 +140,7 @@ def test_another_fingerprint_is_refused_with_the_difference_named(
     assert refused.specs == []
 
 
-def test_without_a_folder_the_same_command_finds_its_own(
-    run: Any, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_the_same_command_finds_its_own(run, head, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     again, other = Starter(), Starter()
     keys = {"drafter": str(head()), "num_speculative_tokens": 2, "output": None}
@@ -159,7 +151,7 @@ def test_without_a_folder_the_same_command_finds_its_own(
     assert len(list((tmp_path / "runs" / "evaluate").iterdir())) == 2
 
 
-def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> None:
+def test_a_damaged_cell_is_told_by_name(run, head, tmp_path):
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     (file,) = (tmp_path / "out" / "cells").iterdir()
     file.write_text('{"k": 2}')
@@ -167,14 +159,14 @@ def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> 
         run(Starter(), drafter=str(head()), num_speculative_tokens=2)
 
 
-def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run: Any, head: Any, tmp_path: Path) -> None:
+def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run, head, tmp_path):
     with pytest.raises(EngineError, match="produced no drafts") as failed:
         run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
     assert "--max-tokens" in failed.value.hint
     assert list((tmp_path / "out" / "cells").iterdir()) == []
 
 
-def test_figures_of_a_cell_by_hand() -> None:
+def test_figures_of_a_cell_by_hand():
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
     setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
     code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
@@ -188,12 +180,12 @@ def test_figures_of_a_cell_by_hand() -> None:
 class Dying(Starter):
     """The second engine ends with an error."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         super().__init__()
         self._error = error
 
-    def __call__(self, spec: EngineSpec, hardware: Hardware) -> Any:
-        async def dies(*_: Any) -> Generation:
+    def __call__(self, spec, hardware):
+        async def dies(*_):
             raise self._error
 
         engine = super().__call__(spec, hardware)
@@ -202,9 +194,7 @@ class Dying(Starter):
         return engine
 
 
-def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
-    run: Any, head: Any, tmp_path: Path
-) -> None:
+def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(run, head, tmp_path):
     dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
     report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert all(engine.is_down for engine in dying.engines)
@@ -218,7 +208,7 @@ def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
     assert (after["failed"], after["notes"]) == ({}, [])
 
 
-def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_report_of_what_was_finished(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
@@ -226,9 +216,9 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, 
     assert left["notes"] == ["Not finished: 1 cells remain."]
 
 
-def test_refused_requests_are_counted_and_the_others_measured(run: Any, head: Any) -> None:
+def test_refused_requests_are_counted_and_the_others_measured(run, head):
     class Picky(FakeEngine):
-        async def generate(self, request_id: str, *args: Any) -> Generation:
+        async def generate(self, request_id, *args):
             if request_id == "1":
                 raise RequestRefused("not this one")
             return await super().generate(request_id, *args)
@@ -237,11 +227,11 @@ def test_refused_requests_are_counted_and_the_others_measured(run: Any, head: An
     assert (report["cells"][0]["num_responses"], report["cells"][0]["num_refused"]) == (5, 1)
 
 
-def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run: Any, head: Any) -> None:
+def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run, head):
     class Older(FakeEngine):
         """As vLLM 0.24: drafts are counted, but not by request."""
 
-        async def generate(self, *args: Any) -> Generation:
+        async def generate(self, *args):
             from dataclasses import replace
 
             return replace(await super().generate(*args), speculation=None)
@@ -263,9 +253,7 @@ def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run: A
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_before_an_engine_starts(
-    keys: dict[str, Any], error: type[Exception], message: str, run: Any, tmp_path: Path, head: Any
-) -> None:
+def test_what_cannot_be_is_refused_before_an_engine_starts(keys, error, message, run, tmp_path, head):
     start = Starter()
     with pytest.raises(error, match=message):
         run(start, **{"drafter": str(head()), **keys})
@@ -273,12 +261,12 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_head_twice_is_refused(run: Any, head: Any) -> None:
+def test_the_same_head_twice_is_refused(run, head):
     with pytest.raises(ConfigError, match="occurs twice"):
         run(Starter(), drafter=[str(head()), str(head())])
 
 
-def test_finer_points_reach_its_engines(run: Any, head: Any) -> None:
+def test_finer_points_reach_its_engines(run, head):
     start = Starter()
     finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
     report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)

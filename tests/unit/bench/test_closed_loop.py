@@ -1,13 +1,12 @@
 import asyncio
-from typing import Any
 
 import pytest
 
 from peagle.bench import engine as bench_engine
-from peagle.bench.engine import Loop, difference, run_loop
+from peagle.bench.engine import difference, run_loop
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine
-from peagle.engine.interface import Generation, RequestRefused
+from peagle.engine.interface import RequestRefused
 from peagle.speculation import SpeculationStats
 
 PROMPTS = [BenchPrompt(token_ids=[i], category=None) for i in range(6)]
@@ -15,20 +14,20 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
 class Watched(FakeEngine):
     """Notes who asks for what, and how many at once; refuses one of the requests."""
 
-    def __init__(self, refused: str = "") -> None:
+    def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)
         self.asked: list[tuple[str, int]] = []
         self.most_running = self._running = 0
         self._refused = refused
 
-    async def generate(self, request_id: str, prompt: list[int], sampling: Any) -> Generation:
+    async def generate(self, request_id, prompt, sampling):
         if request_id == self._refused:
             raise RequestRefused("not this one")
         self.asked.append((request_id, sampling["max_tokens"]))
@@ -40,7 +39,7 @@ class Watched(FakeEngine):
             self._running -= 1
 
 
-def run(engine: Watched, concurrency: int = 2, num_warm_up: int = 1) -> tuple[Loop, list[tuple[int, int]]]:
+def run(engine, concurrency=2, num_warm_up=1):
     seen: list[tuple[int, int]] = []
     loop = asyncio.run(
         run_loop(
@@ -55,7 +54,7 @@ def run(engine: Watched, concurrency: int = 2, num_warm_up: int = 1) -> tuple[Lo
     return loop, seen
 
 
-def test_every_prompt_is_asked_once_with_so_many_at_a_time() -> None:
+def test_every_prompt_is_asked_once_with_so_many_at_a_time():
     engine = Watched()
     loop, seen = run(engine, concurrency=3)
     assert engine.most_running == 3
@@ -64,22 +63,22 @@ def test_every_prompt_is_asked_once_with_so_many_at_a_time() -> None:
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
-def test_the_warm_up_is_short_and_in_no_figure() -> None:
+def test_the_warm_up_is_short_and_in_no_figure():
     engine = Watched()
     loop, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
     assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
 
 
-def test_a_refused_request_has_no_answer_and_the_others_go_on() -> None:
+def test_a_refused_request_has_no_answer_and_the_others_go_on():
     loop, seen = run(Watched(refused="2"))
     assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
     assert loop.generations[2] is None
     assert seen[-1] == (6, 6)
 
 
-def test_difference_of_two_readings() -> None:
-    def stats(num_drafts: int, *accepted: int) -> SpeculationStats:
+def test_difference_of_two_readings():
+    def stats(num_drafts, *accepted):
         return SpeculationStats(
             num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
         )

@@ -1,10 +1,9 @@
 import re
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from peagle.bench.record import PassRecord, RequestTimes, acceptance, summarise
+from peagle.bench.record import RequestTimes, acceptance, summarise
 from peagle.bench.report import (
     acceptance_rows,
     best,
@@ -32,7 +31,7 @@ SPEEDS = {
 }
 
 
-def at_speed(method: str, k: int, concurrency: int, speed: float, repeat: int = 0) -> PassRecord:
+def at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
     stats = SpeculationStats(num_drafts=40, num_draft_tokens=40 * k, accepted_per_position=(30, 10, 5, 1, 0)[:k])
     nothing = SpeculationStats.empty()
@@ -41,13 +40,13 @@ def at_speed(method: str, k: int, concurrency: int, speed: float, repeat: int = 
     )
 
 
-def setup(method: str, k: int) -> dict[str, Any]:
+def setup(method, k):
     stats = [at_speed(method, k, c, speed).speculation for c, speed in SPEEDS[method, k].items()]
     return {"method": method, "k": k, "label": method_label(method, k), **acceptance(stats)}
 
 
 @pytest.fixture
-def report() -> dict[str, Any]:
+def report():
     cells = [
         summarise([at_speed(m, k, c, speed, r) for r in range(2)], usd_per_s=0.0001)
         for (m, k), speeds in SPEEDS.items()
@@ -62,7 +61,7 @@ def report() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_speed_table_has_the_published_layout(report: dict[str, Any]) -> None:
+def test_the_speed_table_has_the_published_layout(report):
     assert speed_rows(report) == [
         ["output tokens/s", "K", "concurrency 1", "concurrency 4"],
         ["no speculation", "-", "10.0 (0%)", "40.0 (0%)"],
@@ -73,9 +72,7 @@ def test_the_speed_table_has_the_published_layout(report: dict[str, Any]) -> Non
     ]
 
 
-def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_concurrency(
-    report: dict[str, Any],
-) -> None:
+def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_concurrency(report):
     assert best_rows(report) == [
         ["concurrency", "no speculation", "best EAGLE-3", "best P-EAGLE",
          "best P-EAGLE / best EAGLE-3", "best EAGLE-3 / no speculation", "best P-EAGLE / no speculation"],
@@ -86,7 +83,7 @@ def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_co
     ]  # fmt: skip
 
 
-def test_a_ratio_has_its_range_over_the_repeats_that_both_have() -> None:
+def test_a_ratio_has_its_range_over_the_repeats_that_both_have():
     speeds = {
         ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
         ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds turn, and repeats come in another order
@@ -106,19 +103,19 @@ def test_a_ratio_has_its_range_over_the_repeats_that_both_have() -> None:
     assert best_rows(report)[1][-2:] == ["1.82x (1.50 to 2.50)", "1.09x"]
 
 
-def test_cells_of_unequal_numbers_of_passes_are_said_to_be(report: dict[str, Any]) -> None:
+def test_cells_of_unequal_numbers_of_passes_are_said_to_be(report):
     assert "the median of 2 passes, and" in text_tables(report)
     report["cells"][0] = report["cells"][0] | {"repeats": 1}
     assert "the median of 1 to 2 passes, and" in text_tables(report)
 
 
-def test_the_best_k_is_chosen_at_each_concurrency(report: dict[str, Any]) -> None:
+def test_the_best_k_is_chosen_at_each_concurrency(report):
     chosen = [best(report["cells"], "peagle", concurrency) for concurrency in (1, 4)]
     assert [cell["k"] for cell in chosen if cell] == [5, 3]
     assert best(report["cells"], "ngram", 1) is None
 
 
-def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report: dict[str, Any]) -> None:
+def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report):
     report["cells"] = [c for c in report["cells"] if (c["method"], c["concurrency"]) != ("none", 4)]
     report["ratios"] = ratios(report["cells"])
     assert {row[0]: row[2:] for row in speed_rows(report)}["no speculation"] == ["10.0 (0%)", "-"]
@@ -127,21 +124,21 @@ def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report: dict[str,
     assert columns["best P-EAGLE / no speculation"] == ["2.10x (2.10 to 2.10)", "-"]
 
 
-def test_a_benchmark_of_one_method_has_no_ratios(report: dict[str, Any]) -> None:
+def test_a_benchmark_of_one_method_has_no_ratios(report):
     report["ratios"] = ratios([cell for cell in report["cells"] if cell["method"] == "peagle"])
     assert report["ratios"] == []
     assert best_rows(report) == []
     assert "Best: of all K" not in text_tables(report)
 
 
-def test_acceptance_is_of_all_concurrencies_with_blanks_beyond_k(report: dict[str, Any]) -> None:
+def test_acceptance_is_of_all_concurrencies_with_blanks_beyond_k(report):
     rows = acceptance_rows(report)
     assert rows[1] == ["EAGLE-3", "3", "2.12", "80", "75%", "25%", "12%", "", ""]
     assert rows[4] == ["P-EAGLE", "5", "2.15", "80", "75%", "25%", "12%", "2%", "0%"]
     assert len(rows) == 5
 
 
-def test_markdown_tables_are_rectangular_and_state_their_conditions(report: dict[str, Any]) -> None:
+def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     text = markdown_tables(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1, 1, 1]
@@ -152,7 +149,7 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report: dict
     assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[3]
 
 
-def test_what_the_engine_cannot_say_is_blank(report: dict[str, Any]) -> None:
+def test_what_the_engine_cannot_say_is_blank(report):
     report["cells"] = [
         cell | {"ttft_s": None, "tpot_s": None, "step_s": None, "peak_memory_gib": None, "tokens_per_usd": None}
         for cell in report["cells"]
@@ -162,7 +159,7 @@ def test_what_the_engine_cannot_say_is_blank(report: dict[str, Any]) -> None:
     assert cost_plot(report) is None
 
 
-def test_synthetic_figures_are_labelled_in_tables_and_plots(report: dict[str, Any]) -> None:
+def test_synthetic_figures_are_labelled_in_tables_and_plots(report):
     report["labels"] = ["SYNTHETIC ACCEPTANCE: by lot"]
     for text in (text_tables(report), markdown_tables(report)):
         assert "SYNTHETIC ACCEPTANCE: by lot" in text.splitlines()[0]
@@ -172,7 +169,7 @@ def test_synthetic_figures_are_labelled_in_tables_and_plots(report: dict[str, An
         assert "SYNTHETIC, " in plot
 
 
-def test_the_speed_plot_has_the_best_k_of_each_method(report: dict[str, Any]) -> None:
+def test_the_speed_plot_has_the_best_k_of_each_method(report):
     root = ElementTree.fromstring(speed_plot(report))
     titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]
     assert titles == [
@@ -182,7 +179,7 @@ def test_the_speed_plot_has_the_best_k_of_each_method(report: dict[str, Any]) ->
     ]  # fmt: skip
 
 
-def test_the_cost_plot_has_a_step_by_k_and_a_level_line_without_drafts(report: dict[str, Any]) -> None:
+def test_the_cost_plot_has_a_step_by_k_and_a_level_line_without_drafts(report):
     plot = cost_plot(report)
     assert plot is not None
     root = ElementTree.fromstring(plot)

@@ -1,13 +1,9 @@
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from config_only import HEAD, TARGET
-from moving_hub import FIRST, MovingHub
+from moving_hub import FIRST
 
 from peagle.bench.acceptance import evaluate
-from peagle.bench.config import BenchConfig, EvaluateConfig, MeasurementKeys
+from peagle.bench.config import BenchConfig, EvaluateConfig
 from peagle.bench.engine import MeasurementListener
 from peagle.bench.run import bench
 from peagle.tuning.config import TuneConfig
@@ -27,16 +23,12 @@ class Asked(Exception):  # noqa: N818 - no error, but the end of what a test is 
     ],
 )
 def test_a_measurement_tokenises_with_the_revision_that_its_engines_load(
-    moving_hub: MovingHub,
-    write_jsonl: Callable[..., Path],
-    measure: Callable[..., Any],
-    config: type[MeasurementKeys],
-    keys: dict[str, Any],
-) -> None:
+    moving_hub, write_jsonl, measure, config, keys
+):
     moving_hub.push("org/model", FIRST, TARGET)
     moving_hub.push("org/head", FIRST, HEAD | {"speculators_model_type": "peagle"})
 
-    def tokenizer_of(*of: Any) -> Any:
+    def tokenizer_of(*of):
         raise Asked(of)
 
     with pytest.raises(Asked) as asked:

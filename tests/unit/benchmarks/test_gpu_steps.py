@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_timer import _Marks
 from peagle.bench.config import BenchConfig
-from peagle.bench.plan import Setup, make_setup
+from peagle.bench.plan import make_setup
 from peagle.engine.fake import ByteTokenizer
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import DrafterError, EngineError
@@ -34,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 HEAD = {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 4}}
 
 
-def test_a_dense_target_reads_its_weights_and_every_request_s_cache() -> None:
+def test_a_dense_target_reads_its_weights_and_every_request_s_cache():
     read = step_bytes(DENSE, None, k=0, concurrency=3, context_tokens=5, weight_bytes=1, kv_bytes=2)
     layer = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8  # q, k and v of heads of 2; o; gate, up and down
     assert read.target_weights == 2 * layer + 10 * 4 * 2
@@ -42,7 +41,7 @@ def test_a_dense_target_reads_its_weights_and_every_request_s_cache() -> None:
     assert read.drafter == 0
 
 
-def test_a_mixture_reads_the_experts_that_its_tokens_meet() -> None:
+def test_a_mixture_reads_the_experts_that_its_tokens_meet():
     target = target_config(tiny=False)
     one, all_of_them = (
         step_bytes(target, None, k=0, concurrency=c, context_tokens=0, weight_bytes=1, kv_bytes=1).target_weights
@@ -54,10 +53,10 @@ def test_a_mixture_reads_the_experts_that_its_tokens_meet() -> None:
     assert experts_met(8, 8, 1) == 8
 
 
-def test_eagle3_reads_its_head_k_times_and_p_eagle_once() -> None:
+def test_eagle3_reads_its_head_k_times_and_p_eagle_once():
     target = target_config(tiny=False)
 
-    def drafter(method: str, k: int) -> float:
+    def drafter(method, k):
         head = head_config(method, target, tiny=False)
         return step_bytes(target, head, k=k, concurrency=1, context_tokens=300, weight_bytes=2, kv_bytes=2).drafter
 
@@ -65,7 +64,7 @@ def test_eagle3_reads_its_head_k_times_and_p_eagle_once() -> None:
     assert drafter("eagle3", 11) - drafter("eagle3", 7) == pytest.approx(drafter("eagle3", 7) - drafter("eagle3", 3))
 
 
-def test_one_pass_of_a_head_reads_all_its_matrices() -> None:
+def test_one_pass_of_a_head_reads_all_its_matrices():
     target = target_config(tiny=False)
     head = head_config("eagle3", target, tiny=False)
     read = step_bytes(target, head, k=1, concurrency=1, context_tokens=0, weight_bytes=2, kv_bytes=2)
@@ -73,14 +72,14 @@ def test_one_pass_of_a_head_reads_all_its_matrices() -> None:
     assert read.drafter_weights == 2 * sum(rows * columns for rows, columns in matrices)
 
 
-def steps(*num_requests: int) -> list[dict[str, float]]:
+def steps(*num_requests):
     return [
         {"began_s": 0.01 * i, "num_requests": n, "forward": 4.0 + i, "draft": 2.0, "preprocess": 0.5}
         for i, n in enumerate(num_requests)
     ]
 
 
-def test_a_step_s_parts_are_medians_of_steps_with_all_requests() -> None:
+def test_a_step_s_parts_are_medians_of_steps_with_all_requests():
     found = median_step(steps(1, 2, 2, 2, 2, 2, 2, 1), 2)
     # From the second step on the requests are two; three are skipped, two are left: their forward is 8 and 9.
     assert found == pytest.approx(
@@ -89,7 +88,7 @@ def test_a_step_s_parts_are_medians_of_steps_with_all_requests() -> None:
     assert median_step(steps(2, 2, 2), 2) is None
 
 
-def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
+def test_the_table_says_how_far_a_step_is_from_its_floor():
     parts = {"step": 6.0, "target": 3.0, "logits": 0.5, "sampling": 0.5, "drafter": 1.5, "host": 0.5}
     timed = {"concurrency": 32, "ms": parts, "kernels_ms": 5.0, "floor_ms": {"target": 1.5, "drafter": 0.5}}
     untimed = timed | {"concurrency": 64, "ms": None}
@@ -100,7 +99,7 @@ def test_the_table_says_how_far_a_step_is_from_its_floor() -> None:
     assert {len(row) for row in rows} == {len(rows[0])}
 
 
-def profiled(method: str, k: int, *drafter_ms: float | None) -> dict[str, Any]:
+def profiled(method, k, *drafter_ms):
     cells = [
         {"concurrency": 4**place, "ms": None if ms is None else {"step": 9.0, "drafter": ms}}
         for place, ms in enumerate(drafter_ms)
@@ -108,7 +107,7 @@ def profiled(method: str, k: int, *drafter_ms: float | None) -> dict[str, Any]:
     return {"method": method, "k": k, "cells": cells}
 
 
-def test_the_drafter_s_part_by_k_is_plotted_without_the_rest_of_the_step() -> None:
+def test_the_drafter_s_part_by_k_is_plotted_without_the_rest_of_the_step():
     engines = [profiled("none", 0, 0.0, 0.0), profiled("ngram", 7, 0.1, 0.1), profiled("eagle3", 7, 3.5, 8.0)]
     engines += [profiled("eagle3", 3, 1.5, 4.0), profiled("peagle", 3, 0.8, 1.0), profiled("peagle", 7, 0.75, 1.0)]
     plot = drafter_plot("tiny", engines)
@@ -118,35 +117,35 @@ def test_the_drafter_s_part_by_k_is_plotted_without_the_rest_of_the_step() -> No
     assert "Drafting alone, concurrency 1, tiny" in plot
 
 
-def test_without_a_timed_step_of_a_head_there_is_no_plot() -> None:
+def test_without_a_timed_step_of_a_head_there_is_no_plot():
     assert drafter_plot("tiny", []) is None
     assert drafter_plot("tiny", [profiled("none", 0, 0.0), profiled("peagle", 3, None)]) is None
 
 
-def setup(method: Any, model: str = "") -> Setup:
+def setup(method, model=""):
     drafter = DrafterSpec(method=method, model=model, num_speculative_tokens=3) if method != "none" else None
     return make_setup(EngineSpec(model="target"), drafter)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
-def test_a_setup_without_a_head_has_none_to_read(method: str) -> None:
+def test_a_setup_without_a_head_has_none_to_read(method):
     assert head_config_of(setup(method)) is None
 
 
-def test_a_head_is_read_in_its_folder_or_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_read_in_its_folder_or_from_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(step_profile, "hub_config", lambda name, revision: HEAD | {"of": name})
     assert head_config_of(setup("eagle3", "org/head")) == HEAD | {"of": "org/head"}
     (tmp_path / "config.json").write_text(json.dumps(HEAD))
     assert head_config_of(setup("eagle3", str(tmp_path))) == HEAD
 
 
-def test_a_head_whose_bytes_are_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_head_whose_bytes_are_not_known_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(DrafterError, match="not in the layout of speculators"):
         head_config_of(setup("eagle3", str(tmp_path)))
 
 
-def test_marks_become_steps_by_their_first_part() -> None:
+def test_marks_become_steps_by_their_first_part():
     runner = SimpleNamespace(device=torch.device("cpu"), input_batch=SimpleNamespace(num_reqs=4))
     marks = _Marks(runner)
     for name in ("forward", "preprocess", "forward", "draft", "draft", "preprocess"):
@@ -159,7 +158,7 @@ def test_marks_become_steps_by_their_first_part() -> None:
     assert first["began_s"] < second["began_s"]
 
 
-def test_vllm_has_the_scopes_that_are_timed() -> None:
+def test_vllm_has_the_scopes_that_are_timed():
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
@@ -175,17 +174,15 @@ PROFILE = {
 
 
 @pytest.fixture
-def profile(
-    tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, list[str]]]:
+def profile(tmp_path, write_jsonl, monkeypatch):
     """Profile three engines: the exit code, and those that were started. The ones of methods that fail do so."""
     target, data = write_target(tmp_path / "target"), write_jsonl([{"prompt": "p"}])
     monkeypatch.setattr(step_profile, "load_tokenizer", lambda *_: ByteTokenizer())
 
-    def profile(*failing: str, of: BaseException | None = None) -> tuple[int, list[str]]:
+    def profile(*failing, of=None):
         started = []
 
-        def profile_engine(plan: Any, setup: Setup, dataset: Any, log: Path) -> dict[str, Any]:
+        def profile_engine(plan, setup, dataset, log):
             started.append(setup.label)
             if setup.method in failing:
                 raise of or EngineError("no room for the KV cache")
@@ -199,9 +196,7 @@ def profile(
     return profile
 
 
-def test_an_engine_that_fails_is_named_and_the_others_are_profiled(
-    profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_fails_is_named_and_the_others_are_profiled(profile, tmp_path, capsys):
     assert profile("none") == (1, ["no speculation", "n-gram K=3", "n-gram K=5"])
     assert "no speculation is left out: no room for the KV cache" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "report.json").read_bytes())
@@ -212,20 +207,20 @@ def test_an_engine_that_fails_is_named_and_the_others_are_profiled(
     assert profile() == (0, ["no speculation"]), "the same command tries it again, and no other"
 
 
-def test_there_is_a_report_where_no_engine_starts(profile: Any, tmp_path: Path) -> None:
+def test_there_is_a_report_where_no_engine_starts(profile, tmp_path):
     assert profile("none", "ngram")[0] == 1
     assert (tmp_path / "out" / "report.md").read_text().count("no room for the KV cache") == 3
 
 
-def test_an_interrupt_leaves_the_report_of_the_engines_that_are_done(profile: Any, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_the_report_of_the_engines_that_are_done(profile, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         profile("ngram", of=KeyboardInterrupt())
     report = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [engine["method"] for engine in report["engines"]] == ["none"]
 
 
-def test_an_engine_that_fails_is_told_by_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(**arguments: Any) -> None:
+def test_an_engine_that_fails_is_told_by_its_cause(tmp_path, monkeypatch):
+    def start(**arguments):
         os.write(2, b"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no room for the KV cache\n")
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 

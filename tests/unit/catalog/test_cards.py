@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from peagle.catalog.cards import HeadCard, ModelCard, SpeculationRow, load_card,
 from peagle.errors import CatalogError
 
 
-def row(platform: str, limit: int | None, method: str = "peagle", k: int = 3) -> dict[str, Any]:
+def row(platform, limit, method="peagle", k=3):
     return {
         "platform": platform,
         "max_concurrency": limit,
@@ -19,7 +18,7 @@ def row(platform: str, limit: int | None, method: str = "peagle", k: int = 3) ->
     }
 
 
-def card(*rows: dict[str, Any], **changes: Any) -> ModelCard:
+def card(*rows, **changes):
     values: dict[str, Any] = {
         "name": "m",
         "title": "M",
@@ -43,7 +42,7 @@ def card(*rows: dict[str, Any], **changes: Any) -> ModelCard:
     return ModelCard.model_validate(values | changes)
 
 
-def test_a_model_cannot_be_called_like_a_command() -> None:
+def test_a_model_cannot_be_called_like_a_command():
     with pytest.raises(ValidationError, match="the name 'add' is reserved"):
         card(name="add")
 
@@ -63,13 +62,13 @@ CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7)
         (2, None, ("peagle", 5)),
     ],
 )
-def test_k_follows_concurrency_and_hardware(concurrency: int, platform: Any, expected: tuple[str, int]) -> None:
+def test_k_follows_concurrency_and_hardware(concurrency, platform, expected):
     found = CARD.speculation_for(concurrency, platform)
     assert found is not None
     assert (found.method, found.num_speculative_tokens) == expected
 
 
-def test_beyond_what_was_measured_there_is_no_row() -> None:
+def test_beyond_what_was_measured_there_is_no_row():
     assert CARD.speculation_for(65, "cuda") is None
     assert card().speculation_for(1) is None
 
@@ -83,30 +82,30 @@ def test_beyond_what_was_measured_there_is_no_row() -> None:
     ],
     ids=["descending", "twice", "open-row-first"],
 )
-def test_rows_ascend(rows: list[dict[str, Any]]) -> None:
+def test_rows_ascend(rows):
     with pytest.raises(ValidationError, match="must ascend"):
         card(*rows)
 
 
-def test_a_row_needs_its_head() -> None:
+def test_a_row_needs_its_head():
     with pytest.raises(ValidationError, match="no head 'eagle3'"):
         card(row("cpu", 4, "eagle3"))
 
 
 @pytest.mark.parametrize(("method", "k"), [("none", 3), ("peagle", 0)])
-def test_none_and_zero_go_together(method: str, k: int) -> None:
+def test_none_and_zero_go_together(method, k):
     with pytest.raises(ValidationError, match="exactly with method none"):
         SpeculationRow.model_validate(row("cpu", 4, method, k))
 
 
-def test_a_published_head_has_an_id() -> None:
+def test_a_published_head_has_an_id():
     with pytest.raises(ValidationError, match="needs an id"):
         HeadCard(kind="huggingface", source="card")
     assert HeadCard(kind="huggingface", published=False, source="card").id is None
 
 
 @pytest.mark.parametrize("group", ["licence", "architecture", "precision", "smallest_hardware"])
-def test_every_group_of_facts_names_its_source(group: str) -> None:
+def test_every_group_of_facts_names_its_source(group):
     without_source = getattr(CARD, group).model_dump(exclude={"source"})
     with pytest.raises(ValidationError, match="source"):
         card(**{group: without_source})
@@ -115,23 +114,23 @@ def test_every_group_of_facts_names_its_source(group: str) -> None:
 SHIPPED = ["gemma-4-31b-it", "gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct", "smollm2-135m"]
 
 
-def test_the_shipped_cards_load() -> None:
+def test_the_shipped_cards_load():
     assert load_catalog().names() == SHIPPED
     assert [card.name for card in load_catalog()] == SHIPPED
 
 
-def test_a_model_is_found_by_its_hub_id_too() -> None:
+def test_a_model_is_found_by_its_hub_id_too():
     assert load_catalog().get("Qwen/qwen3-coder-30b-a3b-instruct").name == "qwen3-coder-30b-a3b-instruct"
 
 
-def test_an_unknown_model_suggests_the_nearest() -> None:
+def test_an_unknown_model_suggests_the_nearest():
     with pytest.raises(CatalogError, match="gpt-os-20b") as caught:
         load_catalog().get("gpt-os-20b")
     assert "did you mean gpt-oss-20b" in caught.value.hint
     assert load_catalog().find("gpt-os-20b") is None
 
 
-def write_card(folder: Path, name: str, **changes: object) -> Path:
+def write_card(folder, name, **changes):
     values = load_catalog().get("smollm2-135m").model_dump() | {"name": name} | changes
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"
@@ -139,7 +138,7 @@ def write_card(folder: Path, name: str, **changes: object) -> Path:
     return path
 
 
-def test_a_user_adds_cards_and_replaces_ours(peagle_home: Path) -> None:
+def test_a_user_adds_cards_and_replaces_ours(peagle_home):
     write_card(peagle_home / "models", "mine", title="Mine")
     write_card(peagle_home / "models", "smollm2-135m", title="Tuned")
     catalog = load_catalog()
@@ -166,7 +165,7 @@ def test_a_user_adds_cards_and_replaces_ours(peagle_home: Path) -> None:
         ({"title": None}, "title: Input should be a valid string", ""),
     ],
 )
-def test_a_faulty_card_is_refused_by_key(tmp_path: Path, changes: dict[str, object], key: str, hint: str) -> None:
+def test_a_faulty_card_is_refused_by_key(tmp_path, changes, key, hint):
     path = write_card(tmp_path, "mine", **changes)
     with pytest.raises(CatalogError) as caught:
         load_card(path)
@@ -175,7 +174,7 @@ def test_a_faulty_card_is_refused_by_key(tmp_path: Path, changes: dict[str, obje
     assert hint in caught.value.hint
 
 
-def test_a_card_is_named_as_its_file(tmp_path: Path) -> None:
+def test_a_card_is_named_as_its_file(tmp_path):
     path = write_card(tmp_path, "mine").rename(tmp_path / "yours.yaml")
     with pytest.raises(CatalogError, match="name: mine") as caught:
         load_card(path)
@@ -183,7 +182,7 @@ def test_a_card_is_named_as_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "- 1\n- 2\n", ""])
-def test_what_is_no_card_is_refused(tmp_path: Path, content: str) -> None:
+def test_what_is_no_card_is_refused(tmp_path, content):
     path = tmp_path / "mine.yaml"
     path.write_text(content)
     with pytest.raises(CatalogError, match=r"mine\.yaml"):

@@ -1,6 +1,4 @@
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +9,14 @@ from peagle.errors import CatalogError, PeagleError, PrecisionError
 from peagle.hardware import Hardware
 
 
-def cpu(*flags: str) -> Hardware:
+def cpu(*flags):
     return Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2, cpu_flags=frozenset(flags))
 
 
 VNNI, AMX = cpu("avx512_vnni"), cpu("avx512_vnni", "amx_tile")
 
 
-def make_model(folder: Path, *names: str, shape: tuple[int, ...] = (2, 2)) -> str:
+def make_model(folder, *names, shape=(2, 2)):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     if names:
@@ -26,7 +24,7 @@ def make_model(folder: Path, *names: str, shape: tuple[int, ...] = (2, 2)) -> st
     return str(folder)
 
 
-def test_a_target_is_converted_once_and_says_so(target: Path, peagle_home: Path) -> None:
+def test_a_target_is_converted_once_and_says_so(target, peagle_home):
     messages: list[str] = []
     folders = [ensure_int8(str(target), announce=messages.append) for _ in range(2)]
     assert len(messages) == 1
@@ -41,14 +39,14 @@ def test_a_target_is_converted_once_and_says_so(target: Path, peagle_home: Path)
     assert weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
 
 
-def test_other_weights_have_another_folder(tmp_path: Path, peagle_home: Path) -> None:
+def test_other_weights_have_another_folder(tmp_path, peagle_home):
     name = "model.layers.0.mlp.up_proj.weight"
     first = ensure_int8(make_model(tmp_path / "m", name))
     save_file({name: torch.zeros(2, 2)}, tmp_path / "m" / "model.safetensors")
     assert ensure_int8(str(tmp_path / "m")) != first
 
 
-def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path: Path, peagle_home: Path) -> None:
+def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path, peagle_home):
     name = "model.layers.0.mlp.up_proj.weight"
     folder = make_model(tmp_path / "m", name)
     save_file({name: torch.full((2, 2), float("nan"))}, tmp_path / "m" / "model.safetensors")
@@ -57,12 +55,10 @@ def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path: P
     assert [path.name for path in (peagle_home / "targets").iterdir()] == [".m-int8.lock"]
 
 
-def test_a_hub_model_is_taken_from_the_client_s_cache(
-    target: Path, peagle_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_model_is_taken_from_the_client_s_cache(target, peagle_home, monkeypatch):
     asked = []
 
-    def download(model_id: str, **options: Any) -> str:
+    def download(model_id, **options):
         asked.append((model_id, options["revision"]))
         return str(target)
 
@@ -72,8 +68,8 @@ def test_a_hub_model_is_taken_from_the_client_s_cache(
     assert folder.name.startswith("model-int8-")
 
 
-def test_a_hub_that_cannot_be_reached_is_named(peagle_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model_id: str, **options: Any) -> str:
+def test_a_hub_that_cannot_be_reached_is_named(peagle_home, monkeypatch):
+    def fail(model_id, **options):
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
@@ -81,7 +77,7 @@ def test_a_hub_that_cannot_be_reached_is_named(peagle_home: Path, monkeypatch: p
         ensure_int8("org/model")
 
 
-def test_a_target_with_linear_layers_passes(target: Path) -> None:
+def test_a_target_with_linear_layers_passes(target):
     require_convertible(str(target), {}, VNNI)
     require_convertible("org/not-on-this-disk", {}, VNNI)
 
@@ -94,9 +90,7 @@ def test_a_target_with_linear_layers_passes(target: Path) -> None:
         (("model.layers.0.mlp.experts.gate_up_proj",), (2, 2, 2), r"in one tensor \(model\.layers\.0\.mlp\.experts"),
     ],
 )
-def test_a_target_without_any_is_refused(
-    tmp_path: Path, names: tuple[str, ...], shape: tuple[int, ...], reason: str
-) -> None:
+def test_a_target_without_any_is_refused(tmp_path, names, shape, reason):
     folder = make_model(tmp_path / "m", *names, shape=shape)
     with pytest.raises(PrecisionError, match=reason) as caught:
         require_convertible(folder, {}, VNNI)
@@ -104,7 +98,7 @@ def test_a_target_without_any_is_refused(
     assert "--precision auto" in caught.value.hint
 
 
-def test_experts_need_amx_on_a_cpu(target: Path) -> None:
+def test_experts_need_amx_on_a_cpu(target):
     for config in ({"num_experts": 128}, {"text_config": {"num_local_experts": 8}}):
         with pytest.raises(PrecisionError, match="int8 experts only on CPUs with AMX; this is CPU"):
             require_convertible(str(target), config, VNNI)
@@ -113,7 +107,7 @@ def test_experts_need_amx_on_a_cpu(target: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{]"])
-def test_weights_that_cannot_be_read_are_named(tmp_path: Path, content: bytes) -> None:
+def test_weights_that_cannot_be_read_are_named(tmp_path, content):
     folder = make_model(tmp_path / "m", "x")
     (tmp_path / "m" / "model.safetensors").write_bytes(content)
     with pytest.raises(CatalogError, match="its weights cannot be read"):

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ LINEAR = "model.layers.0.self_attn.q_proj.weight"
         "layers.0.mlp.up_proj.weight",
     ],
 )
-def test_linear_layers_are_converted(name: str) -> None:
+def test_linear_layers_are_converted(name):
     assert is_quantisable(name, 2)
     assert not is_quantisable(name, 1)
 
@@ -40,25 +39,25 @@ def test_linear_layers_are_converted(name: str) -> None:
         "model.audio_tower.layers.0.self_attn.k_proj.weight",
     ],
 )
-def test_everything_else_stays(name: str) -> None:
+def test_everything_else_stays(name):
     assert not is_quantisable(name, 2)
 
 
-def test_the_largest_of_a_row_stands_at_127() -> None:
+def test_the_largest_of_a_row_stands_at_127():
     stored, scale = quantize("w", torch.tensor([[0.5, -2.0], [0.0, 0.0], [1e-30, 0.0]]))
     assert stored.tolist() == [[32, -127], [0, 0], [127, 0]]
     assert scale.squeeze(1).tolist() == pytest.approx([2 / 127, 1.0, 1e-30 / 127], rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+def test_a_weight_is_off_by_half_a_step_at_most(dtype):
     weight = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     stored, scale = quantize("w", weight)
     assert (stored.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (64, 1))
     assert ((stored * scale - weight.float()).abs() <= scale * 0.5001).all()
 
 
-def test_the_library_of_the_format_reads_the_same_values() -> None:
+def test_the_library_of_the_format_reads_the_same_values():
     from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
     from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.lifecycle.forward import quantize as reference
@@ -71,17 +70,17 @@ def test_the_library_of_the_format_reads_the_same_values() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_by_name(value: float) -> None:
+def test_what_is_not_finite_is_refused_by_name(value):
     with pytest.raises(ValueError, match=r"model\.x has values that are not finite"):
         quantize("model.x", torch.tensor([[value, 1.0]]))
 
 
-def test_weights_of_8_bits_are_refused_by_name() -> None:
+def test_weights_of_8_bits_are_refused_by_name():
     with pytest.raises(ValueError, match=r"model\.x is torch\.float8_e4m3fn"):
         quantize("model.x", torch.ones(2, 2).to(torch.float8_e4m3fn))
 
 
-def test_a_folder_keeps_what_is_no_linear_layer_and_says_so(target: Path, tmp_path: Path) -> None:
+def test_a_folder_keeps_what_is_no_linear_layer_and_says_so(target, tmp_path):
     convert(target, tmp_path)
     before, after = load_file(target / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     converted = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
@@ -98,7 +97,7 @@ def test_a_folder_keeps_what_is_no_linear_layer_and_says_so(target: Path, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == others | {"model.safetensors"}
 
 
-def test_a_model_in_several_files_is_converted_file_by_file(tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_converted_file_by_file(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     out.mkdir()

@@ -39,14 +39,14 @@ def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, ca
     assert local_spec(EngineSpec(model=str(target), precision="bf16")).model == str(target)
 
 
-def test_a_shipped_head_is_found_in_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_head_is_found_in_this_installation(tmp_path, monkeypatch):
     heads = tmp_path / "here" / "heads"
     (heads / "m-peagle").mkdir(parents=True)
     monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", heads)
     assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
 
 
-def test_what_this_node_does_not_have_is_named() -> None:
+def test_what_this_node_does_not_have_is_named():
     with pytest.raises(CatalogError, match="does not exist on this node") as caught:
         local_path("/elsewhere/model")
     assert "every node" in caught.value.hint

@@ -1,11 +1,9 @@
 """Published tables: what makes one, and that the shipped ones agree with their cards and sources."""
 
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
-from peagle.catalog.cards import Deployment, ModelCard, PublishedTable, load_catalog
+from peagle.catalog.cards import Deployment, PublishedTable, load_catalog
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
 # As the post states them: best P-EAGLE over best EAGLE-3, and over no speculation.
@@ -15,11 +13,11 @@ PUBLISHED_GAINS = {
 }
 
 
-def row(method: str, k: int, *speeds: float) -> dict[str, Any]:
+def row(method, k, *speeds):
     return {"method": method, "num_speculative_tokens": k, "output_tokens_per_s": list(speeds)}
 
 
-def table(**changes: Any) -> PublishedTable:
+def table(**changes):
     values = {
         "dataset": "HumanEval", "accelerator": "B200", "num_accelerators": 1, "precision": "fp8", "concurrency": [1, 8],
         "speeds": [row("none", 0, 10, 80), row("peagle", 3, 20, 150), row("peagle", 7, 30, 140)],
@@ -43,32 +41,32 @@ def table(**changes: Any) -> PublishedTable:
         ({"hardware": "B200"}, "Extra inputs"),
     ],
 )
-def test_what_is_no_table_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_is_no_table_is_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         table(**changes)
 
 
-def test_the_label_says_on_how_many() -> None:
+def test_the_label_says_on_how_many():
     assert table().label == "published, one B200"
     assert table(num_accelerators=2, accelerator="H100").label == "published, 2 H100"
 
 
-def test_the_best_k_follows_the_concurrency() -> None:
+def test_the_best_k_follows_the_concurrency():
     assert [one.num_speculative_tokens for one in table().best("peagle")] == [7, 3]
     assert table().best("eagle3") == []
 
 
-def test_gains_are_of_the_best_over_the_best() -> None:
+def test_gains_are_of_the_best_over_the_best():
     assert table().gains("peagle", over="none") == [3, 150 / 80]
     assert table().gains("peagle", over="eagle3") == []
 
 
-def published() -> list[tuple[ModelCard, PublishedTable]]:
+def published():
     return [(card, table) for card in load_catalog() for table in card.published]
 
 
 @pytest.mark.parametrize(("card", "table"), published(), ids=lambda one: getattr(one, "dataset", ""))
-def test_k_on_the_card_is_the_published_table_s_best(card: ModelCard, table: PublishedTable) -> None:
+def test_k_on_the_card_is_the_published_table_s_best(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         advice = card.speculation_for(concurrency, "cuda")
         assert advice is not None
@@ -76,7 +74,7 @@ def test_k_on_the_card_is_the_published_table_s_best(card: ModelCard, table: Pub
         assert table.label in advice.source
 
 
-def test_gains_are_those_that_the_post_states() -> None:
+def test_gains_are_those_that_the_post_states():
     tables = load_catalog().get(QWEN).published
     assert {table.dataset for table in tables} == set(PUBLISHED_GAINS)
     for table in tables:
@@ -85,7 +83,7 @@ def test_gains_are_those_that_the_post_states() -> None:
         assert table.gains("peagle", over="none") == pytest.approx(over_none, abs=0.0051)
 
 
-def test_jumpstart_deploys_the_head_with_k_of_3() -> None:
+def test_jumpstart_deploys_the_head_with_k_of_3():
     (one,) = load_catalog().get(QWEN).heads["peagle"].deployments
     assert (one.num_speculative_tokens, one.instance_type) == (3, "ml.g7e.2xlarge")
     assert "https://aws.amazon.com/blogs/" in one.source

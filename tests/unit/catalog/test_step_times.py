@@ -15,11 +15,11 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_step_that_takes_half_as_long_again_needs_half_a_token_more() -> None:
+def test_a_step_that_takes_half_as_long_again_needs_half_a_token_more():
     assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
 
 
-def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known() -> None:
+def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known():
     table = StepTable(**TABLE)
     assert table.break_even("peagle", 5) == pytest.approx({1: 1.75, 8: 3.0})
     assert [table.break_even(*unknown) for unknown in (("peagle", 1), ("peagle", 8), ("eagle3", 3))] == [{}, {}, {}]
@@ -35,17 +35,17 @@ def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known
         ([TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
     ],
 )
-def test_a_table_that_is_not_whole_is_refused(rows: list[dict[str, Any]], reason: str) -> None:
+def test_a_table_that_is_not_whole_is_refused(rows, reason):
     with pytest.raises(ValidationError, match=reason):
         StepTable(**{**TABLE, "rows": rows})
 
 
-def test_concurrencies_that_do_not_ascend_are_refused() -> None:
+def test_concurrencies_that_do_not_ascend_are_refused():
     with pytest.raises(ValidationError, match="concurrencies must ascend"):
         StepTable(**{**TABLE, "concurrency": [8, 1]})
 
 
-def test_the_embedded_default_knows_what_its_heads_need() -> None:
+def test_the_embedded_default_knows_what_its_heads_need():
     card = load_catalog().get("smollm2-135m")
     (table,) = card.steps
     for row in card.speculation:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from moving_hub import FIRST, SECOND, MovingHub
+from moving_hub import FIRST, SECOND
 
 from peagle.catalog import local, targets
 from peagle.catalog.cards import lasting_name, load_catalog
@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
+def make_model(folder, **changes):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 1024)
@@ -30,13 +30,13 @@ def make_model(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def hub(monkeypatch):
     """A hub that has every model."""
     monkeypatch.setattr(targets, "hub_config", lambda model_id, revision=None: CONFIG)
     monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision=None: "abc123")
 
 
-def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "converted")
     for module in (targets, local):
         monkeypatch.setattr(module, "ensure_embedded", lambda name, announce=None: folder)
@@ -49,7 +49,7 @@ def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b"])
-def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> None:
+def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     model = resolve_model(name)
     assert (model.name, model.path, model.fingerprint) == (
         "gpt-oss-20b",
@@ -61,7 +61,7 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> 
     assert local_path(name) == "openai/gpt-oss-20b"
 
 
-def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub, monkeypatch):
     card = load_catalog().find("gpt-oss-20b")
     assert card is not None
     assert resolve_model("gpt-oss-20b").revision == "abc123"
@@ -74,7 +74,7 @@ def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatc
     assert resolve_model("gpt-oss-20b").revision == "v2"
 
 
-def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub: MovingHub) -> None:
+def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub):
     moving_hub.push("org/model", FIRST, CONFIG)
     before = resolve_model("org/model")
     assert (before.revision, before.fingerprint) == (FIRST, f"org/model@{FIRST}")
@@ -84,9 +84,7 @@ def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub: Movi
     assert resolve_model("org/model", commits={"org/model": FIRST}) == before
 
 
-def test_a_commit_on_a_card_is_above_what_was_decided_before(
-    moving_hub: MovingHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_on_a_card_is_above_what_was_decided_before(moving_hub, monkeypatch):
     moving_hub.push("openai/gpt-oss-20b", SECOND, CONFIG)
     card = load_catalog().get("gpt-oss-20b")
     pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": SECOND})})
@@ -94,14 +92,14 @@ def test_a_commit_on_a_card_is_above_what_was_decided_before(
     assert resolve_model("gpt-oss-20b", commits={"openai/gpt-oss-20b": FIRST}).revision == SECOND
 
 
-def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub: None) -> None:
+def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     model = resolve_model("org/model")
     assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
     assert model.native_quantization is None
     assert local_path("org/model") == "org/model"
 
 
-def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_resolves_to_itself(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "mine", quantization_config={"quant_method": "compressed-tensors"})
     monkeypatch.chdir(tmp_path)
     for name in (str(folder), "mine", "./mine"):
@@ -113,9 +111,7 @@ def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert lasting_name(name) == str(folder)
 
 
-def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(tmp_path, monkeypatch):
     make_model(tmp_path / "smollm2-135m")
     monkeypatch.chdir(tmp_path)
     assert [lasting_name(name) for name in ("smollm2-135m", "org/model")] == ["smollm2-135m", "org/model"]
@@ -129,7 +125,7 @@ def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(
         ("/missing/folder/deep", "no such model folder", "ORG/NAME"),
     ],
 )
-def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
+def test_nothing_by_that_name(name, message, hint):
     with pytest.raises(CatalogError, match=message) as caught:
         resolve_model(name)
     assert hint in caught.value.hint
@@ -143,26 +139,26 @@ def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
         ('{"hidden_size": 4}', "has no num_hidden_layers, vocab_size"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_folder_that_is_no_model_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CatalogError, match=message):
         resolve_model(str(tmp_path))
 
 
-def test_a_model_without_a_context_needs_one_stated(tmp_path: Path) -> None:
+def test_a_model_without_a_context_needs_one_stated(tmp_path):
     model = resolve_model(str(make_model(tmp_path / "m", max_position_embeddings=None)))
     with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
         context_tokens(model)
     assert "max_model_len" in caught.value.hint
 
 
-def test_a_multimodal_model_s_context_is_its_text_part_s(tmp_path: Path) -> None:
+def test_a_multimodal_model_s_context_is_its_text_part_s(tmp_path):
     model = resolve_model(str(make_model(tmp_path / "m", text_config=CONFIG | {"max_position_embeddings": 99})))
     assert context_tokens(model) == 99
 
 
-def test_a_fingerprint_follows_content_and_not_place(tmp_path: Path) -> None:
+def test_a_fingerprint_follows_content_and_not_place(tmp_path):
     original = make_model(tmp_path / "a")
     copy = Path(shutil.copytree(original, tmp_path / "b"))
     assert folder_fingerprint(copy) == folder_fingerprint(original)
@@ -171,7 +167,7 @@ def test_a_fingerprint_follows_content_and_not_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first", "early", "last"])
-def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path: Path, offset: int) -> None:
+def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path, offset):
     folder = make_model(tmp_path / "a")
     before = folder_fingerprint(folder)
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -184,5 +180,5 @@ def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path: Path, of
     ("name", "expected"),
     [("org/m", True), ("m", False), ("./m", False), ("~/m", False), ("/m", False), ("a/b/c", False)],
 )
-def test_the_form_of_a_hub_id(name: str, expected: bool) -> None:
+def test_the_form_of_a_hub_id(name, expected):
     assert is_hub_id(name) is expected

@@ -95,21 +95,6 @@ def test_a_line_that_would_lift_a_budget_is_no_record(tmp_path, caplog, change):
     assert next(iter(change)) in caplog.text
 
 
-def test_a_line_of_before_choices_were_written_down_holds(tmp_path):
-    record = json.loads(request("1").to_json())
-    del record["num_choices"]
-    (tmp_path / "requests-s.jsonl").write_text(json.dumps(record) + "\n")
-    assert RequestReader(tmp_path).new() == [request("1")]
-
-
-def test_a_beat_that_is_no_record_is_left_out(tmp_path):
-    (tmp_path / "beats-s.jsonl").write_bytes(b'{"session_id": "s", {\n')
-    append_beat(tmp_path, SESSION)
-    write_session(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
-    (since,) = SessionReader(tmp_path).since(1060.0)
-    assert since.busy_s == pytest.approx(60)
-
-
 def test_a_moment_is_found_among_many_heartbeats(tmp_path, caplog):
     """The file is searched by bytes, which lie within lines; a line that is being written is not there yet."""
 
@@ -140,14 +125,6 @@ def test_a_session_that_has_not_changed_is_not_read_again(tmp_path, monkeypatch)
     assert read[2:] == ["session-t.parquet"]
     (tmp_path / "session-s.parquet").unlink()
     assert [one.session_id for one in reader.all()] == ["t"]
-
-
-def test_requests_that_were_given_are_not_read_again(tmp_path):
-    for name in ("1", "2", "3"):
-        append_request(tmp_path, request(name))
-    reader = RequestReader(tmp_path)
-    assert next(reader.each()).request_id == "1"
-    assert [one.request_id for one in reader.each()] == ["2", "3"]
 
 
 def test_what_could_not_be_read_is_read_again(tmp_path):
@@ -210,7 +187,3 @@ def test_a_session_at_any_moment_lies_between_its_two_nearest_heartbeats(tmp_pat
     expected = at[minute] + 30 / 60 * (at[minute + 1] - at[minute]) if minute < 599 else busy_s
     assert then.busy_s == pytest.approx(expected)
     assert then.last_seen_at == pytest.approx(1000 + 60.0 * minute + 30)
-
-
-def test_a_session_without_kept_heartbeats_is_divided_evenly(tmp_path):
-    assert session_at_time(tmp_path, SESSION, 1030.0).busy_s == pytest.approx(30)

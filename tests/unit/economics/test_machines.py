@@ -1,7 +1,7 @@
 import pytest
 
 from peagle import hardware
-from peagle.economics.machines import CARDS, machine_for, named_machine
+from peagle.economics.machines import machine_for, named_machine
 from peagle.economics.price_options import PriceOptions, resolve_price
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError
@@ -17,11 +17,6 @@ def test_an_instance_type_has_its_cards_and_its_price():
     assert (found.compute_capability, found.num_cpus, round(found.memory_gib)) == ((9, 0), 192, 80)
     price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), found)
     assert (price.num_devices, price.basis) == (8, "stated")
-
-
-def test_a_kind_alone_is_a_machine_with_as_many_as_one_engine_takes():
-    found = named("RTX-PRO-6000")
-    assert (found.accelerator, found.num_accelerators) == (CARDS["RTX-PRO-6000"].name, 2)
 
 
 @pytest.mark.parametrize("keys", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])

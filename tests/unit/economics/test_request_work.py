@@ -107,12 +107,6 @@ def test_records_from_before_tags_and_accounts_are_read(tmp_path, caplog):
     assert (whose.tags, caplog.records) == ("{}", [])
 
 
-def test_pieces_of_a_file_end_with_lines(tmp_path, monkeypatch):
-    write(tmp_path)
-    monkeypatch.setattr(request_work, "_PIECE_BYTES", 1000)
-    assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
-
-
 def test_a_reader_reads_each_line_once_and_a_torn_one_when_it_is_whole(tmp_path):
     reader = request_work.WorkReader(tmp_path)
     write(tmp_path)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import date
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +10,22 @@ from hypothesis import strategies as st
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.economics.spending import DAY_S, Days, Ledger, Spend, SpendingGroup, charges, day_number, day_of
+from peagle.economics.spending import (
+    DAY_S,
+    NAME,
+    Days,
+    Ledger,
+    Spend,
+    SpendingGroup,
+    charges,
+    day_number,
+    day_of,
+    node_charges,
+)
 from peagle.economics.statement import statement
 from peagle.economics.usage import EngineSession, UnitUsage, Work, session_at
 from peagle.speculation import SpeculationStats
+from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
 ALL = Days()
@@ -170,15 +182,6 @@ def test_what_has_no_price_is_unknown_and_never_nothing():
     assert "no price" in result["notes"][0]
 
 
-def test_a_period_that_ends_before_it_begins_is_refused():
-    with pytest.raises(ValueError, match="ends on 1970-01-01, before it starts on 1970-01-02"):
-        Days(1, 0)
-
-
-def test_days_are_counted_in_utc():
-    assert day_number(date(2026, 11, 3)) == day_of(datetime(2026, 11, 3, 23, 59, tzinfo=UTC).timestamp())
-
-
 def test_spot_is_compared_with_all_that_was_kept_on_demand():
     """Of 35 s at 0.02 USD five are lost: the other 30 s would have cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
@@ -187,3 +190,33 @@ def test_spot_is_compared_with_all_that_was_kept_on_demand():
     assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
     unpriced = spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
     assert unpriced.unpriced_spot_usd == pytest.approx(0.70)
+
+
+MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S
+
+
+def alive(begin_h, end_h):
+    """Return an idle engine, with its hours counted from a midnight."""
+    return replace(
+        SERVING, started_at=MIDNIGHT + 3600.0 * begin_h, last_seen_at=MIDNIGHT + 3600.0 * end_h, load_s=0.0, busy_s=0.0,
+        idle_s=3600.0 * (end_h - begin_h),
+    )  # fmt: skip
+
+
+def test_nodes_are_paid_while_an_engine_lives_and_once_where_several_do():
+    together = [alive(1, 5), alive(-2, 2), alive(3, 4), alive(8, 9)]
+    charges = list(node_charges(together, Days(), 0.5))
+    assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))
+    assert {(charge.run, charge.key) for charge in charges} == {(NAME, "")}
+
+
+def test_each_day_pays_its_own_hours():
+    fourth = MIDNIGHT // DAY_S
+    for day, hours in ((fourth - 1, 2), (fourth, 24), (fourth + 1, 3)):
+        charges = list(node_charges([alive(-2, 27)], Days(day, day), 0.5))
+        assert [(charge.day, charge.spend.idle_usd) for charge in charges] == [(day, pytest.approx(0.5 * hours))]
+
+
+def test_without_an_engine_nothing_is_paid():
+    assert list(node_charges([], Days(), 0.5)) == []
+    assert list(node_charges([alive(1, 1)], Days(), 0.5)) == []

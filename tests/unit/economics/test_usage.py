@@ -48,11 +48,6 @@ SESSION = EngineSession(
 )
 
 
-def test_seconds_alone_are_the_usage_of_no_row_and_change_no_count():
-    seconds = UnitUsage.empty("a1", started_at=UNIT.started_at, finished_at=UNIT.started_at + 4, busy_s=3.0)
-    assert UNIT + seconds == dataclasses.replace(UNIT, busy_s=UNIT.busy_s + 3.0)
-
-
 def test_a_unit_travels_in_the_metadata_of_its_parquet_file(tmp_path):
     table = pa.table({"id": ["x"]}).replace_schema_metadata({UNIT_KEY: UNIT.to_json()})
     pq.write_table(table, tmp_path / "unit.parquet")
@@ -75,11 +70,7 @@ def test_sessions_from_before_engines_were_checked_are_read():
     assert sessions_from_table(sessions_to_table([checked]).drop_columns(["self_check"])) == [SESSION]
 
 
-def test_no_sessions_are_an_empty_table():
-    assert sessions_from_table(sessions_to_table([])) == []
-
-
-def edited(**changes: object) -> str:
+def edited(**changes):
     record = json.loads(UNIT.to_json())
     for name, value in changes.items():
         if value is None:
@@ -96,19 +87,14 @@ def edited(**changes: object) -> str:
         (b"\xff\xfe", "usage record"),
         ("[1]", "version None is not supported"),
         (edited(version=2), "version 2 is not supported; this peagle reads version 1"),
-        (edited(version=None), "version None is not supported"),
         (edited(colour="red"), "unknown fields colour"),
         (edited(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
         (edited(num_rows=1.5), "num_rows must be of type int"),
-        (edited(num_rows=True), "num_rows must be of type int"),
         (edited(num_rows=-1), "num_rows cannot be negative"),
         (edited(session_id=7), "session_id must be of type str"),
-        (edited(busy_s="long"), "busy_s must be of type float"),
         (edited(busy_s=float("nan")), "busy_s must be a number of seconds"),
-        (edited(busy_s=-0.1), "busy_s must be a number of seconds"),
         (edited(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
         (edited(finished_at=1.0), "finished before it started"),
-        (edited(speculation=[]), "speculation counts must have"),
         (edited(speculation={"num_drafts": 1}), "speculation counts must have"),
     ],
 )
@@ -132,10 +118,6 @@ def test_a_malformed_unit_record_is_refused(data, reason):
 def test_a_session_that_contradicts_itself_is_refused(changes, reason):
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(SESSION, **changes)
-
-
-def test_a_session_may_be_off_by_rounding_only():
-    assert dataclasses.replace(SESSION, idle_s=10.0 + 5e-7).idle_s != SESSION.idle_s
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from peagle.economics.prices import Price
 from peagle.planning.options import Machine, estimate, machines_for
 
 
-def machine(**changes: float) -> Machine:
+def machine(**changes):
     values = {"num_engines": 1, "devices_per_engine": 1, "tokens_per_s": 100.0, "start_s": 100.0} | changes
     price = Price.fixed(usd_per_hour=3.6, device="accelerator", num_devices=int(values["num_engines"]))
     return Machine(price=price, **values)  # type: ignore[arg-type]
@@ -15,7 +15,7 @@ def machine(**changes: float) -> Machine:
 SPOT = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
-def test_without_interruptions_it_is_start_and_work() -> None:
+def test_without_interruptions_it_is_start_and_work():
     found = estimate(machine(), 2, 720_000, provision_s=180)
     assert found is not None
     assert found.wall_s == pytest.approx(180 + 100 + 3600)
@@ -24,7 +24,7 @@ def test_without_interruptions_it_is_start_and_work() -> None:
     assert found.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
 
 
-def test_interruptions_cost_starts_work_and_waiting() -> None:
+def test_interruptions_cost_starts_work_and_waiting():
     found = estimate(machine(**SPOT), 1, 360_000)
     assert found is not None
     assert found.device_s.total == pytest.approx(3708.0, abs=0.1)  # the head of estimate.py
@@ -32,7 +32,7 @@ def test_interruptions_cost_starts_work_and_waiting() -> None:
     assert found.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
 
 
-def test_devices_without_an_engine_are_paid_for_as_idle() -> None:
+def test_devices_without_an_engine_are_paid_for_as_idle():
     price = Price.fixed(usd_per_hour=3.6, device="accelerator", num_devices=3)
     found = estimate(Machine(price=price, num_engines=1, devices_per_engine=2, tokens_per_s=100, start_s=0), 1, 1e5)
     assert found is not None
@@ -41,7 +41,7 @@ def test_devices_without_an_engine_are_paid_for_as_idle() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
-def test_the_fewest_machines_are_in_time_and_one_fewer_is_not(changes: dict[str, float]) -> None:
+def test_the_fewest_machines_are_in_time_and_one_fewer_is_not(changes):
     one = machine(**changes)
     num = machines_for(one, 50e6, 7200, provision_s=180)
     assert num is not None
@@ -52,17 +52,17 @@ def test_the_fewest_machines_are_in_time_and_one_fewer_is_not(changes: dict[str,
         assert (found.wall_s <= 7200 + 1e-6) is is_in_time
 
 
-def test_no_number_of_machines_is_in_time_when_starting_takes_it_all() -> None:
+def test_no_number_of_machines_is_in_time_when_starting_takes_it_all():
     assert machines_for(machine(), 1e6, 270, provision_s=180) is None
     assert machines_for(machine(), 1, 281, provision_s=180) == 1
 
 
-def test_interruptions_that_leave_no_work_are_said() -> None:
+def test_interruptions_that_leave_no_work_are_said():
     assert estimate(machine(interruptions_per_h=100.0, lost_s=60.0), 1, 1e6) is None
     assert machine(interruptions_per_h=100.0, lost_s=60.0).sustained_tokens_per_s == 0
 
 
-def test_a_service_pays_for_no_machine_that_is_being_replaced() -> None:
+def test_a_service_pays_for_no_machine_that_is_being_replaced():
     one = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert one.wall_per_paid == 2
     assert one.sustained_tokens_per_s == 50

@@ -1,8 +1,5 @@
 """Machines for published speeds: all with that accelerator, and what the others get instead of a guess."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from peagle.economics.prices import PriceTable
@@ -14,16 +11,16 @@ QWEN = "qwen3-coder-30b-a3b-instruct"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
 
-def plan(**keys: Any) -> dict[str, Any]:
+def plan(**keys):
     return make_plan(PlanConfig(**({"measured": QWEN, "tokens": "2B", "start_s": 300} | keys)))
 
 
-def test_every_machine_with_the_accelerator_is_compared() -> None:
+def test_every_machine_with_the_accelerator_is_compared():
     found = plan()
     carrying = {offer.instance_type for offer in PriceTable.load().offers if offer.accelerator == "B200"}
     assert {one["instance_type"] for one in found["options"]} == carrying
@@ -32,7 +29,7 @@ def test_every_machine_with_the_accelerator_is_compared() -> None:
     assert hours[8] == pytest.approx((2e9 / (8 * 23_329) + 300 + 180) / 3600)
 
 
-def test_the_plan_is_labelled_and_names_the_source() -> None:
+def test_the_plan_is_labelled_and_names_the_source():
     lines = text_plan(plan()).splitlines()
     label = f"! {QWEN} (published, one B200): SPEED-Bench, Code, FP8; AWS machine learning blog"
     assert lines[0].startswith(label)
@@ -40,7 +37,7 @@ def test_the_plan_is_labelled_and_names_the_source() -> None:
     assert not any("no spot price" in line for line in lines), "nobody named those machines"
 
 
-def test_the_user_says_where() -> None:
+def test_the_user_says_where():
     found = plan(provider="lambda", market="on_demand")
     assert {one["place"] for one in found["options"]} == {"lambda us-east-1"}
     with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
@@ -48,13 +45,13 @@ def test_the_user_says_where() -> None:
     assert "--instance-types" in refused.value.hint
 
 
-def test_another_accelerator_is_refused_with_what_to_measure() -> None:
+def test_another_accelerator_is_refused_with_what_to_measure():
     with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as refused:
         plan(instance_types="p5.48xlarge")
     assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in refused.value.hint
 
 
-def test_what_is_not_published_is_asked_for_or_refused() -> None:
+def test_what_is_not_published_is_asked_for_or_refused():
     with pytest.raises(ConfigError, match="has no start time of an engine") as refused:
         plan(start_s=None)
     assert refused.value.hint == "set --start-s"
@@ -62,7 +59,7 @@ def test_what_is_not_published_is_asked_for_or_refused() -> None:
         plan(max_tpot_ms=20)
 
 
-def test_our_own_report_beside_it_is_compared(sweep: Any) -> None:
+def test_our_own_report_beside_it_is_compared(sweep):
     cells = [{"method": "peagle", "k": 7, "concurrency": 128, "output_tokens_per_s": 20_000.0}]
     ours = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
     found = plan(measured=[ours, QWEN], market="on_demand")

@@ -14,7 +14,7 @@ HUB_ID = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A folder without files, and a home without cards."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", [QWEN, HUB_ID])
-def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name: str) -> None:
+def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name):
     (sweep,) = read_sweeps([Path(name)])
     assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
     assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
@@ -36,20 +36,20 @@ def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name: str) -> N
     assert "https://aws.amazon.com/" in label
 
 
-def test_the_benchmark_elsewhere_has_the_same_cells_for_the_heads_that_there_are() -> None:
+def test_the_benchmark_elsewhere_has_the_same_cells_for_the_heads_that_there_are():
     assert read_sweep(Path(QWEN)).remeasure == (
         f"peagle bench --model {QWEN} --precision fp8 --methods none,peagle -k 3,7,11 --concurrency 1,4,8,32,128"
     )
 
 
-def test_without_any_head_the_benchmark_is_of_no_speculation(home: Path) -> None:
+def test_without_any_head_the_benchmark_is_of_no_speculation(home):
     card = load_catalog().get(QWEN).model_dump() | {"name": "bare", "heads": {}, "speculation": []}
     (home / "models").mkdir(parents=True)
     (home / "models" / "bare.yaml").write_text(yaml.safe_dump(card))
     assert read_sweep(Path("bare")).remeasure.endswith("--methods none --concurrency 1,4,8,32,128")
 
 
-def test_a_file_of_that_name_wins(tmp_path: Path) -> None:
+def test_a_file_of_that_name_wins(tmp_path):
     (tmp_path / QWEN).write_text("{}")
     with pytest.raises(ConfigError, match="neither a benchmark report nor a sweep"):
         read_sweep(Path(QWEN))
@@ -59,7 +59,7 @@ def test_a_file_of_that_name_wins(tmp_path: Path) -> None:
     ("name", "message"),
     [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
 )
-def test_what_is_neither_names_the_models_with_published_speeds(name: str, message: str) -> None:
+def test_what_is_neither_names_the_models_with_published_speeds(name, message):
     with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
         read_sweep(Path(name))
     assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")
