@@ -1,20 +1,21 @@
 """The whole evaluation with fakes in the place of engines: what runs, what is kept, what is refused."""
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
 from config_only import write_head
 
-from peagle.bench.acceptance import evaluate, make_cell
+from peagle.bench.acceptance import evaluate, length_plot, make_cell, markdown_report, position_plot, text_report
 from peagle.bench.config import EvaluateConfig
 from peagle.bench.engine import MeasurementListener
 from peagle.bench.plan import make_setup
 from peagle.bench.record import CategoryResult
 from peagle.engine.fake import ByteTokenizer, FakeEngine
-from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
+from peagle.speculation import SpeculationStats
 
 from .conftest import drafts, record
 
@@ -98,13 +99,6 @@ def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run, head, tmp
     assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_results_lie_in_the_folder(run, head, tmp_path):
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    assert "| drafter | K | acceptance length |" in (tmp_path / "out" / "report.md").read_text()
-    for name in ("acceptance-length.svg", "acceptance-by-position.svg"):
-        assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
-
-
 def test_finished_cells_are_not_done_again_and_others_can_be_added(run, head):
     first, second, third = Starter(), Starter(), Starter()
     mine = str(head("a/head"))
@@ -116,13 +110,6 @@ def test_finished_cells_are_not_done_again_and_others_can_be_added(run, head):
         (mine, 3), (mine.replace("/a/", "/b/"), 2), (mine.replace("/a/", "/b/"), 3),
     ]  # fmt: skip
     assert after["cells"][0] == {**before["cells"][0], "drafter": "a/head"}
-
-
-def test_a_head_that_was_trained_again_is_measured_again(run, head):
-    again = Starter()
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    run(again, drafter=str(head(note="trained again")), num_speculative_tokens=2)
-    assert len(again.specs) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,25 +125,6 @@ def test_another_fingerprint_is_refused_with_the_difference_named(change, named,
     with pytest.raises(ConfigError, match=named):
         run(refused, drafter=str(head()), num_speculative_tokens=2, **change)
     assert refused.specs == []
-
-
-def test_without_a_folder_the_same_command_finds_its_own(run, head, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    again, other = Starter(), Starter()
-    keys = {"drafter": str(head()), "num_speculative_tokens": 2, "output": None}
-    run(Starter(), **keys)
-    run(again, **keys)
-    run(other, **keys, temperature=0.5)
-    assert (len(again.specs), len(other.specs)) == (0, 1)
-    assert len(list((tmp_path / "runs" / "evaluate").iterdir())) == 2
-
-
-def test_a_damaged_cell_is_told_by_name(run, head, tmp_path):
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    (file,) = (tmp_path / "out" / "cells").iterdir()
-    file.write_text('{"k": 2}')
-    with pytest.raises(ConfigError, match=f"{file.name} is damaged"):
-        run(Starter(), drafter=str(head()), num_speculative_tokens=2)
 
 
 def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run, head, tmp_path):
@@ -216,17 +184,6 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run, head, tmp_path):
     assert left["notes"] == ["Not finished: 1 cells remain."]
 
 
-def test_refused_requests_are_counted_and_the_others_measured(run, head):
-    class Picky(FakeEngine):
-        async def generate(self, request_id, *args):
-            if request_id == "1":
-                raise RequestRefused("not this one")
-            return await super().generate(request_id, *args)
-
-    report = run(lambda *_: Picky(num_speculative_tokens=2), drafter=str(head()), num_speculative_tokens=2)
-    assert (report["cells"][0]["num_responses"], report["cells"][0]["num_refused"]) == (5, 1)
-
-
 def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run, head):
     class Older(FakeEngine):
         """As vLLM 0.24: drafts are counted, but not by request."""
@@ -261,11 +218,6 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(keys, error, message,
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_head_twice_is_refused(run, head):
-    with pytest.raises(ConfigError, match="occurs twice"):
-        run(Starter(), drafter=[str(head()), str(head())])
-
-
 def test_finer_points_reach_its_engines(run, head):
     start = Starter()
     finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
@@ -274,3 +226,67 @@ def test_finer_points_reach_its_engines(run, head):
     assert start.specs[0].drafter is not None
     assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
     assert report["fingerprint"]["engine_args"] == {"block_size": 32}
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def cell(k, stats, drafter="mine", **changes):
+    """A cell of two seconds and 21 tokens."""
+    spec = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k)
+    setup = make_setup(EngineSpec(model="target"), spec, head=drafter, fingerprint="f")
+    return make_cell(setup, record(k=k, speculation=stats, **changes))
+
+
+def at_k(k, drafter="mine"):
+    """A cell whose drafts are accepted by half at each position."""
+    accepted = tuple(16 >> (i + 1) for i in range(k))
+    stats = SpeculationStats(num_drafts=16, num_draft_tokens=16 * k, accepted_per_position=accepted)
+    code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
+    return cell(k, stats, drafter, by_category={"code": code})
+
+
+@pytest.fixture
+def report():
+    return {
+        "model": "tiny", "hardware": "CPU, 2 CPUs, 24.0 GiB", "versions": {"vllm": "0.29.0"}, "precision": "bf16",
+        "compiled": True, "concurrency": 1, "sampling": {"temperature": 0.0, "max_tokens": 256},
+        "dataset": {"name": "humaneval", "num_prompts": 164, "rejected": {}},
+        "cells": [at_k(1), at_k(3), at_k(3, "other")], "notes": [],
+    }  # fmt: skip
+
+
+def test_the_table_holds_each_cell_with_blanks_beyond_its_k(report):
+    lines = text_report(report).splitlines()
+    head, one, three = (line.split() for line in lines[2:5])
+    assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
+    assert one == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
+    assert three == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
+    assert len({len(line) for line in lines[2:6]}) == 1
+    assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")
+
+
+def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
+    text = markdown_report(report)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1]
+    assert "| code | mine | 3 | 1.88 | 16 | 2 | 50% | 25% | 12% |" in tables[1]
+    assert "vllm 0.29.0" in text
+    assert "2026-11-21" in text
+
+
+def test_the_length_plot_has_a_line_a_drafter_and_a_point_a_cell(report):
+    root = ElementTree.fromstring(length_plot(report))
+    titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]
+    assert titles == ["mine, K=1: 1.50", "mine, K=3: 1.88", "other, K=3: 1.88"]
+    lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in lines] == [2, 1]
+    assert lines[0][1] == lines[1][0]
+    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
+
+
+def test_the_position_plot_takes_the_largest_k_and_names_it(report):
+    root = ElementTree.fromstring(position_plot(report))
+    assert len(list(root.iter(f"{SVG}path"))) == 6
+    texts = [node.text for node in root.iter(f"{SVG}text")]
+    assert {"mine, K=3", "other, K=3", "Acceptance by position, tiny, humaneval"} <= set(texts)

@@ -3,8 +3,19 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from peagle.bench.config import BenchConfig, EvaluateConfig, as_benchmark, whole_numbers
+from peagle.bench.config import (
+    BenchConfig,
+    EvaluateConfig,
+    as_benchmark,
+    parse_synthetic,
+    rates_for,
+    rates_of_length,
+    rates_of_lengths,
+    whole_numbers,
+)
 from peagle.drafter.config import TrainConfig
+from peagle.errors import ConfigError
+from peagle.speculation import expected_acceptance_length
 from peagle.tuning.config import TuneConfig
 
 
@@ -14,12 +25,6 @@ from peagle.tuning.config import TuneConfig
 )
 def test_numbers_from_flags_environment_and_yaml(given, numbers):
     assert whole_numbers(given, "N", 8) == numbers
-
-
-@pytest.mark.parametrize("value", ["0", "9", "", "1,", "-1", "1.5", 2.5, "x", ["3", "-1"]])
-def test_other_things_are_refused_by_name(value):
-    with pytest.raises(ValueError, match="N must be whole numbers from 1 to 8"):
-        whole_numbers(value, "N", 8)
 
 
 @pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])
@@ -37,17 +42,6 @@ def test_the_benchmark_of_another_command_has_what_was_said_and_no_more():
     assert benchmark.model_fields_set == {"model", "usd_per_hour", "max_tokens", "precision", "concurrency"}
 
 
-def test_k_of_an_evaluation():
-    assert EvaluateConfig(num_speculative_tokens="7,3").num_speculative_tokens == [3, 7]
-    with pytest.raises(pydantic.ValidationError, match="K must be whole numbers from 1 to 32"):
-        EvaluateConfig(num_speculative_tokens="33")
-
-
-def test_a_drafter_by_itself_and_several():
-    assert EvaluateConfig(drafter="peagle").drafter == ["peagle"]
-    assert EvaluateConfig().drafter == ["auto"]
-
-
 def test_none_has_nothing_to_accept():
     with pytest.raises(pydantic.ValidationError, match="no acceptance to measure"):
         EvaluateConfig(drafter=["peagle", "none"])
@@ -58,24 +52,6 @@ def test_a_temperature_that_vllm_refuses_is_refused_before_an_engine_starts():
         EvaluateConfig(temperature=2.5)
     with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
         TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)
-
-
-def test_lists_from_one_flag_and_several():
-    config = BenchConfig(methods=["none,eagle3", "none"], num_speculative_tokens=["7,3"], concurrency="8,1")
-    assert config.methods == ["none", "eagle3"]
-    assert config.num_speculative_tokens == [3, 7]
-    assert config.concurrency == [1, 8]
-
-
-def test_without_any_key_it_is_the_shipped_head_against_none():
-    config = BenchConfig()
-    assert (config.methods, config.num_speculative_tokens, config.concurrency) == (
-        ["none", "peagle"],
-        [3, 5, 7],
-        [1, 4, 8],
-    )
-    assert not config.is_synthetic
-    assert config.sampling() == {"temperature": 0.0, "max_tokens": 256}
 
 
 def test_text_that_means_nothing_ends_at_its_full_length():
@@ -104,10 +80,63 @@ def test_what_contradicts_itself_is_refused(keys, message):
         BenchConfig(**keys)
 
 
-def test_dummy_weights_alone_mean_nothing_either():
-    assert BenchConfig(load_format="dummy").is_synthetic
-
-
 def test_a_head_of_the_catalog_says_its_method_by_itself():
     config = BenchConfig(methods="none,peagle,eagle3", drafter=["smollm2-135m-peagle", "eagle3=heads/mine"])
     assert config.heads == {"peagle": "smollm2-135m-peagle", "eagle3": "heads/mine"}
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
+def test_rates_of_a_length_add_up_to_it(length, k):
+    assert expected_acceptance_length(rates_of_length(length, k), k) == pytest.approx(length)
+
+
+def test_the_most_particular_entry_wins():
+    entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
+    assert rates_for("peagle", 1, entries) == (0.9,)
+    assert rates_for("peagle", 2, entries) == (0.8, 0.5)
+    assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
+
+
+def test_published_lengths_hold_at_their_k_and_lie_on_a_line_between():
+    # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
+    entries = parse_synthetic(["peagle=4:4.30,10:6.66,18:7.51"])
+    lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
+    assert lengths == pytest.approx({3: 3.475, 4: 4.30, 7: 5.48, 10: 6.66, 11: 6.76625, 18: 7.51}, abs=1e-4)
+    with pytest.raises(ConfigError, match="18 rates, but K is 19"):
+        rates_for("peagle", 19, entries)
+
+
+@pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
+def test_lengths_that_cannot_be_are_refused(lengths):
+    with pytest.raises(ValueError, match="impossible"):
+        rates_of_lengths(lengths)
+
+
+@pytest.mark.parametrize(
+    ("entry", "k", "message"), [("3.2", 2, "exceeds the maximum of peagle at K=2: 3"), ("0.8,0.6", 3, "2 rates")]
+)
+def test_what_does_not_reach_a_k_is_refused(entry, k, message):
+    with pytest.raises(ConfigError, match=message):
+        rates_for("peagle", k, parse_synthetic([entry]))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ["x"],
+        ["-1"],
+        ["1.5,0.5"],
+        ["none=2"],
+        ["peagle:x=2"],
+        ["2", "3"],
+        ["inf"],
+        ["3:x"],
+        ["3:3,2"],
+        ["0:1,4:3"],
+        ["4:3,4:2"],
+        ["-1:1,4:3"],
+    ],
+)
+def test_what_is_of_no_form_is_refused(entries):
+    with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
+        parse_synthetic(entries)

@@ -1,20 +1,23 @@
 """An engine that is up for a while: why it did not start is told by what it printed, and by nothing before."""
 
+import asyncio
 import dataclasses
-import mmap
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from peagle import hardware
 from peagle.bench import engine
-from peagle.bench.engine import PeakMemory, memory_reader, tree_rss_gib, with_engine
+from peagle.bench import engine as bench_engine
+from peagle.bench.engine import difference, memory_reader, run_loop, tree_rss_gib, with_engine
+from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine, FakeTraits
+from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
 
 
 def failing(*lines):
@@ -94,24 +97,6 @@ def test_a_process_and_all_below_it_are_added_up(tmp_path):
     assert tree_rss_gib(99, tmp_path) is None
 
 
-def test_this_process_holds_what_it_allocates():
-    block = 200 * 1024**2
-    before = tree_rss_gib()
-    with mmap.mmap(-1, block) as pages:  # an allocator may hand out what it has kept of an earlier test
-        pages.write(b"x" * block)
-        after = tree_rss_gib()
-    assert before is not None
-    assert after is not None
-    assert after - before == pytest.approx(block / 1024**3, abs=0.05)
-
-
-def test_the_largest_reading_counts_also_one_in_between():
-    readings = iter([1.0, 7.0, None])
-    with PeakMemory(lambda: next(readings, 2.0), every_s=0.01) as peak:
-        time.sleep(0.2)
-    assert peak.gib == 7.0
-
-
 def test_on_a_gpu_what_was_in_use_before_is_not_counted(monkeypatch):
     readings = iter([3.0, 60.0, None])
     monkeypatch.setattr(engine, "device_gib", lambda: next(readings))
@@ -135,3 +120,82 @@ def test_a_target_in_int8_is_converted_before_its_engine_starts(target, tmp_path
     with_engine(EngineSpec(model=str(target), precision="int8"), vnni, start, log, use)
     assert [Path(spec.model).parent for spec in started] == [tmp_path / "targets"]
     assert f"converting {target}" in log.read_text() + capfd.readouterr().err
+
+
+PROMPTS = [BenchPrompt(token_ids=[i], category=None) for i in range(6)]
+SAMPLING = {"temperature": 0.0, "max_tokens": 20}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
+
+
+class Watched(FakeEngine):
+    """Notes who asks for what, and how many at once; refuses one of the requests."""
+
+    def __init__(self, refused=""):
+        super().__init__(num_speculative_tokens=2)
+        self.asked: list[tuple[str, int]] = []
+        self.most_running = self._running = 0
+        self._refused = refused
+
+    async def generate(self, request_id, prompt, sampling):
+        if request_id == self._refused:
+            raise RequestRefused("not this one")
+        self.asked.append((request_id, sampling["max_tokens"]))
+        self._running += 1
+        self.most_running = max(self.most_running, self._running)
+        try:
+            return await super().generate(request_id, prompt, sampling)
+        finally:
+            self._running -= 1
+
+
+def run(engine, concurrency=2, num_warm_up=1):
+    seen: list[tuple[int, int]] = []
+    loop = asyncio.run(
+        run_loop(
+            engine,
+            PROMPTS,
+            sampling=SAMPLING,
+            concurrency=concurrency,
+            progress=lambda done, total: seen.append((done, total)),
+            num_warm_up=num_warm_up,
+        )
+    )
+    return loop, seen
+
+
+def test_every_prompt_is_asked_once_with_so_many_at_a_time():
+    engine = Watched()
+    loop, seen = run(engine, concurrency=3)
+    assert engine.most_running == 3
+    assert [request for request, _ in engine.asked[1:]] == [str(i) for i in range(6)]
+    assert len(loop.responses) == 6
+    assert seen == [(i, 6) for i in range(1, 7)]
+
+
+def test_the_warm_up_is_short_and_in_no_figure():
+    engine = Watched()
+    loop, _ = run(engine, concurrency=4, num_warm_up=4)
+    assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
+    assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
+
+
+def test_a_refused_request_has_no_answer_and_the_others_go_on():
+    loop, seen = run(Watched(refused="2"))
+    assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
+    assert loop.generations[2] is None
+    assert seen[-1] == (6, 6)
+
+
+def test_difference_of_two_readings():
+    def stats(num_drafts, *accepted):
+        return SpeculationStats(
+            num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
+        )
+
+    assert difference(stats(10, 6, 3), stats(4, 3, 1)) == stats(6, 3, 2)
+    assert difference(stats(10, 6, 3), SpeculationStats.empty()) == stats(10, 6, 3)
+    assert difference(None, stats(1, 1)) is None

@@ -1,18 +1,19 @@
-import importlib.util
 from itertools import groupby
 from typing import Any
 
 import pytest
 
+from peagle.bench import folder as module
 from peagle.bench.config import BenchConfig
-from peagle.bench.folder import digest
-from peagle.bench.plan import all_passes, make_plan, make_setup, make_setups, num_starts
+from peagle.bench.folder import MeasurementFolder, digest
+from peagle.bench.plan import all_passes, make_plan, make_setup
 from peagle.bench.prompts import Dataset
 from peagle.bench.run import time_left_s
 from peagle.catalog.targets import resolve_model
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
+from peagle.files import write_json
 from peagle.hardware import Hardware
 from peagle.requests.prompts import PromptSpec
 
@@ -36,30 +37,12 @@ def test_a_round_turns_the_order_round_and_the_engine_at_the_turn_stays_up():
     ]
 
 
-def test_repeats_are_shared_out_among_fewer_rounds():
-    assert shown(repeats=3, rounds=2)[0] == ("none", [(0, 1), (0, 4), (2, 1), (2, 4)])
-    assert shown(repeats=3, rounds=1) == [
-        (m, [(r, c) for r in range(3) for c in (1, 4)]) for m in ("none", "eagle3", "peagle")
-    ]
-
-
-def test_there_are_no_more_rounds_than_repeats():
-    assert shown(repeats=1, rounds=5) == shown(repeats=1, rounds=1)
-
-
 def test_every_pass_is_there_once_and_a_steady_drift_weighs_on_all_alike():
     passes = all_passes([A, B, C], [1], repeats=2, rounds=2)
     assert len(set(passes)) == len(passes) == 6
     places = sorted((p.setup.method, i) for i, p in enumerate(passes))
     sums = {method: sum(i for _, i in group) for method, group in groupby(places, key=lambda place: place[0])}
     assert len(set(sums.values())) == 1
-
-
-def test_what_is_done_is_left_out_and_saves_its_engine():
-    passes = all_passes([A, B, C], [1, 4], repeats=2, rounds=2)
-    left = [p for p in passes if not (p.setup == B and p.repeat == 0) and (p.setup, p.repeat) != (C, 1)]
-    assert num_starts(passes) == 5
-    assert num_starts(left) == 4  # none, peagle, eagle3, none
 
 
 def test_time_left_counts_starts_and_takes_passes_of_the_same_concurrency():
@@ -95,20 +78,9 @@ def test_a_method_is_an_engine_for_each_k_and_none_is_one(target, head):
     assert (found[1].fingerprint, found[1].head) == (found[2].fingerprint, "peagle")
 
 
-def test_a_method_without_a_head_says_how_to_name_one(target):
-    with pytest.raises(DrafterError, match=r"the catalog has no eagle3 head for target(.|\n)*--drafter eagle3=HEAD"):
-        plan(target, methods="none,eagle3")
-
-
 def test_a_head_of_another_method_is_refused(target, head):
     with pytest.raises(DrafterError, match="is a head of method peagle"):
         plan(target, methods="eagle3", drafter=f"eagle3={head()}")
-
-
-def test_suffixes_need_their_package(target, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install arctic-inference"):
-        plan(target, methods="suffix")
 
 
 def test_acceptance_by_lot_reaches_every_drafter(target, head):
@@ -133,12 +105,6 @@ def test_token_slots_can_be_named_and_leave_room_for_prompts(target, head):
     assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in found.setups] == [512, 512]
     with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
         plan(target, **keys, max_num_batched_tokens=32)
-
-
-def test_cuda_graphs_can_reach_larger_steps(target):
-    found = plan(target, GPU, concurrency="128", max_cudagraph_capture_size=3072)
-    assert engine_args(found.spec, GPU)["max_cudagraph_capture_size"] == 3072
-    assert "max_cudagraph_capture_size" not in engine_args(plan(target, GPU).spec, GPU)
 
 
 def test_price_is_of_the_devices_that_one_engine_holds(target):
@@ -167,12 +133,6 @@ def test_an_engine_s_files_are_named_by_its_head_and_its_lot():
     assert (named[1].spec.drafter, named[1].spec.model) == (drafter, "target")
 
 
-def test_none_alone_needs_no_head(target):
-    spec = EngineSpec(model=str(target))
-    setups, notes = make_setups(BenchConfig(methods="none"), spec, resolve_model(str(target)), CPU)
-    assert ([setup.drafter for setup in setups], notes) == ([None], [])
-
-
 def test_finer_points_reach_every_engine_and_the_fingerprint(target, head):
     dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
@@ -191,3 +151,16 @@ def test_finer_points_reach_every_engine_and_the_fingerprint(target, head):
 def test_what_a_measurement_sets_itself_is_no_engine_arg(target):
     with pytest.raises(ConfigError, match=r"--engine-arg load_format conflicts(.|\n)*--load-format"):
         plan(target, engine_args="load_format=dummy")
+
+
+def test_of_two_commands_that_begin_one_folder_the_second_goes_by_what_the_first_wrote(tmp_path, monkeypatch):
+    made = module.make_folder
+
+    def make_folder(path):
+        made(path)
+        if path.name != tmp_path.name:  # the other command is a moment faster
+            write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "theirs"}})
+
+    monkeypatch.setattr(module, "make_folder", make_folder)
+    with pytest.raises(ConfigError, match="theirs"):
+        MeasurementFolder(tmp_path, name="run", fingerprint={"model": "ours"})

@@ -13,7 +13,6 @@ from peagle.bench.record import (
     RequestTimes,
     by_category,
     make_record,
-    spread,
     step_s,
     summarise,
 )
@@ -26,10 +25,6 @@ from .conftest import drafts, record, setup
 
 def times(num_output_tokens, elapsed_s, decode_s):
     return RequestTimes(num_output_tokens=num_output_tokens, elapsed_s=elapsed_s, decode_s=decode_s)
-
-
-def test_spread_is_the_range_over_the_median():
-    assert spread([12.0, 9.0, 10.0]) == pytest.approx(0.3)
 
 
 def test_a_request_as_its_user_saw_it_by_hand():
@@ -58,12 +53,6 @@ def test_speeds_are_medians_of_passes_and_latencies_of_all_requests():
     assert cell["num_responses"] == 6
 
 
-def test_a_single_pass_has_no_spread_and_an_unknown_price_no_tokens_per_dollar():
-    cell = summarise([record()], usd_per_s=None)
-    assert cell["spread"] is None
-    assert cell["tokens_per_usd"] is None
-
-
 def test_steps_by_hand():
     assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
     assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
@@ -73,23 +62,11 @@ def test_steps_by_hand():
     assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
 
 
-def test_the_most_memory_of_any_pass_counts_and_none_where_none_is_known():
-    assert summarise([record(peak_memory_gib=1.0), record(peak_memory_gib=None)], usd_per_s=1)["peak_memory_gib"] == 1.0
-    assert summarise([record(peak_memory_gib=None)], usd_per_s=1)["peak_memory_gib"] is None
-
-
 def test_a_pass_survives_json():
     one = record(by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))})
     again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
     assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
     assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
-
-
-def test_a_record_from_before_there_was_a_model_runner_in_it_is_read():
-    kept = record(model_runner="V1").to_dict()
-    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner == "V1"
-    del kept["model_runner"]
-    assert PassRecord.from_dict(json.loads(json.dumps(kept))).model_runner is None
 
 
 def test_a_pass_without_a_response_is_no_division_by_zero():
@@ -134,7 +111,3 @@ def test_categories_are_sorted_refused_ones_left_out_and_missing_ones_named():
     assert list(found) == [UNCATEGORISED, "a", "b"]
     assert found["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
     assert found["b"].num_responses == 1
-
-
-def test_without_a_column_there_are_no_categories():
-    assert by_category([generation(drafts(2, 1))], [None]) == {}

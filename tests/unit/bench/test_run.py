@@ -2,7 +2,6 @@
 
 import json
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -128,28 +127,6 @@ def test_engines_in_turned_rounds_and_every_figure_of_every_cell(run):
     assert report["labels"] == []
 
 
-def test_the_report_says_what_it_was_measured_with(run):
-    report = run(Starter())
-    assert report["configuration"]["repeats"] == 2
-    assert report["configuration"]["usd_per_hour"] == 3.6
-    assert report["engine"]["enable_prefix_caching"] is False
-    assert {"peagle", "python", "git_revision"} <= set(report["versions"])
-    assert report["hardware"]["description"]
-    assert report["price"]["source"] == "stated by the user"
-    assert [s["head"] for s in report["setups"]] == [None, "peagle", "peagle"]
-    assert [s["max_num_batched_tokens"] for s in report["setups"]] == [2048 + 3, 2048 + 3 * 4, 2048 + 3 * 8]
-    assert "max_num_batched_tokens" not in report["fingerprint"], "as it was before there was the key"
-    assert report["fingerprint"]["synthetic_acceptance"] == [], "as it always was without any"
-
-
-def test_tables_and_plots_lie_in_the_folder(run, tmp_path):
-    run(Starter())
-    head = "| concurrency | no speculation | best P-EAGLE | best P-EAGLE / no speculation |"
-    assert head in (tmp_path / "out" / "report.md").read_text()
-    for name in ("tokens-per-second.svg", "drafting-cost.svg"):
-        assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
-
-
 def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_others(run, tmp_path):
     stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
     said: list[str] = []
@@ -223,14 +200,6 @@ def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run, tm
     assert "Not finished: 5 passes remain." in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_requests_for_each_at_once_make_passes_of_like_length(run):
-    start = Starter()
-    report = run(start, methods="none", drafter=[], repeats=1, requests_per_slot=4)
-    assert [cell["num_responses"] for cell in report["cells"]] == [4, 12]  # 6 prompts: the second time from the first
-    with pytest.raises(ConfigError, match="requests_per_slot: it was 4, now it is 2"):
-        run(Starter(), methods="none", drafter=[], repeats=1, requests_per_slot=2)
-
-
 def test_methods_k_and_repeats_can_be_added(run):
     more = Starter()
     run(Starter(), num_speculative_tokens="2")
@@ -259,17 +228,6 @@ def test_another_fingerprint_is_refused_with_the_difference_named(change, named,
     assert refused.specs == []
 
 
-def test_another_model_runner_is_another_measurement(run, monkeypatch):
-    refused = Starter()
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    report = run(Starter(), repeats=1)
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in report["fingerprint"], "as it was before it was named"
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER: it was None, now it is '0'"):
-        run(refused, repeats=1)
-    assert refused.specs == []
-
-
 def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run, tmp_path):
     class OnRunners(Starter):
         def __call__(self, spec, hardware):
@@ -284,27 +242,6 @@ def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run, 
     assert words in (tmp_path / "out" / "report.md").read_text()
     run(Starter(), said, repeats=1)
     assert any(words in line for line in said), "the same command says it of what is there"
-
-
-def test_a_concurrency_beyond_the_prompts_is_refused_before_an_engine_starts(run, tmp_path):
-    refused = Starter()
-    with pytest.raises(ConfigError, match="concurrency 8 cannot be reached with 6 prompts"):
-        run(refused, concurrency="1,8")
-    assert refused.specs == []
-    assert not (tmp_path / "out").exists()
-    said: list[str] = []
-    report = run(refused, said, repeats=1)
-    (note,) = [note for note in report["notes"] if note.startswith("Fewer than 3 requests per slot")]
-    assert "concurrency 3:" in note
-    assert f"  {note}" in said
-
-
-def test_another_price_needs_no_new_measurement(run):
-    again = Starter()
-    before = run(Starter(), repeats=1)["cells"][0]
-    after = run(again, repeats=1, usd_per_hour=7.2)["cells"][0]
-    assert again.specs == []
-    assert after["tokens_per_usd"] == pytest.approx(before["tokens_per_usd"] / 2)
 
 
 def test_progress_says_how_much_is_left(run):
@@ -343,17 +280,6 @@ def test_a_method_with_a_lot_of_its_own_can_be_added_and_another_lot_is_another_
     assert again.specs == []
     with pytest.raises(ConfigError, match="synthetic_acceptance: it was 'by lot', now it is \\[\\]"):
         run(again, **both)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_what_means_nothing_is_labelled(run):
-    said: list[str] = []
-    start = Starter()
-    report = run(start, said, repeats=1, load_format="dummy", synthetic_acceptance="2")
-    assert [label.split(":")[0] for label in report["labels"]] == ["SYNTHETIC ACCEPTANCE", "DUMMY WEIGHTS"]
-    assert report["setups"][1]["synthetic_rates"] == [1.0, 0.0]
-    assert any("SYNTHETIC ACCEPTANCE" in line for line in said)
-    assert {spec.load_format for spec in start.specs} == {"dummy"}
 
 
 def test_an_engine_that_says_nothing_by_request_still_gives_speeds_and_lengths(run):

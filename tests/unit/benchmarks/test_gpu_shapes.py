@@ -2,13 +2,12 @@
 
 import json
 import re
-from math import prod
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, head_shapes, target_config, write_shapes
+from benchmarks.gpu.shapes import HEAD_LAYERS, head_config, target_config
 from peagle.bench.config import BenchConfig
 from peagle.bench.plan import make_plan
 from peagle.catalog.head_files import check_fit
@@ -20,14 +19,6 @@ GPU = Hardware(
     platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
     free_memory_gib=80, num_cpus=16,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory):
-    """The tiny folders."""
-    root = tmp_path_factory.mktemp("shapes")
-    write_shapes(root, tiny=True)
-    return root
 
 
 def test_the_target_has_the_parameters_that_its_card_states():
@@ -47,14 +38,6 @@ def test_heads_fit_the_target(method, tiny):
     facts = check_fit(head_config(method, target, tiny=tiny), target)
     assert (facts.method, facts.num_layers) == (method, HEAD_LAYERS[method])
     assert len(set(facts.aux_layer_ids)) == 3
-
-
-def test_the_eagle3_head_is_as_large_as_a_published_one():
-    target = target_config(tiny=False)
-    num_bytes = 2 * sum(prod(shape) for _, shape in head_shapes(head_config("eagle3", target, tiny=False)))
-    assert num_bytes == pytest.approx(
-        350e6, rel=0.06
-    )  # "~350MB", card of JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct
 
 
 def test_a_head_has_the_weights_that_a_trained_one_has(shapes, shipped_head):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.catalog import add_head as module
-from peagle.catalog.add_head import add_head, front_matter
+from peagle.catalog.add_head import add_head
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import resolve_drafter
 from peagle.catalog.local import local_path
@@ -117,14 +117,6 @@ def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path, target):
     assert former.spec.method == "peagle"
 
 
-def test_heads_added_before_stay_on_the_disk(tmp_path, target):
-    first = add_head(published_head(tmp_path / "a", seed=1), target=str(target))
-    second = add_head(published_head(tmp_path / "b", seed=2), target=str(target))
-    assert second.replaced == str(first.folder)
-    assert first.folder.is_dir()
-    assert second.folder != first.folder
-
-
 def test_a_card_of_another_name_leaves_the_targets_own_alone(peagle_home, monkeypatch, tmp_path, target, shipped_head):
     from peagle.catalog import targets
 
@@ -142,19 +134,6 @@ def test_a_name_that_cannot_be_is_refused(peagle_home, name, shipped_head):
     with pytest.raises(CatalogError, match="cannot be called"):
         add_head(shipped_head, name=name)
     assert not peagle_home.exists()
-
-
-def test_a_folder_called_like_a_command_needs_a_name(tmp_path, target):
-    odd = target.rename(tmp_path / "add")
-    head = published_head(tmp_path / "head")
-    with pytest.raises(CatalogError, match="a model cannot be called 'add'"):
-        add_head(head, target=str(odd))
-    assert add_head(head, target=str(odd), name="other").card.name == "other"
-
-
-def test_the_name_of_another_model_is_not_taken(peagle_home, shipped_head):
-    with pytest.raises(CatalogError, match="already has another model named gpt-oss-20b"):
-        add_head(shipped_head, name="gpt-oss-20b")
 
 
 def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(tmp_path, target, peagle_home, shipped_head):
@@ -187,10 +166,3 @@ def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(tmp_path, targ
     monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 8"):
         add_head(shipped_head, target="my-llama")
-
-
-@pytest.mark.parametrize("text", ["# no front matter", "---\n: : :\n---\n", "---\nonly text\n---\n", None])
-def test_a_card_without_front_matter_says_nothing(tmp_path, text):
-    if text is not None:
-        (tmp_path / "README.md").write_text(text)
-    assert front_matter(tmp_path) == {}

@@ -71,20 +71,6 @@ def test_a_target_is_converted_once_and_says_so(converter, peagle_home):
     assert (folders[0] / "model.safetensors").read_bytes() == GGUF * 100
 
 
-def test_readiness_is_known_without_converting(converter):
-    assert not is_embedded_ready(NAME)
-    ensure_embedded(NAME)
-    assert is_embedded_ready(NAME)
-    assert converter.num_runs == 1
-
-
-def test_the_manifest_names_every_file_and_where_it_came_from(converter):
-    manifest = json.loads((ensure_embedded(NAME) / "peagle-manifest.json").read_text())
-    assert manifest["gguf_sha256"] == hashlib.sha256(GGUF).hexdigest()
-    weights = manifest["files"]["model.safetensors"]
-    assert weights == {"sha256": hashlib.sha256(GGUF * 100).hexdigest(), "size_bytes": len(GGUF) * 100}
-
-
 def flip_a_byte(folder):
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -115,12 +101,6 @@ def test_a_damaged_target_is_converted_again(converter, damage):
     assert converter.num_runs == 2
 
 
-def test_touching_a_good_file_does_not_convert_again(converter):
-    (ensure_embedded(NAME) / "model.safetensors").touch()
-    ensure_embedded(NAME)
-    assert converter.num_runs == 1
-
-
 def test_a_target_that_cannot_be_written_to_is_still_used(converter, monkeypatch):
     def refuse(path, value):
         raise PermissionError
@@ -145,14 +125,6 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(converter):
     assert [path.name for path in embedded_folder(NAME).parent.iterdir()] == [f".{NAME}.lock"]
     converter.fails = False
     assert ensure_embedded(NAME).is_dir()
-
-
-def test_what_a_killed_conversion_left_is_swept(converter):
-    leftover = embedded_folder(NAME).parent / f".{embedded_folder(NAME).name}.killed"
-    leftover.mkdir(parents=True)
-    (leftover / "model.safetensors").write_bytes(b"half")
-    ensure_embedded(NAME)
-    assert not leftover.exists()
 
 
 def test_another_gguf_or_converter_has_another_folder(converter, monkeypatch):
@@ -180,20 +152,6 @@ def test_a_missing_package_is_named(monkeypatch):
     assert "peagle[embedded]" in caught.value.hint
 
 
-def test_a_missing_converter_is_named(converter, monkeypatch):
-    found = embedded.find_spec
-    monkeypatch.setattr(embedded, "find_spec", lambda name: None if name == "gguf" else found(name))
-    with pytest.raises(CatalogError, match="requires gguf") as caught:
-        ensure_embedded(NAME)
-    assert "peagle[embedded]" in caught.value.hint
-
-
-def test_an_unknown_target_suggests_the_nearest():
-    with pytest.raises(CatalogError) as caught:
-        ensure_embedded("smollm2-153m")
-    assert NAME in caught.value.hint
-
-
 def test_the_converter_s_last_words_reach_the_user(gguf, monkeypatch):
     def die(command, **options):
         raise subprocess.CalledProcessError(1, command, stderr="Traceback...\nRuntimeError: no chat template\n")
@@ -202,15 +160,6 @@ def test_the_converter_s_last_words_reach_the_user(gguf, monkeypatch):
     with pytest.raises(PeagleError, match="RuntimeError: no chat template") as caught:
         ensure_embedded(NAME)
     assert sys.executable in caught.value.hint
-
-
-def test_a_converter_that_hangs_is_given_up(gguf, monkeypatch):
-    def hang(command, **options):
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    with pytest.raises(PeagleError, match="longer than 600 s"):
-        ensure_embedded(NAME)
 
 
 def test_a_home_that_cannot_be_written_to_is_named(converter, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from peagle.catalog.converted import locked
 from peagle.catalog.fetched import ensure_fetched, fetch, find_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home
 from peagle.errors import CapacityError, CatalogError, ConfigError, StorageError
-from peagle.storage import place, s3_client, s3_folder, write_atomic
+from peagle.storage import place, s3_folder, write_atomic
 
 URL = "s3://bucket/models/mine"
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}})
@@ -143,16 +143,6 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_fetched(s3, model,
     assert "PEAGLE_HOME" in caught.value.hint
 
 
-def test_a_disk_that_is_full_is_named(s3, model, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    found = find_stored(URL)
-    monkeypatch.setattr(s3_folder, "fetch_file", full)
-    with pytest.raises(CapacityError, match="No space left"):
-        fetch(found, weights=True)
-
-
 @pytest.mark.parametrize(
     ("gone", "message"),
     [
@@ -170,15 +160,6 @@ def test_a_folder_that_is_not_whole_is_refused_by_what_is_missing(s3, model, gon
         find_stored(URL)
 
 
-def test_an_index_that_was_forgotten_beside_other_weights_does_not_count(s3, model):
-    old = json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}).encode()
-    write_atomic(place(URL) / "pytorch_model.bin.index.json", old)
-    assert find_stored(URL).files
-    write_atomic(place(URL) / "model.safetensors.index.json", b"[]")
-    with pytest.raises(CatalogError, match="not an index of weights"):
-        find_stored(URL)
-
-
 @pytest.mark.parametrize(
     ("url", "kind", "message"),
     [
@@ -190,21 +171,3 @@ def test_an_index_that_was_forgotten_beside_other_weights_does_not_count(s3, mod
 def test_what_is_not_there_is_told_in_a_line(s3, url, kind, message):
     with pytest.raises(kind, match=message):
         find_stored(url)
-
-
-def test_missing_credentials_are_told_in_a_line(s3, monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    s3_client.forget_store()
-    with pytest.raises(StorageError, match="there are no credentials") as caught:
-        find_stored(URL)
-    assert "on every node" in caught.value.hint
-
-
-def test_expired_credentials_are_told_in_a_line(s3, model):
-    s3.fail(403, method="GET", times=9)
-    with pytest.raises(StorageError, match="AccessDenied") as caught:
-        find_stored(URL)
-    assert "AWS_SESSION_TOKEN" in caught.value.hint

@@ -1,8 +1,6 @@
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from peagle.catalog.head_files import HeadFacts, check_fit, check_weights, read_head, read_shapes
 from peagle.errors import DrafterError
@@ -50,32 +48,13 @@ def test_the_hub_s_layout_is_read():
     assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
 
 
-def test_a_published_head_drafts_the_whole_vocabulary_where_it_names_none():
-    head = check_fit(hub_head(draft_vocab_size=None, eagle_config=None), TARGET)
-    assert (head.draft_vocab_size, head.aux_layer_ids) == (49152, ())
-
-
-def test_without_a_saved_k_the_usual_one_of_the_method_holds():
-    assert read_head(hub_head()).default_k == 5
-    assert read_head(hub_head(ptd_token_id=None)).default_k == 3
-
-
 def test_a_head_without_a_mask_token_is_eagle3():
     assert read_head(hub_head(ptd_token_id=None)).method == "eagle3"
     assert read_head(library_head(speculators_model_type="eagle3", mask_token_id=None)).method == "eagle3"
 
 
-def test_a_head_may_be_narrower_than_its_target():
-    narrow = library_head(transformer_layer_config={"hidden_size": 256, "vocab_size": 49152}, target_hidden_size=576)
-    assert check_fit(narrow, TARGET).target_hidden_size == 576
-
-
 def test_a_multimodal_target_is_judged_by_its_text_part():
     assert check_fit(library_head(), {"text_config": TARGET}).method == "peagle"
-
-
-def test_the_state_after_the_last_layer_may_be_read():
-    assert check_fit(library_head(eagle_aux_hidden_state_layer_ids=[0, 30]), TARGET).aux_layer_ids == (0, 30)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +89,6 @@ def test_what_cannot_draft_here_is_refused_with_the_reason(head, reason):
         check_fit(head, TARGET)
 
 
-def test_normalised_eagle3_heads_are_fine():
-    head = library_head(speculators_model_type="eagle3", mask_token_id=None, norm_output=True)
-    assert check_fit(head, TARGET).method == "eagle3"
-
-
 SHAPES: dict[str, tuple[int, ...]] = {
     "layers.0.self_attn.q_proj.weight": (8, 16),
     "layers.1.mlp.up_proj.weight": (16, 8),
@@ -143,12 +117,6 @@ def facts(**changes):
 
 def without(*names):
     return {name: shape for name, shape in SHAPES.items() if name not in names}
-
-
-def test_shapes_are_read_over_all_files(tmp_path):
-    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
-    save_file({"b": torch.zeros(4, dtype=torch.float8_e4m3fn)}, tmp_path / "model-2.safetensors")
-    assert read_shapes(tmp_path) == {"a": (2, 3), "b": (4,)}
 
 
 @pytest.mark.parametrize(

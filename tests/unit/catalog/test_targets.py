@@ -1,17 +1,20 @@
 import json
 import shutil
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from moving_hub import FIRST, SECOND
 
 from peagle.catalog import local, targets
 from peagle.catalog.cards import lasting_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
 from peagle.catalog.local import local_path
-from peagle.catalog.targets import context_tokens, is_hub_id, resolve_model
+from peagle.catalog.targets import context_tokens, hub_commit, hub_config, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -84,14 +87,6 @@ def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub):
     assert resolve_model("org/model", commits={"org/model": FIRST}) == before
 
 
-def test_a_commit_on_a_card_is_above_what_was_decided_before(moving_hub, monkeypatch):
-    moving_hub.push("openai/gpt-oss-20b", SECOND, CONFIG)
-    card = load_catalog().get("gpt-oss-20b")
-    pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": SECOND})})
-    monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
-    assert resolve_model("gpt-oss-20b", commits={"openai/gpt-oss-20b": FIRST}).revision == SECOND
-
-
 def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     model = resolve_model("org/model")
     assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
@@ -109,12 +104,6 @@ def test_a_folder_resolves_to_itself(tmp_path, monkeypatch):
         assert model.upstream_id is None
         assert local_path(name) == str(folder)
         assert lasting_name(name) == str(folder)
-
-
-def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(tmp_path, monkeypatch):
-    make_model(tmp_path / "smollm2-135m")
-    monkeypatch.chdir(tmp_path)
-    assert [lasting_name(name) for name in ("smollm2-135m", "org/model")] == ["smollm2-135m", "org/model"]
 
 
 @pytest.mark.parametrize(
@@ -153,11 +142,6 @@ def test_a_model_without_a_context_needs_one_stated(tmp_path):
     assert "max_model_len" in caught.value.hint
 
 
-def test_a_multimodal_model_s_context_is_its_text_part_s(tmp_path):
-    model = resolve_model(str(make_model(tmp_path / "m", text_config=CONFIG | {"max_position_embeddings": 99})))
-    assert context_tokens(model) == 99
-
-
 def test_a_fingerprint_follows_content_and_not_place(tmp_path):
     original = make_model(tmp_path / "a")
     copy = Path(shutil.copytree(original, tmp_path / "b"))
@@ -176,9 +160,99 @@ def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path, offset):
     assert folder_fingerprint(folder) != before
 
 
+class Hub:
+    """Stands in for the hub's client: a cache, a network that may be down, and an answer."""
+
+    def __init__(self, tmp_path):
+        self.file = tmp_path / "config.json"
+        self.file.write_text(json.dumps({"hidden_size": 8}))
+        self.cached = False
+        self.failure: Exception | None = None
+        self.connections: list[Any] = []
+        self.online = True
+
+    def download(self, model_id, name, revision=None, local_files_only=False):
+        if local_files_only and not self.cached:
+            raise LocalEntryNotFoundError("not cached")
+        if not local_files_only and self.failure:
+            raise self.failure
+        return str(self.file)
+
+    def connect(self, address, timeout):
+        self.connections.append(address)
+        if not self.online:
+            raise OSError("no route")
+        return socket.socket()
+
+
+@pytest.fixture
+def hub_client(tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
+    monkeypatch.setattr(socket, "create_connection", hub.connect)
+    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return hub
+
+
+def test_the_cache_needs_no_network(hub_client):
+    hub_client.cached, hub_client.online = True, False
+    assert hub_config("org/m") == {"hidden_size": 8}
+    assert hub_client.connections == []
+
+
+def test_a_mirror_is_asked_instead_of_the_hub(hub_client, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080")
+    hub_config("org/m")
+    assert hub_client.connections == [("mirror.example", 8080)]
+
+
+def test_without_a_network_the_way_out_is_named(hub_client):
+    hub_client.online = False
+    with pytest.raises(CatalogError, match="org/m is not in the local") as caught:
+        hub_config("org/m")
+    assert "smollm2-135m" in caught.value.hint
+
+
+def test_behind_a_proxy_the_client_decides(hub_client, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    hub_client.online = False
+    assert hub_config("org/m") == {"hidden_size": 8}
+    hub_client.failure = LocalEntryNotFoundError("proxy says no")
+    with pytest.raises(CatalogError, match="is not reachable"):
+        hub_config("org/m")
+
+
+class Response:
+    status_code = 404
+    headers: dict[str, str] = {}  # noqa: RUF012 - read by the hub's own error
+    request = None
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("org/m", True), ("m", False), ("./m", False), ("~/m", False), ("/m", False), ("a/b/c", False)],
+    ("kind", "reason", "hint"),
+    [(RepositoryNotFoundError, "no model org/m", "HF_TOKEN"), (GatedRepoError, "gated", "licence")],
 )
-def test_the_form_of_a_hub_id(name, expected):
-    assert is_hub_id(name) is expected
+def test_what_the_hub_refuses_is_explained(hub_client, kind, reason, hint):
+    hub_client.failure = kind("refused", response=Response())
+    with pytest.raises(CatalogError, match=reason) as caught:
+        hub_config("org/m")
+    assert hint in caught.value.hint
+
+
+def test_a_branch_is_at_the_commit_that_the_hub_says(moving_hub):
+    moving_hub.push("org/m", FIRST, {})
+    moving_hub.push("org/m", SECOND, {}, branch="v2")
+    assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
+    moving_hub.push("org/m", SECOND, {})
+    assert hub_commit("org/m") == SECOND
+    assert moving_hub.asked == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
+
+
+def test_without_a_network_a_branch_is_where_the_cache_has_it(moving_hub):
+    moving_hub.push("org/m", FIRST, {})
+    hub_commit("org/m")
+    moving_hub.push("org/m", SECOND, {})
+    moving_hub.is_online = False
+    assert hub_commit("org/m") == FIRST
+    assert (hub_commit("org/m", "v2"), hub_commit("org/other")) == (None, None)

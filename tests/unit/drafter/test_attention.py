@@ -55,7 +55,7 @@ def form(request):
     return AttentionPlan.padded if request.param == "padded" else lambda plan: plan
 
 
-def test_all_depths_at_once_equal_one_full_mask(documents, form):
+def test_parallel_attention_equals_one_full_mask(documents, form):
     total = sum(map(len, documents))
     query, key, value = _tensors(total + PADDING)
     output, _ = document_attention(None, query, key, value, form(parallel_plan(documents)))
@@ -64,7 +64,7 @@ def test_all_depths_at_once_equal_one_full_mask(documents, form):
     assert not output[:, total:].any()
 
 
-def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents, form):
+def test_parallel_gradients_equal_one_full_mask(documents, form):
     total = sum(map(len, documents))
     tensors = [tensor.requires_grad_() for tensor in _tensors(total)]
     output, _ = document_attention(None, *tensors, form(parallel_plan(documents)))
@@ -73,7 +73,7 @@ def test_gradients_of_all_depths_equal_those_of_one_full_mask(documents, form):
     )
 
 
-def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(documents, form):
+def test_bf16_gradients_equal_float32_within_rounding(documents, form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     plan = form(parallel_plan(documents))
@@ -84,7 +84,7 @@ def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(documents, form
         assert float((own.float() - other).norm() / other.norm()) < bound
 
 
-def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents, form):
+def test_sequential_gradients_reach_earlier_depths(documents, form):
     tensors = [tensor.requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     depth_S = torch.cat([rows.depth_S for rows in documents])
     rows = torch.nonzero(depth_S == 2).flatten()
@@ -96,7 +96,7 @@ def test_gradients_of_a_depth_reach_the_keys_of_those_before(documents, form):
     torch.testing.assert_close(_gradients(output, tensors), _gradients(expected, tensors))
 
 
-def test_nothing_as_large_as_a_block_with_its_keys_is_kept_for_the_gradient():
+def test_no_block_is_saved_for_the_gradient():
     rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
     kept: list[int] = []
@@ -105,7 +105,7 @@ def test_nothing_as_large_as_a_block_with_its_keys_is_kept_for_the_gradient():
     assert sum(kept) == query.numel() + key.numel() + value.numel()
 
 
-def test_depth_after_depth_equals_one_full_mask(documents, form):
+def test_sequential_attention_equals_one_full_mask(documents, form):
     query, key, value = _tensors(sum(map(len, documents)))
     expected = _reference(documents, query, key, value)
     depth_S = torch.cat([rows.depth_S for rows in documents])
@@ -118,7 +118,7 @@ def test_depth_after_depth_equals_one_full_mask(documents, form):
 
 
 @pytest.mark.parametrize(("num_tokens", "form"), [(400, PaddedPlan), (40_000, AttentionPlan)])
-def test_away_from_the_cpu_blocks_are_padded_unless_a_document_is_long(num_tokens, form):
+def test_gpu_blocks_are_padded_unless_a_document_is_long(num_tokens, form):
     rows = sample_rows(torch.ones(num_tokens).bool(), num_depths=2, ratio=0.5)
     assert type(parallel_plan([rows]).to("meta")) is form
     assert type(parallel_plan([rows]).to("cpu")) is AttentionPlan

@@ -21,7 +21,7 @@ def test_chains_are_nested_and_shrink_by_the_ratio():
         assert round(50 * 0.8**depth) - depth <= len(anchors[depth]) <= round(50 * 0.8**depth)
 
 
-def test_the_mask_is_the_librarys():
+def test_mask_equals_the_librarys():
     from speculators.models.peagle.attention import create_peagle_mask_mod
 
     rows = sample_rows(MASK, num_depths=4, ratio=0.8, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def test_the_mask_is_the_librarys():
     assert torch.equal(attention_mask(rows, rows), expected)
 
 
-def test_no_row_sees_a_token_that_an_engine_would_not_know():
+def test_rows_attend_only_to_tokens_known_to_an_engine():
     rows = sample_rows(MASK, num_depths=4, ratio=1.0)
     mask = attention_mask(rows, rows)
     query, key = torch.nonzero(mask, as_tuple=True)

@@ -39,7 +39,7 @@ def test_a_response_cut_by_its_length_has_no_end_of_turn():
     assert sample.token_ids == tuple(map(ord, "<hi>yo"))
 
 
-def test_messages_win_over_the_prompt():
+def test_messages_have_priority_over_the_prompt():
     sample = _one(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
     assert isinstance(sample, Sample)
     assert sample.num_prompt_tokens == len("<x><y>")
@@ -52,7 +52,7 @@ def test_messages_win_over_the_prompt():
         '[{"role": "user", "content": "x\\ny"}]',
     ],
 )
-def test_contents_in_parts_and_messages_as_json_text_are_taken_as_in_bulk_runs(messages):
+def test_messages_in_parts_and_as_json_text(messages):
     sample = _one(messages=messages)
     assert isinstance(sample, Sample)
     assert sample.token_ids == (*map(ord, "<x\ny>yo"), 0)
@@ -76,10 +76,10 @@ def test_contents_in_parts_and_messages_as_json_text_are_taken_as_in_bulk_runs(m
         ({"prompt": "x" * 10}, "the prompt has 12 tokens, which leaves no room for a response within 12"),
     ],
 )
-def test_rows_without_a_sample_say_why(changes, reason):
+def test_rejected_rows_have_a_reason(changes, reason):
     assert _one(**changes) == reason
 
 
-def test_a_null_is_no_word_of_a_rows_text_and_no_id():
+def test_null_values_are_ignored():
     assert row_text({"prompt": None, "response": "r"}, "prompt").split() == ["r"]
     assert [id_of({"id": None}, 3), id_of({}, 3), id_of({"id": 0}, 3)] == ["3", "3", "0"]

@@ -10,7 +10,7 @@ from peagle.errors import ConfigError
 REFERENCE = "Check if in given list of numbers, are any two numbers closer to each other than given threshold."
 
 
-def test_a_reformatted_copy_is_caught_and_shown():
+def test_a_reformatted_copy_is_found():
     copy = "# check IF in\n#   given list of numbers are any two numbers closer\n"
     checked = decontaminate([copy, "sort a list"], NgramIndex([REFERENCE]), text=str)
     assert checked.kept == ["sort a list"]
@@ -18,7 +18,7 @@ def test_a_reformatted_copy_is_caught_and_shown():
     assert checked.dropped[0].overlap == "check if in given list of numbers are any two"
 
 
-def test_one_word_less_is_not_a_copy():
+def test_one_word_less_is_not_an_overlap():
     nine_words = "check if in given list of numbers are any"
     assert NgramIndex([REFERENCE]).overlap(nine_words) is None
     assert NgramIndex([REFERENCE], num_words=9).overlap(nine_words) == nine_words
@@ -47,14 +47,14 @@ TEXT = "one two three four five six seven eight nine ten"
         {"body": {"messages": [{"role": "assistant", "content": TEXT}]}},
     ],
 )
-def test_all_that_a_row_says_is_kept_out(row, write_jsonl):
+def test_all_text_of_a_row_is_excluded(row, write_jsonl):
     file = str(write_jsonl([row]))
     index = index_of(["humaneval", file])
     assert index.overlap(f"zero {TEXT} eleven") == TEXT
     assert index.set_of(TEXT) == file
 
 
-def test_a_system_message_may_stand_before_training_data_too(write_jsonl):
+def test_system_messages_are_not_excluded(write_jsonl):
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT.upper() + " more"}]
     assert index_of([str(write_jsonl([{"messages": messages[1:]}]))]).overlap(TEXT) == TEXT
     messages[1]["content"] = "a question of ten words that is not the one above"
@@ -69,7 +69,7 @@ def test_a_system_message_may_stand_before_training_data_too(write_jsonl):
         (["s3://bucket/held.jsonl"], "unknown evaluation set"),
     ],
 )
-def test_sets_that_cannot_be_are_refused(names, message):
+def test_invalid_evaluation_sets_are_refused(names, message):
     with pytest.raises(ConfigError, match=message):
         index_of(names)
 
@@ -78,6 +78,6 @@ def test_sets_that_cannot_be_are_refused(names, message):
     ("rows", "message"),
     [([], "the file is empty"), ([{"prompt": "too short to be found"}], "an overlap is 10 consecutive words")],
 )
-def test_a_file_that_would_keep_nothing_out_is_refused(rows, message, write_jsonl):
+def test_an_evaluation_set_without_long_texts_is_refused(rows, message, write_jsonl):
     with pytest.raises(ConfigError, match=message):
         index_of([str(write_jsonl(rows))])

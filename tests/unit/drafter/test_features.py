@@ -37,7 +37,7 @@ def _states_by_hand(model, token_ids, layers):
 
 
 @torch.no_grad()
-def test_states_are_those_that_enter_the_layers(model, store, samples):
+def test_states_are_the_inputs_of_the_layers(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
@@ -48,7 +48,7 @@ def test_states_are_those_that_enter_the_layers(model, store, samples):
         torch.testing.assert_close(document.last_TH.float(), last, rtol=0.02, atol=0.02)
 
 
-def test_an_interrupted_extraction_goes_on_and_gives_the_same(tmp_path, model, samples, spec, monkeypatch):
+def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypatch):
     monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path / "whole")
@@ -73,7 +73,7 @@ def test_an_interrupted_extraction_goes_on_and_gives_the_same(tmp_path, model, s
     assert index[0]["shards"] == index[1]["shards"]
 
 
-def test_a_store_of_something_else_is_refused(tmp_path, model, samples, spec):
+def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     from dataclasses import replace
 
     reader = HiddenStateReader(model, spec.aux_layers)
@@ -82,7 +82,7 @@ def test_a_store_of_something_else_is_refused(tmp_path, model, samples, spec):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
-def test_a_full_disk_is_refused_before_work(tmp_path, model, samples, spec, monkeypatch):
+def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def _losses(target, vocabulary, store, folder, config=CONFIG):
 
 
 @pytest.mark.parametrize("parts_of", [None, 12])
-def test_the_curve_is_that_of_stored_features(target, half, samples, spec, vocabulary, tmp_path, parts_of):
+def test_computed_features_train_like_stored_ones(target, half, samples, spec, vocabulary, tmp_path, parts_of):
     config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": parts_of})
     curves = {}
     for batch_tokens in (1, 4096):  # each document alone, or many at once
@@ -123,7 +123,7 @@ def test_the_curve_is_that_of_stored_features(target, half, samples, spec, vocab
     assert curves["computed", 4096] == pytest.approx(curves["stored", 4096], rel=BATCHING)
 
 
-def test_documents_are_those_of_a_store_also_under_autocast(half, samples, spec, tmp_path):
+def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec, tmp_path):
     reader = HiddenStateReader(half, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
@@ -137,7 +137,7 @@ def test_documents_are_those_of_a_store_also_under_autocast(half, samples, spec,
     assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
 
 
-def test_documents_are_read_ahead_together_and_kept_until_others_are(model, samples, spec, monkeypatch):
+def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
     alone = computed.documents([0, 1, 2])
@@ -160,9 +160,7 @@ def test_documents_are_read_ahead_together_and_kept_until_others_are(model, samp
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_as_the_uninterrupted_one(
-    target, half, samples, spec, vocabulary, tmp_path, steps_before
-):
+def test_a_resumed_training_reads_ahead_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
     def computed():
         reader = HiddenStateReader(half, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)
@@ -188,7 +186,7 @@ def _shard(*lengths):
     }
 
 
-def test_shards_that_others_wrote_are_taken_in_any_order(tmp_path):
+def test_shards_of_other_processes_are_added_in_any_order(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=2)
     checksums = [write_shard(tmp_path, number, _shard(3 + number)) for number in range(2)]
     writer.take(1, checksums[1])
@@ -201,7 +199,7 @@ def test_shards_that_others_wrote_are_taken_in_any_order(tmp_path):
     assert [store.num_tokens(i) for i in range(2)] == [3, 4]
 
 
-def test_a_shard_that_is_not_here_as_it_was_written_is_refused(tmp_path):
+def test_a_different_or_missing_shard_is_refused(tmp_path):
     writer = StoreWriter(tmp_path / "here", SPEC, num_shards=1)
     (tmp_path / "elsewhere").mkdir()
     checksum = write_shard(tmp_path / "elsewhere", 0, _shard(3))
@@ -213,7 +211,7 @@ def test_a_shard_that_is_not_here_as_it_was_written_is_refused(tmp_path):
     assert writer.num_written == 0
 
 
-def test_what_killed_writers_left_is_deleted(tmp_path):
+def test_leftovers_of_killed_writers_are_deleted(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     writer.add(0, _shard(3))
     (tmp_path / "shard-00001.0123.partial").write_bytes(b"cut off")
@@ -221,7 +219,7 @@ def test_what_killed_writers_left_is_deleted(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
 
 
-def test_a_disk_that_fills_up_leaves_no_part_of_a_shard(tmp_path, full_disk):
+def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     told = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
     with full_disk(), pytest.raises(CapacityError, match=told):
@@ -229,7 +227,7 @@ def test_a_disk_that_fills_up_leaves_no_part_of_a_shard(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_shard_is_told_and_extracted_again_once_deleted(tmp_path):
+def test_a_damaged_shard_is_found_and_repaired(tmp_path):
     StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
     file = tmp_path / "shard-00000.safetensors"
     damaged = bytearray(file.read_bytes())

@@ -100,7 +100,7 @@ def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(eagle3, store, 
         assert by_depth[depth].item() == pytest.approx(theirs.item(), rel=1e-5), depth
 
 
-def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3, store):
+def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
     batch = _batch([store[4]])
     states = head_states(eagle3, batch)
     deepest = torch.nonzero(batch.depth_S[batch.row_R] == NUM_DEPTHS - 1).flatten()
@@ -127,7 +127,7 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_with_all_before_it_in_its_chain(head, eagle3, store):
+def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for either in (head, eagle3):
@@ -173,7 +173,7 @@ def _draft_as_an_engine_would(head, document, known, k):
 
 
 @torch.no_grad()
-def test_drafts_are_those_of_one_pass_over_mask_tokens(two_layers, store):
+def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
     document = store[1]
     drafted = drafted_tokens(two_layers, document, 4)
     start = int(document.loss_mask_T.int().argmax())
@@ -203,7 +203,7 @@ def _draft_one_after_the_other(head, document, known, k):
 
 
 @torch.no_grad()
-def test_an_eagle3_head_goes_on_from_its_own_drafts(target, spec, vocabulary, store):
+def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
     shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
     head, document = build_head(target, shape, vocabulary).eval(), store[1]
     drafted = drafted_tokens(head, document, 4)
@@ -213,7 +213,7 @@ def test_an_eagle3_head_goes_on_from_its_own_drafts(target, spec, vocabulary, st
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-def test_logits_are_held_a_chunk_at_a_time(target, spec, vocabulary, store, monkeypatch, algorithm):
+def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
     shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
     at_once = drafted_tokens(head, store[1], 4)

@@ -50,7 +50,7 @@ def eagle3(tmp_path):
     return folder
 
 
-def test_there_and_back_keeps_each_weight_within_the_formats_bound(tmp_path, head, target):
+def test_fp8_round_trip_error_is_bounded(tmp_path, head, target):
     quantize_head(head, tmp_path / "fp8")
     dequantize_head(tmp_path / "fp8", tmp_path / "back")
     before, fp8 = load_file(head / "model.safetensors"), load_file(tmp_path / "fp8" / "model.safetensors")
@@ -71,7 +71,7 @@ def test_there_and_back_keeps_each_weight_within_the_formats_bound(tmp_path, hea
     load_head(tmp_path / "back", target)
 
 
-def test_what_is_kept_stays_as_it_is(tmp_path, head):
+def test_kept_modules_are_unchanged(tmp_path, head):
     done = quantize_head(head, tmp_path / "fp8", keep=["lm_head"])
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], load_file(head / "model.safetensors")["lm_head.weight"])
@@ -121,7 +121,7 @@ def test_only_an_fp8_head_is_dequantised(tmp_path, head):
         dequantize_head(tmp_path / "fp8", tmp_path / "back")
 
 
-def test_an_output_that_exists_is_left_alone(tmp_path, head):
+def test_an_existing_output_is_refused(tmp_path, head):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="exists"):
@@ -129,13 +129,13 @@ def test_an_output_that_exists_is_left_alone(tmp_path, head):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, head, full_disk):
+def test_a_full_disk_leaves_nothing(tmp_path, head, full_disk):
     with full_disk(), pytest.raises(CapacityError, match=r"fp8: cannot be written: .*\n  free some space"):
         quantize_head(head, tmp_path / "fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_what_is_no_head_is_refused_and_leaves_nothing(tmp_path, head, target):
+def test_invalid_heads_are_refused(tmp_path, head, target):
     (head / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00broken!!")
     with pytest.raises(DrafterError, match="weights cannot be read"):
         quantize_head(head, tmp_path / "out")
@@ -149,7 +149,7 @@ def test_what_is_no_head_is_refused_and_leaves_nothing(tmp_path, head, target):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
 
 
-def test_a_head_that_vllm_has_no_fp8_class_for_is_refused(tmp_path, eagle3):
+def test_heads_without_an_fp8_class_in_vllm_are_refused(tmp_path, eagle3):
     config = json.loads((eagle3 / "config.json").read_text())
     (eagle3 / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
     with pytest.raises(DrafterError, match="type 'deepseek_v3'"):

@@ -45,7 +45,7 @@ def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(targe
     torch.testing.assert_close(head.norm.weight, weights["model.norm.weight"])
 
 
-def test_more_kv_heads_start_as_copies_of_the_targets(target, spec, vocabulary, store):
+def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
     few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
     for head in (few, many):
         with torch.no_grad():  # without the embeddings' half, which is noise of another draw
@@ -56,7 +56,7 @@ def test_more_kv_heads_start_as_copies_of_the_targets(target, spec, vocabulary, 
     torch.testing.assert_close(_logits(many, store), _logits(few, store))
 
 
-def test_kv_heads_that_cannot_be_copies_start_at_random_alone(target, spec, vocabulary):
+def test_incompatible_kv_heads_require_a_random_start(target, spec, vocabulary):
     with pytest.raises(ConfigError, match="1 KV heads cannot start as copies of the target's 2"):
         _head(target, spec, vocabulary, num_key_value_heads=1)
     head = _head(target, spec, vocabulary, num_key_value_heads=1, init="random")
@@ -75,7 +75,7 @@ def test_only_the_heads_own_weights_are_trained(target, spec, vocabulary):
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-def test_a_saved_head_comes_back_the_same(tmp_path, target, spec, vocabulary, store, algorithm):
+def test_save_and_load_round_trip(tmp_path, target, spec, vocabulary, store, algorithm):
     head = _head(target, spec, vocabulary, algorithm=algorithm)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -85,7 +85,7 @@ def test_a_saved_head_comes_back_the_same(tmp_path, target, spec, vocabulary, st
     torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store))
 
 
-def test_trained_embeddings_are_saved_and_come_back(tmp_path, target, spec, vocabulary):
+def test_trained_embeddings_are_saved(tmp_path, target, spec, vocabulary):
     head = _head(target, spec, vocabulary, train_embeddings=True)
     with torch.no_grad():
         head.embed_tokens.weight.copy_(head.embed_tokens.weight.to(torch.bfloat16) * 2)
@@ -93,7 +93,7 @@ def test_trained_embeddings_are_saved_and_come_back(tmp_path, target, spec, voca
     torch.testing.assert_close(load_head(tmp_path, target).embed_tokens.weight, head.embed_tokens.weight)
 
 
-def test_the_folder_holds_nothing_of_the_targets_and_no_path(tmp_path, target, spec, vocabulary):
+def test_saved_heads_have_no_target_weights_or_paths(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary), tmp_path, verifier="org/target", num_speculative_tokens=5)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert {"d2t", "lm_head.weight", "mask_hidden", "fc.weight"} <= set(names)
@@ -110,7 +110,7 @@ def test_the_folder_holds_nothing_of_the_targets_and_no_path(tmp_path, target, s
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-def test_a_head_goes_on_from_a_saved_one(tmp_path, target, spec, vocabulary, algorithm):
+def test_a_head_starts_from_a_saved_one(tmp_path, target, spec, vocabulary, algorithm):
     saved = _head(target, spec, vocabulary, algorithm=algorithm, init="random")
     save_head(saved, tmp_path, verifier="org/target")
     gone_on = _head(target, spec, vocabulary, algorithm=algorithm, init=str(tmp_path))
@@ -121,7 +121,7 @@ def test_a_head_goes_on_from_a_saved_one(tmp_path, target, spec, vocabulary, alg
     assert vocabulary_of_head(tmp_path, [], target_size=96) == replace(vocabulary, coverage=1.0)
 
 
-def test_a_head_goes_on_from_one_that_ships_without_its_lm_head(embedded_target, shipped_eagle3):
+def test_a_head_starts_from_a_shipped_one(embedded_target, shipped_eagle3):
     shipped = HEADS_FOLDER / "smollm2-135m-eagle3"
     assert "lm_head.weight" not in load_file(shipped / "model.safetensors")
     vocabulary = vocabulary_of_head(shipped, [], target_size=49152)
@@ -132,7 +132,7 @@ def test_a_head_goes_on_from_one_that_ships_without_its_lm_head(embedded_target,
         torch.testing.assert_close(head.get_parameter(name), whole[name].float(), rtol=0, atol=0)
 
 
-def test_going_on_from_a_head_of_another_shape_is_refused(tmp_path, target, spec, vocabulary):
+def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=2), tmp_path, verifier="org/target")
     with pytest.raises(ConfigError, match="has 2 layers, but the head to train has 1"):
         _head(target, spec, vocabulary, num_layers=1, init=str(tmp_path))
@@ -150,16 +150,14 @@ def test_going_on_from_a_head_of_another_shape_is_refused(tmp_path, target, spec
         ({"aux_layers": (0, 1)}, r"reads layers \[2, 3\], but the head to train reads \[0, 1\]"),
     ],
 )
-def test_going_on_from_a_head_that_reads_something_else_is_refused(
-    tmp_path, target, spec, vocabulary, changes, message
-):
+def test_a_saved_head_with_other_inputs_is_refused(tmp_path, target, spec, vocabulary, changes, message):
     save_head(_head(target, replace(spec, aux_layers=(2, 3)), vocabulary), tmp_path, verifier="org/target")
     with pytest.raises(ConfigError, match=message):
         build_head(target, HeadSpec(**{"aux_layers": (2, 3), "init": str(tmp_path), **changes}), vocabulary)
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
-def test_further_layers_begin_as_the_identity_and_learn(tmp_path, target, spec, vocabulary, store, algorithm):
+def test_added_layers_start_as_the_identity(tmp_path, target, spec, vocabulary, store, algorithm):
     saved = _head(target, spec, vocabulary, num_layers=1, algorithm=algorithm)
     save_head(saved, tmp_path, verifier="org/target")
     grown = _head(target, spec, vocabulary, num_layers=3, algorithm=algorithm, init=str(tmp_path))
@@ -169,7 +167,7 @@ def test_further_layers_begin_as_the_identity_and_learn(tmp_path, target, spec, 
     assert all(layer.mlp.down_proj.weight.grad.any() for layer in grown.layers)
 
 
-def test_a_peagle_head_goes_on_from_an_eagle3_one_with_a_new_mask_state(tmp_path, target, spec, vocabulary):
+def test_a_peagle_head_starts_from_an_eagle3_head(tmp_path, target, spec, vocabulary):
     saved = _head(target, spec, vocabulary, algorithm="eagle3", init="random")
     save_head(saved, tmp_path, verifier="org/target")
     gone_on = _head(target, spec, vocabulary, algorithm="peagle", init=str(tmp_path))
@@ -177,7 +175,7 @@ def test_a_peagle_head_goes_on_from_an_eagle3_one_with_a_new_mask_state(tmp_path
     assert not gone_on.mask_hidden.any()
 
 
-def test_frozen_layers_and_what_feeds_them_are_left_as_they_are(tmp_path, target, spec, vocabulary):
+def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
     every = {n for n, p in _head(target, spec, vocabulary, **shape).named_parameters() if p.requires_grad}
@@ -199,7 +197,7 @@ def test_frozen_layers_and_what_feeds_them_are_left_as_they_are(tmp_path, target
         ({"num_layers": 2, "num_frozen_layers": 1, "init": "warm"}, "num_frozen_layers requires a saved head"),
     ],
 )
-def test_layers_that_cannot_stay_as_they_are_are_refused(tmp_path, target, spec, vocabulary, changes, message):
+def test_invalid_frozen_layers_are_refused(tmp_path, target, spec, vocabulary, changes, message):
     save_head(_head(target, spec, vocabulary, num_layers=1), tmp_path, verifier="org/target")
     with pytest.raises(ConfigError, match=message):
         _head(target, spec, vocabulary, **{"init": str(tmp_path), **changes})
@@ -217,7 +215,7 @@ _SHAPE = HeadSpec(aux_layers=AUX_LAYERS, num_layers=2)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_projections_and_norms_of_like_layers_are_taken(foreign_target, model_type, vocabulary):
+def test_warm_start_copies_projections_and_norms(foreign_target, model_type, vocabulary):
     folder = foreign_target(model_type)
     head, weights = build_head(folder, _SHAPE, vocabulary), load_file(folder / "model.safetensors")
     for name in (
@@ -248,14 +246,14 @@ def test_projections_and_norms_of_like_layers_are_taken(foreign_target, model_ty
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
-def test_a_warm_start_becomes_a_random_one_where_layers_differ_and_says_so(foreign_target, model_type, init, said):
+def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, said):
     folder, heard = foreign_target(model_type), []
     assert init_for(folder, read_architecture(folder), _SHAPE, heard.append) == init
     assert len(heard) == len(said)
     assert all(part in sentence for part, sentence in zip(said, heard, strict=True))
 
 
-def test_a_head_itself_is_not_started_from_layers_that_differ(foreign_target, vocabulary):
+def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):
     with pytest.raises(ConfigError, match=r"a head cannot start from its last layers: .*mlp\.down_proj") as refused:
         build_head(foreign_target("qwen3_moe"), _SHAPE, vocabulary)
     assert refused.value.hint == "use --init random"

@@ -47,7 +47,7 @@ def test_a_frozen_lm_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS + 9])
-def test_confidence_is_the_probability_of_the_targets_likeliest_token(num_rows):
+def test_confidence_by_hand(num_rows):
     torch.manual_seed(0)
     hidden, weight = torch.randn(num_rows, 16), torch.randn(40, 16)
     targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
@@ -108,7 +108,7 @@ def test_equals_the_librarys_on_a_whole_chain(store, anchor):
     torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), theirs[0])
 
 
-def test_over_the_draws_of_cod_the_weights_are_those_of_the_whole_chain(store, anchor):
+def test_dpace_weights_are_unbiased_under_cod(store, anchor):
     ratio = 0.6
     whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)

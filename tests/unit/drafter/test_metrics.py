@@ -18,7 +18,7 @@ STEP = TrainingProgress(
 )
 
 
-def test_a_reader_is_told_each_whole_line_once(tmp_path):
+def test_metrics_are_read_by_whole_lines(tmp_path):
     metrics = Metrics(tmp_path)
     assert metrics.read() == ([], 0)
     metrics.append(STEP)
@@ -32,7 +32,7 @@ def test_a_reader_is_told_each_whole_line_once(tmp_path):
     assert metrics.read(seen) == ([STEP], 2 * seen)
 
 
-def test_a_reader_goes_on_where_the_file_was_cut(tmp_path):
+def test_metrics_reader_continues_after_a_truncation(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2, 3):
         metrics.append(replace(STEP, step=number))
@@ -44,7 +44,7 @@ def test_a_reader_goes_on_where_the_file_was_cut(tmp_path):
     assert metrics.read(seen // 3)[0] == [again]
 
 
-def test_a_place_within_a_line_is_read_from_the_next_line_on(tmp_path):
+def test_metrics_reader_skips_a_partial_line(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
@@ -84,7 +84,7 @@ def _texts(panel):
     return [node.text or "" for node in panel.iter(f"{SVG}text")]
 
 
-def test_a_line_for_the_loss_each_depth_and_the_learning_rate():
+def test_training_plot_has_three_panels():
     loss, accuracy, rate = _panels(training_plot(_steps([4.0, 3.0, 2.0])))
     assert [len(_points(panel)) for panel in (loss, accuracy, rate)] == [1, 2, 1]  # the third depth had no rows
     (line,) = _points(loss)
@@ -93,7 +93,7 @@ def test_a_line_for_the_loss_each_depth_and_the_learning_rate():
     assert _texts(accuracy)[-2:] == ["0", "1"]
 
 
-def test_many_steps_are_averaged_and_the_panel_says_over_how_many():
+def test_training_plot_averages_many_steps():
     jumping = [3.0 + (-1) ** place for place in range(1000)]
     loss, _, _ = _panels(training_plot(_steps(jumping)))
     (line,) = _points(loss)
@@ -102,7 +102,7 @@ def test_many_steps_are_averaged_and_the_panel_says_over_how_many():
     assert _texts(loss)[0] == "loss (KL divergence, nats), mean of 10 steps"
 
 
-def test_a_training_of_one_step_is_dots():
+def test_training_plot_of_one_step():
     plot = training_plot([FIRST_STEP])
     loss, accuracy, rate = _panels(plot)
     assert [len(list(panel.iter(f"{SVG}circle"))) for panel in (loss, accuracy, rate)] == [1, 2, 1]

@@ -84,7 +84,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
 
 
-def test_vllm_takes_a_head_and_the_target_that_it_names(speaking_target, responses, tmp_path, monkeypatch):
+def test_vllm_loads_a_head_and_its_target(speaking_target, responses, tmp_path, monkeypatch):
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
     monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: speaking_target)
@@ -97,7 +97,7 @@ def test_vllm_takes_a_head_and_the_target_that_it_names(speaking_target, respons
     assert not any("--verifier" in sentence for sentence in heard.said)
 
 
-def test_a_stopped_training_goes_on_without_extracting_again(speaking_target, responses, tmp_path):
+def test_a_stopped_training_resumes_without_extraction(speaking_target, responses, tmp_path):
     stopped = Heard()
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
@@ -114,7 +114,7 @@ def test_a_stopped_training_goes_on_without_extracting_again(speaking_target, re
     assert f"Training, {result['steps']} of" in plot.read_text()
 
 
-def test_a_training_and_what_goes_on_with_it_are_in_the_ledger_each_second_once(speaking_target, responses, tmp_path):
+def test_every_attempt_is_in_the_ledger_once(speaking_target, responses, tmp_path):
     output = tmp_path / "out"
     first = _config(speaking_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
     began = time.time()
@@ -139,9 +139,7 @@ def _not_finite(*arguments, **named):
     return replace(outcome, loss=outcome.loss * float("nan"))
 
 
-def test_a_training_that_diverges_saves_the_head_of_its_last_checkpoint_and_another_goes_on_from_it(
-    speaking_target, responses, tmp_path, monkeypatch
-):
+def test_a_diverged_training_saves_its_last_checkpoint(speaking_target, responses, tmp_path, monkeypatch):
     config, head = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
@@ -160,9 +158,7 @@ def test_a_training_that_diverges_saves_the_head_of_its_last_checkpoint_and_anot
     assert train_head(config.model_copy(update=lower), Listener())["finished"]
 
 
-def test_on_the_fly_nothing_is_stored_and_the_training_may_go_on_with_stored_features(
-    speaking_target, responses, tmp_path
-):
+def test_on_the_fly_training_stores_nothing(speaking_target, responses, tmp_path):
     heard = Heard()
     config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
@@ -221,7 +217,7 @@ def test_targets_of_other_architectures_get_heads_that_vllm_reads(
 
 
 @pytest.mark.usefixtures("embedded_target")
-def test_a_training_may_go_on_from_a_head_of_the_package_that_is_kept_in_fp8():
+def test_a_training_can_start_from_a_shipped_fp8_head():
     init = HEADS_FOLDER / "smollm2-135m-peagle"
     config = TrainConfig(prompts="stdlib", output=Path("out"), init=str(init), num_layers=5, num_key_value_heads=9)
     checked, target, _ = check_training(config, pytest.fail)

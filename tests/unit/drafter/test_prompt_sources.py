@@ -26,7 +26,7 @@ def _read(*sources, said=None, **changes):
     return read_prompts(config, (said if said is not None else []).append)
 
 
-def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl, tmp_path):
+def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
     rows = write_jsonl([{"id": 7, "prompt": "a", "response": "x", "finish_reason": "stop"}, {"prompt": "b"}])
     (tmp_path / "run" / "data").mkdir(parents=True)
     pq.write_table(
@@ -37,7 +37,7 @@ def test_files_and_runs_give_what_was_asked_and_no_response(write_jsonl, tmp_pat
     assert _read(rows, tmp_path / "run", limit=2) == [expected[0], expected[2]]
 
 
-def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_jsonl):
+def test_a_limit_is_divided_among_sources(write_jsonl):
     mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
     all_of_json = len(source_materials("package:json")) * len(FORMS)
     for limit, of_json, of_mine in ((40, 20, 20), (all_of_json + 49, all_of_json - 1, 50)):
@@ -51,11 +51,11 @@ def test_a_limit_is_shared_out_among_sources_and_what_each_gives_is_told(write_j
     ("limit", "held", "shares"),
     [(None, [3, 0, 5], [3, 0, 5]), (7, [9, 9], [3, 4]), (7, [9, 2, 9], [2, 2, 3]), (9, [2, 3], [2, 3]), (1, [5], [1])],
 )
-def test_shares_are_as_even_as_the_sources_allow(limit, held, shares):
+def test_shares_are_as_even_as_possible(limit, held, shares):
     assert share_out(limit, held) == shares
 
 
-def test_a_corpus_of_text_and_a_batch_give_what_a_bulk_run_would_ask(tmp_path):
+def test_prompts_of_text_files_and_batches(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     assert [row["prompt"] for row in _read(tmp_path / "a.txt")] == ["one", "two"]
     chat = [{"role": "user", "content": "hi"}]
@@ -69,13 +69,13 @@ def test_a_corpus_of_text_and_a_batch_give_what_a_bulk_run_would_ask(tmp_path):
     ]
 
 
-def test_where_one_row_has_messages_all_have(write_jsonl):
+def test_messages_in_one_row_apply_to_all(write_jsonl):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
     assert rows == [{"id": "0", "messages": [{"role": "user", "content": "a"}]}, {"id": "1", "messages": chat}]
 
 
-def test_evaluation_problems_are_left_out_and_told(write_jsonl):
+def test_evaluation_problems_are_dropped_and_reported(write_jsonl):
     problem = humaneval_references()[0]
     leaks = [{"id": "plain", "prompt": problem}, {"id": "chat", "messages": [{"role": "user", "content": problem}]}]
     said: list[str] = []
@@ -88,7 +88,7 @@ def test_evaluation_problems_are_left_out_and_told(write_jsonl):
         _read(write_jsonl(leaks))
 
 
-def test_a_file_of_ones_own_is_kept_out_beside_humaneval_and_named(write_jsonl):
+def test_own_evaluation_sets_are_dropped_and_reported(write_jsonl):
     held = write_jsonl([{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl")
     leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
     rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])
@@ -114,7 +114,7 @@ def test_a_source_without_prompts_is_refused(tmp_path, content, message):
         _read(tmp_path / "p.jsonl")
 
 
-def test_reads_a_run_directory_and_files_alike_on_a_disk_and_in_s3(root):
+def test_responses_of_runs_and_files_on_disk_and_s3(root):
     (root / "data").mkdir(parents=True)
     for name, row_id in (("unit-00000001.parquet", "a"), ("unit-00000000.parquet", "b"), ("unit-copy.parquet", "c")):
         with atomic_file(root / "data" / name) as file:

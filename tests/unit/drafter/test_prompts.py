@@ -24,7 +24,7 @@ SNIPPETS = [
 ]
 
 
-def test_every_snippet_before_any_again_and_never_the_same_wording():
+def test_every_snippet_occurs_before_any_repeats():
     prompts = list(generate_prompts(SNIPPETS))
     assert len(prompts) == len(SNIPPETS) * len(FORMS)
     assert len({p.id for p in prompts}) == len(prompts)
@@ -41,12 +41,12 @@ def test_an_installed_package_is_a_source(source):
 
 
 @pytest.mark.parametrize("source", ["stdlibs", "package:", "package:no_such_package", "package:this", "package:a/b"])
-def test_what_is_no_source_is_refused(source):
+def test_unknown_prompt_sources_are_refused(source):
     with pytest.raises(ConfigError, match="unknown source of prompts"):
         source_materials(source)
 
 
-def test_content_is_of_many_kinds_and_what_is_held_out_is_not_trained_on():
+def test_held_out_content_is_disjoint():
     trained, held_out = (source_materials(source) for source in ("content", "content:held-out"))
     kinds = [
         {prompt.category for prompt in generate_prompts(materials, source="content")}
@@ -56,7 +56,7 @@ def test_content_is_of_many_kinds_and_what_is_held_out_is_not_trained_on():
     assert {material.text for material in trained}.isdisjoint(material.text for material in held_out)
 
 
-def test_materials_with_fewer_wordings_are_asked_about_less_often():
+def test_all_wordings_of_all_materials_occur():
     materials = content_materials(held_out=True)
     prompts = list(generate_prompts(materials, source="content:held-out"))
     assert len(prompts) == num_available(materials) == sum(material.num_wordings for material in materials)
@@ -101,7 +101,7 @@ def library(tmp_path):
     return tmp_path
 
 
-def test_documented_functions_once_each_without_importing(library):
+def test_documented_functions_are_found_without_importing(library):
     snippets = folder_snippets(library)
     assert [(s.module, s.name, s.arguments, s.returns) for s in snippets] == [
         ("copy", "area", "width: int, height: int=2", "int"),
@@ -109,7 +109,7 @@ def test_documented_functions_once_each_without_importing(library):
     ]
 
 
-def test_the_code_of_a_snippet_parses_to_what_it_came_from(library):
+def test_snippet_code_parses(library):
     for snippet in folder_snippets(library):
         function = ast.parse(snippet.code).body[0]
         assert isinstance(function, ast.FunctionDef)
@@ -124,12 +124,12 @@ SENTENCES = "This is a sentence of several plain words. " * 8
     "markup",
     ["See https://example.com for more. ", "Call `this` and ``that``. ", "![a badge] ", "| a | b | ", ">>> 1 + 1 "],
 )
-def test_markup_code_and_links_are_no_prose(markup):
+def test_prose_excludes_markup_code_and_links(markup):
     assert prose(SENTENCES) == [SENTENCES.strip()]
     assert prose(SENTENCES + markup) == []
 
 
-def test_braces_of_a_text_are_its_own():
+def test_braces_in_text_are_kept():
     content = Content(group="topic", module="m", name="sets {a} and {text}", text="", held_out=False)
     asked = [content.wording(0, index) for index in range(content.num_wordings)]
     assert all("sets {a} and {text}" in text for _, text in asked)
@@ -139,7 +139,7 @@ def test_braces_of_a_text_are_its_own():
 parted = partial(part_by_hash, text=lambda row: row["id"])
 
 
-def test_a_share_depends_on_the_ids_alone():
+def test_a_share_depends_only_on_ids():
     rows = [{"id": str(number)} for number in range(400)]
     greedy, sampled = parted(rows, 0.25)
     assert 70 < len(sampled) < 130

@@ -18,9 +18,7 @@ from peagle.speculation import SpeculationStats
         ({"workers": 3, "device": "cuda"}, "cpu", "3 workers with a GPU each"),
     ],
 )
-def test_the_hardware_is_that_of_the_training_and_not_all_that_this_machine_has(
-    monkeypatch, settings, device, hardware
-):
+def test_card_names_the_training_hardware(monkeypatch, settings, device, hardware):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _device: "a fast GPU")
     config = TrainConfig(prompts="stdlib", output="out", **settings)
@@ -49,7 +47,7 @@ def _card(**settings):
     )
 
 
-def test_a_head_that_goes_on_from_another_says_so_and_not_from_which_folder(tmp_path):
+def test_card_of_a_continued_head_has_no_folder_names(tmp_path):
     card = _card(init=str(tmp_path))
     assert "start from an earlier head" in card
     assert "| Seen | 3,025,383 tokens in 1.5 passes, in addition to those of the head that it continues |" in card

@@ -36,7 +36,7 @@ def attempt(output, clock):
     return TrainingSpending(output / "ledger", FACTS, now=clock)
 
 
-def test_each_second_of_two_attempts_is_loading_kept_or_lost(tmp_path):
+def test_every_second_is_loading_saved_or_lost(tmp_path):
     clock = Clock()
     killed = attempt(tmp_path, clock)
     clock.pass_(5)
@@ -57,7 +57,7 @@ def test_each_second_of_two_attempts_is_loading_kept_or_lost(tmp_path):
     assert {one.tags for one in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
 
 
-def test_what_is_dropped_or_not_kept_when_an_attempt_breaks_off_is_lost(tmp_path):
+def test_unsaved_work_is_lost(tmp_path):
     clock = Clock()
     with contextlib.suppress(KeyboardInterrupt), attempt(tmp_path, clock) as spending:
         spending.start()
@@ -71,7 +71,7 @@ def test_what_is_dropped_or_not_kept_when_an_attempt_breaks_off_is_lost(tmp_path
     assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((20, 50))
 
 
-def test_shards_count_as_they_are_stored(tmp_path):
+def test_shards_are_recorded_when_stored(tmp_path):
     clock, told = Clock(), list[tuple[int, int]]()
 
     def extract(job, progress):
@@ -88,7 +88,7 @@ def test_shards_count_as_they_are_stored(tmp_path):
     assert told == [(1, 3), (2, 3)]
 
 
-def test_a_clock_that_is_set_back_costs_nothing_twice(tmp_path):
+def test_a_clock_set_back_counts_no_time_twice(tmp_path):
     clock = Clock()
     with attempt(tmp_path, clock) as spending:
         spending.start()
@@ -104,7 +104,7 @@ def priced(tmp_path, said, **keys):
     return training_spending(config, CPU, said.append, on_gpu=False, num_devices=4)._facts
 
 
-def test_the_price_is_stated_assumed_or_unknown_and_said(tmp_path):
+def test_price_of_a_training(tmp_path):
     said: list[str] = []
     stated = priced(tmp_path, said, usd_per_hour=3.6, tags={"team": "x"})
     assert (stated.usd_per_device_s, stated.price_basis, stated.tags) == (0.00025, "stated", '{"team": "x"}')

@@ -20,12 +20,12 @@ def _silent(_):
     pass
 
 
-def test_a_target_without_the_named_layers_is_refused(speaking_target):
+def test_missing_aux_layers_are_refused(speaking_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
         load_target(str(speaking_target), [1, 4, 9], _silent)
 
 
-def test_layers_are_read_once_each_and_in_order(speaking_target):
+def test_aux_layers_are_sorted_and_unique(speaking_target):
     assert load_target(str(speaking_target), [3, 0], _silent).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
         load_target(str(speaking_target), [1, 3, 1], _silent)
@@ -81,7 +81,7 @@ def _without_end(folder):
         (_without_end, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_what_a_target_lacks_is_named(speaking_target, tmp_path, spoil, message):
+def test_incomplete_targets_are_refused(speaking_target, tmp_path, spoil, message):
     folder = tmp_path / "target"
     shutil.copytree(speaking_target, folder)
     spoil(folder)
@@ -90,7 +90,7 @@ def test_what_a_target_lacks_is_named(speaking_target, tmp_path, spoil, message)
 
 
 @pytest.mark.parametrize("stated", [[7, 95], None])
-def test_one_of_several_ends_is_enough_and_a_target_may_state_none(speaking_target, tmp_path, stated):
+def test_end_of_text_tokens_of_targets(speaking_target, tmp_path, stated):
     folder = tmp_path / "target"
     shutil.copytree(speaking_target, folder)
     _state_ends(folder, config=None, generation_config=stated)
@@ -109,7 +109,7 @@ def _split(target, folder, prefix, *without):
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
-def test_names_are_found_behind_any_prefix(tmp_path, target, prefix):
+def test_weights_are_found_with_any_prefix(tmp_path, target, prefix):
     weights, expected = _split(target, tmp_path, prefix), load_file(target / "model.safetensors")
     torch.testing.assert_close(weights.final_norm(), expected["model.norm.weight"].float())
     name = "layers.3.mlp.up_proj.weight"
@@ -119,25 +119,25 @@ def test_names_are_found_behind_any_prefix(tmp_path, target, prefix):
     assert not weights.names_in_layer(4)
 
 
-def test_a_folder_without_the_vocabularys_embeddings_is_refused(tmp_path, target):
+def test_missing_embeddings_are_refused(tmp_path, target):
     with pytest.raises(ConfigError, match=r"have no embed_tokens\.weight of 96 x 32"):
         _split(target, tmp_path, "model.", "model.embed_tokens.weight")
 
 
-def test_an_lm_head_of_its_own_must_be_there(tmp_path, target):
+def test_a_missing_lm_head_is_refused(tmp_path, target):
     config = (target / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=r"no lm_head\.weight of 96 x 32"):
         TargetWeights(target, read_architecture(tmp_path))
 
 
-def test_a_norm_that_is_not_there_is_named(tmp_path, target):
+def test_a_missing_norm_is_refused(tmp_path, target):
     with pytest.raises(ConfigError, match=r"have no model\.norm\.weight"):
         _split(target, tmp_path, "model.", "model.norm.weight").final_norm()
 
 
 @pytest.mark.parametrize("model_type", FOREIGN)
-def test_a_heads_layers_have_the_targets_sizes_and_nothing_else_of_it(foreign_target, model_type):
+def test_layer_config_has_the_targets_sizes(foreign_target, model_type):
     layers = read_architecture(foreign_target(model_type)).layer_config(num_layers=2, num_key_value_heads=None)
     assert layers.model_type == "llama"
     assert (layers.num_hidden_layers, layers.hidden_size, layers.intermediate_size) == (2, HIDDEN, 64)
@@ -149,7 +149,7 @@ def test_a_heads_layers_have_the_targets_sizes_and_nothing_else_of_it(foreign_ta
 
 
 @pytest.mark.parametrize("model_type", FOREIGN)
-def test_the_targets_own_distribution_follows_from_its_last_states(foreign_target, model_type, samples):
+def test_target_distribution_from_its_last_states(foreign_target, model_type, samples):
     folder = foreign_target(model_type)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     token_ids = torch.tensor([samples[1].token_ids])
@@ -192,12 +192,12 @@ def _changed(folder, target, **changes):
         ),
     ],
 )
-def test_a_heads_rotary_embedding_turns_whole_heads(tmp_path, target, given, kept):
+def test_rotary_embedding_of_a_head(tmp_path, target, given, kept):
     folder = _changed(tmp_path, target, rope_parameters=given)
     assert read_architecture(folder).rope_parameters == kept
 
 
-def test_a_target_inside_one_that_takes_images_is_read(tmp_path):
+def test_multimodal_targets_are_read(tmp_path):
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     vision = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
@@ -228,7 +228,7 @@ def test_a_target_inside_one_that_takes_images_is_read(tmp_path):
         ({"model_type": "clip_vision_model"}, "has no"),
     ],
 )
-def test_a_target_that_no_head_can_be_made_for_is_refused_by_its_configuration(tmp_path, config, message):
+def test_unsupported_architectures_are_refused(tmp_path, config, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message) as refused:
         read_architecture(tmp_path)
@@ -236,7 +236,7 @@ def test_a_target_that_no_head_can_be_made_for_is_refused_by_its_configuration(t
     assert refused.value.hint == SUPPORTED or "cannot read" in message
 
 
-def test_a_final_norm_that_is_no_rmsnorm_is_refused(tmp_path):
+def test_other_final_norms_are_refused(tmp_path):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     config = {"model_type": "olmo", **sizes, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))

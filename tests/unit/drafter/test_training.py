@@ -57,7 +57,7 @@ def test_training_lowers_the_loss(head, store, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_a_worker_takes_the_weights_that_the_first_one_tells(head, target, spec, vocabulary, store, tmp_path):
+def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabulary, store, tmp_path):
     class Told(SingleProcess):
         def broadcast_(self, tensors):
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
@@ -72,7 +72,7 @@ def test_a_worker_takes_the_weights_that_the_first_one_tells(head, target, spec,
 
 
 @pytest.mark.parametrize("killed_after", [1, 5])
-def test_a_killed_training_retraces_the_uninterrupted_curve(
+def test_a_killed_training_repeats_the_uninterrupted_curve(
     head, target, spec, vocabulary, store, tmp_path, killed_after
 ):
     fresh = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
@@ -94,7 +94,7 @@ def test_a_killed_training_retraces_the_uninterrupted_curve(
         assert torch.equal(parameter, head.get_parameter(name)), name
 
 
-def test_a_time_budget_stops_and_the_same_call_goes_on(head, store, tmp_path):
+def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
     first = _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (first.finished, first.step) == (False, 1)
     second = _train(head, store, tmp_path)
@@ -102,7 +102,7 @@ def test_a_time_budget_stops_and_the_same_call_goes_on(head, store, tmp_path):
     assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
 
 
-def test_documents_in_parts_retrace_the_curve_of_whole_ones(head, target, spec, vocabulary, store, tmp_path):
+def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, tmp_path):
     in_parts = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     _train(head, store, tmp_path / "whole")
     _train(in_parts, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
@@ -110,7 +110,7 @@ def test_documents_in_parts_retrace_the_curve_of_whole_ones(head, target, spec, 
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-def test_denormals_are_zero_within_a_step_and_nowhere_else(head, store, tmp_path):
+def test_denormals_are_flushed_only_during_a_step(head, store, tmp_path):
     within, outside = [], []
 
     class Looking(SingleProcess):
@@ -127,7 +127,7 @@ def _keeps_denormals():
     return bool((torch.full((8,), 1e-40) * torch.ones(8)).any())
 
 
-def test_another_recipe_is_refused_with_its_name(head, store, tmp_path):
+def test_another_recipe_is_refused(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
     with pytest.raises(ConfigError, match="a different learning_rate"):
@@ -208,7 +208,7 @@ def spread(matrix):
     return float(singular.max() / singular.min())
 
 
-def test_muon_moves_the_matrices_of_layers_alike_in_all_directions_and_adamw_everything_else(parameters):
+def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
     moved = step(parameters, make(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0))
     assert spread(moved.pop("layers.0.mlp.up_proj.weight")) < 3 < spread(torch.randn(24, 16))
     for name, delta in moved.items():  # AdamW's first step is the gradient's sign
@@ -216,7 +216,7 @@ def test_muon_moves_the_matrices_of_layers_alike_in_all_directions_and_adamw_eve
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
+def test_optimizer_state_round_trip(parameters, optimizer):
     first = make(parameters, optimizer=optimizer)
     step(parameters, first)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
@@ -228,7 +228,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
     assert all(torch.equal(delta, moved[name]) for name, delta in step(copies, second).items())
 
 
-def test_a_checkpoint_that_names_how_layers_were_added_still_resumes(tmp_path):
+def test_older_checkpoints_resume(tmp_path):
     checkpoint = Checkpoint(
         step=1,
         weights={},
@@ -291,9 +291,7 @@ def _gradients(head, batches, *, dpace):
 @pytest.mark.usefixtures("norms_in_double")
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 @pytest.mark.parametrize(("num_parts", "dpace"), [(2, False), (8, True)])
-def test_gradients_of_the_parts_add_up_to_those_of_the_whole(
-    target, spec, vocabulary, document, rows, algorithm, num_parts, dpace
-):
+def test_gradients_of_parts_add_up(target, spec, vocabulary, document, rows, algorithm, num_parts, dpace):
     shape = HeadSpec(
         aux_layers=spec.aux_layers, num_layers=2, num_depths=NUM_DEPTHS, algorithm=algorithm, train_lm_head=True
     )
@@ -309,7 +307,7 @@ def test_gradients_of_the_parts_add_up_to_those_of_the_whole(
         assert difference < 1e-9, name
 
 
-def test_parts_hold_each_loss_row_once_and_are_of_about_equal_length(document, rows):
+def test_parts_have_each_loss_row_once(document, rows):
     parts = partition_rows(rows, 4)
     counted: list[tuple[int, int]] = []
     for part in parts:
@@ -321,7 +319,7 @@ def test_parts_hold_each_loss_row_once_and_are_of_about_equal_length(document, r
     assert all(len(part) < len(rows) for part in parts)
 
 
-def test_a_step_is_cut_where_the_limit_says(store):
+def test_micro_batch_limit(store):
     documents = list(range(len(store)))
     whole = list(micro_batches(store, documents, ONE_STEP, step=5))
     assert [batch.num_tokens for batch in whole] == [sum(map(store.num_tokens, documents))]
@@ -335,7 +333,7 @@ def test_a_step_is_cut_where_the_limit_says(store):
     assert sum(batch.num_loss_rows for batch in pieces) == whole[0].num_loss_rows
 
 
-def test_a_document_over_the_limit_comes_in_parts_with_the_rows_of_the_whole(store):
+def test_long_documents_are_split(store):
     longest = max(range(len(store)), key=store.num_tokens)
     config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=10)
     (whole,) = micro_batches(store, [longest], ONE_STEP, step=1)
@@ -346,7 +344,7 @@ def test_a_document_over_the_limit_comes_in_parts_with_the_rows_of_the_whole(sto
     assert sum(batch.num_loss_rows for batch in parts) == whole.num_loss_rows
 
 
-def test_batches_hold_every_document_once_and_are_full():
+def test_batches_have_every_document_once():
     lengths = [5, 9, 3, 7, 8, 2, 6]
     batches = plan_batches(lengths, batch_tokens=12, seed=0)
     assert sorted(i for batch in batches for i in batch) == list(range(7))
@@ -355,7 +353,7 @@ def test_batches_hold_every_document_once_and_are_full():
     assert batches != plan_batches(lengths, batch_tokens=12, seed=1)
 
 
-def test_steps_count_through_epochs_each_in_an_order_of_its_own():
+def test_every_epoch_has_its_own_order():
     lengths = [1] * 7
     order = EpochOrder(lengths, batch_tokens=2, seed=4)
     steps = [order.documents(step) for step in range(8)]

@@ -11,11 +11,11 @@ def test_the_most_frequent_tokens_and_their_coverage():
     assert vocabulary.coverage == pytest.approx(5 / 6)
 
 
-def test_tokens_that_must_be_in_are():
+def test_required_tokens_are_included():
     assert 5 in frequent_vocabulary([7, 7, 3, 3], size=2, target_size=10, always=[5]).token_ids
 
 
-def test_the_maps_are_each_others_inverse():
+def test_vocabulary_maps_are_inverse():
     vocabulary = DraftVocabulary(token_ids=(1, 4, 5), target_size=8)
     assert vocabulary.d2t().tolist() == [1, 3, 3]
     target_ids = torch.arange(3) + vocabulary.d2t()
@@ -24,6 +24,6 @@ def test_the_maps_are_each_others_inverse():
 
 
 @pytest.mark.parametrize("size", [0, 11])
-def test_a_size_beyond_the_targets_is_refused(size):
+def test_invalid_vocabulary_sizes_are_refused(size):
     with pytest.raises(ConfigError, match=f"draft vocabulary of {size}"):
         frequent_vocabulary([1], size=size, target_size=10)

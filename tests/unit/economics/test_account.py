@@ -65,7 +65,7 @@ def test_the_worked_example_of_the_docstring():
     assert result.output_tokens_per_wall_s == pytest.approx(15)
 
 
-def test_a_unit_done_twice_is_lost_once():
+def test_duplicate_work_is_lost_once():
     # Both engines did the same unit; one commit won, so only its usage exists.
     winner = session("a", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
     loser = session("b", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
@@ -76,7 +76,7 @@ def test_a_unit_done_twice_is_lost_once():
     assert result.num_rows == 10
 
 
-def test_a_killed_session_leaves_its_open_work_as_lost():
+def test_open_work_of_a_killed_session_is_lost():
     killed = session("a", states=(20.0, 0.0, 40.0, 0.0), tokens=1000, ended=False)
     resumed = session("b", states=(20.0, 0.0, 30.0, 0.0), tokens=900, started_at=5000.0)
     units = [unit("a", busy_s=25.0, tokens=700), unit("b", busy_s=30.0, tokens=900)]
@@ -95,7 +95,7 @@ def test_a_commit_after_the_last_heartbeat_is_not_lost_and_is_paid():
     assert result.wall_s == pytest.approx(90)
 
 
-def test_the_wall_counts_overlapping_engines_once_and_pauses_never():
+def test_wall_time_without_overlap_and_pauses():
     engines = [
         session("a", states=(0.0, 0.0, 100.0, 0.0), tokens=0),
         session("b", states=(0.0, 0.0, 20.0, 0.0), tokens=0, started_at=1010.0),
@@ -106,7 +106,7 @@ def test_the_wall_counts_overlapping_engines_once_and_pauses_never():
     assert account([], engines, PRICE).wall_s == pytest.approx(160)
 
 
-def test_shares_always_sum_to_the_lives_of_the_sessions():
+def test_shares_add_up_to_the_lives_of_sessions():
     lot = random.Random(7)
     for _ in range(50):
         sessions, units = [], []
@@ -124,7 +124,7 @@ def test_shares_always_sum_to_the_lives_of_the_sessions():
         assert result.num_output_tokens + result.num_lost_tokens == 10_000 * len(sessions)
 
 
-def test_nothing_done_claims_nothing():
+def test_an_account_without_output():
     result = account([], [], PRICE)
     assert result.total_usd == 0
     assert result.tokens_per_usd is None
@@ -137,7 +137,7 @@ def test_nothing_done_claims_nothing():
     assert only_loaded.tokens_per_usd is None
 
 
-def test_a_unit_whose_session_is_gone_cannot_be_priced():
+def test_a_unit_without_a_session_is_refused():
     with pytest.raises(PeagleError, match="not in the ledger: zz"):
         account([unit("zz", busy_s=1.0, tokens=1)], [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)], PRICE)
 
@@ -148,7 +148,7 @@ def test_a_session_is_paid_once():
         account([], twice, PRICE)
 
 
-def test_a_price_per_vcpu_does_not_price_accelerators():
+def test_a_price_of_another_device_is_refused():
     life = session(states=(0.0, 0.0, 1.0, 0.0), tokens=1, device="accelerator")
     with pytest.raises(PriceError, match=r"(?s)per vcpu.*2 x accelerator.*--instance-type"):
         account([], [life], PRICE)

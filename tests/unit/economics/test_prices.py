@@ -50,7 +50,7 @@ def test_an_accelerator_instance_is_priced_by_accelerator(table):
     assert price.usd_per_device_s == pytest.approx(55.04 / 8 / 3600)
 
 
-def test_spot_without_a_region_is_the_cheapest_ones_and_says_so(table):
+def test_spot_without_a_region_is_the_cheapest(table):
     price = table.price("p5.48xlarge", market="spot")
     assert (price.region, price.usd_per_hour) == ("us-east-2", 14.0818)
     assert price.doubt == "spot costs $14.0818 to $18.7089 per hour, depending on the region; this is the cheapest"
@@ -59,7 +59,7 @@ def test_spot_without_a_region_is_the_cheapest_ones_and_says_so(table):
     assert table.price("gpu-h200-sxm_1gpu-16vcpu-200gb", market="spot").doubt == ""  # the same everywhere
 
 
-def test_an_unknown_type_suggests_the_nearest_and_the_override(table):
+def test_unknown_instance_types_get_suggestions(table):
     with pytest.raises(PriceError) as error:
         table.price("p5.48xlrage")
     assert "p5.48xlarge" in error.value.hint
@@ -67,7 +67,7 @@ def test_an_unknown_type_suggests_the_nearest_and_the_override(table):
     assert "--prices" in error.value.hint
 
 
-def test_p5e_is_sold_as_spot_only(table):
+def test_a_missing_market_is_an_error(table):
     with pytest.raises(PriceError, match=r"no on-demand price .* aws us-east-2 spot \$14\.8034"):
         table.price("p5e.48xlarge")
 
@@ -85,7 +85,7 @@ def test_an_override_row_replaces_its_region_only(write):
     assert "region" in error.value.hint
 
 
-def test_an_override_row_without_a_place_replaces_the_type_everywhere(write):
+def test_an_override_row_without_a_region_replaces_all(write):
     own = PriceTable.load(
         write("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
     )
@@ -118,7 +118,7 @@ def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,1\nx,1,2\n", "x has two prices for everywhere"),
     ],
 )
-def test_a_wrong_table_is_refused_with_its_place(write, text, reason):
+def test_invalid_tables_are_refused_with_file_and_line(write, text, reason):
     path = write(text)
     with pytest.raises(PriceError, match=reason) as error:
         PriceTable.load(path)
@@ -135,12 +135,12 @@ def test_a_table_that_cannot_be_read_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("usd", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_price_is_never_zero(usd):
+def test_a_price_must_be_positive(usd):
     with pytest.raises(PriceError, match="must be positive"):
         Price.fixed(usd_per_hour=usd, device="vcpu", num_devices=2)
 
 
-def test_a_price_needs_devices_and_known_words():
+def test_invalid_prices_are_refused():
     with pytest.raises(PriceError, match="at least one device"):
         Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=0)
     with pytest.raises(PriceError, match="accelerator, vcpu"):
@@ -149,7 +149,7 @@ def test_a_price_needs_devices_and_known_words():
         Price.from_dict({**Price.fixed(usd_per_hour=1.0, device="vcpu", num_devices=1).to_dict(), "basis": "guessed"})
 
 
-def test_a_recorded_price_comes_back(table):
+def test_price_round_trip(table):
     price = table.price("a4-highgpu-8g")
     assert Price.from_dict(json.loads(json.dumps(price.to_dict()))) == price
     older = {key: value for key, value in price.to_dict().items() if key != "basis"}
@@ -160,7 +160,7 @@ def test_a_recorded_price_comes_back(table):
         Price.from_dict({**price.to_dict(), "usd_per_hour": "much"})
 
 
-def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
+def test_an_accelerator_with_one_instance_type(table):
     assert default_instance("NVIDIA B300", table) == "p6-b300.48xlarge"
 
 
@@ -172,7 +172,7 @@ def test_an_accelerator_with_one_instance_type_needs_no_flag(table):
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "g7e.2xlarge", "g6"),
     ],
 )
-def test_an_accelerator_with_several_lists_them(table, device_name, listed, not_listed):
+def test_an_accelerator_with_several_instance_types(table, device_name, listed, not_listed):
     with pytest.raises(PriceError) as error:
         default_instance(device_name, table)
     _, *listing = error.value.hint.splitlines()
@@ -183,7 +183,7 @@ def test_an_accelerator_with_several_lists_them(table, device_name, listed, not_
     assert all(flag in error.value.hint for flag in ("--instance-type", "--usd-per-hour", "--prices"))
 
 
-def test_the_choices_are_listed_with_devices_dollars_and_seller(table):
+def test_choices_list_devices_price_and_provider(table):
     lines = [" ".join(line.split()) for line in choices(table.carrying("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
     assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # it is sold as spot only
@@ -192,7 +192,7 @@ def test_the_choices_are_listed_with_devices_dollars_and_seller(table):
     assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
 
 
-def test_a_table_sells_a_type_only_with_the_accelerator_that_is_there(table):
+def test_sells_compares_the_accelerator(table):
     assert table.sells("p5.48xlarge", "NVIDIA H100 80GB HBM3")
     assert table.sells("m7i.large", None)
     assert not table.sells("p5.48xlarge", "NVIDIA H200")
@@ -222,5 +222,5 @@ def test_a_table_sells_a_type_only_with_the_accelerator_that_is_there(table):
         (None, "NVIDIA L4", False),
     ],
 )
-def test_a_table_and_a_driver_mean_the_same_card(name, device_name, expected):
+def test_accelerator_names_of_tables_and_drivers(name, device_name, expected):
     assert is_accelerator(name, device_name) == expected

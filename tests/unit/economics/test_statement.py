@@ -23,7 +23,7 @@ def test_thirds_of_a_cent_add_up():
 
 
 @pytest.mark.parametrize("digits", [0, 2, 9])
-def test_rounded_amounts_are_each_within_a_unit_and_their_sum_is_the_rounded_sum(digits):
+def test_rounding_keeps_the_sum(digits):
     amounts = [[0.1 * number + 0.005, 1 / (number + 1), 0.0] for number in range(50)]
     found = rounded(amounts, digits)
     scale = 10**digits
@@ -48,12 +48,12 @@ def test_groups_by_tags():
 @pytest.mark.parametrize(
     ("text", "message"), [("kye", "did you mean key"), ("key,key", "is repeated"), ("tag:", "unknown dimension 'tag:'")]
 )
-def test_dimensions_that_are_none_are_refused(text, message):
+def test_invalid_dimensions_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         dimensions(text)
 
 
-def test_amounts_in_another_currency_add_up_and_dollars_stay():
+def test_converted_amounts_add_up():
     result = statement([charge(1 / 3, key=key) for key in "abc"], ("key",), Days())
     both = convert_currency(result, "EUR", 0.86, digits=2)
     assert [row["converted"]["total"] for row in both["rows"]] == [0.29, 0.29, 0.28]

@@ -1,6 +1,7 @@
 """A plan from files and prices: the cheapest that does it, limits, sensitivity, and what is refused with a way out."""
 
 import json
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -9,8 +10,7 @@ from jobs.cli import run as command
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.plan import make_plan, text_plan
-
-from .conftest import CELLS
+from peagle.planning.sweeps import read_sweep, read_sweeps
 
 
 @pytest.fixture
@@ -31,12 +31,6 @@ def test_the_cheapest_fleet_that_is_in_time(plan):
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
     assert chosen["usd"] == pytest.approx(2 * 1.0 * (20e6 / 800 + 100) / 3600, rel=0.02)
     assert 0 < chosen["lost_share"] < 0.02
-
-
-def test_on_demand_stands_beside_it_and_loses_nothing(plan):
-    (on_demand,) = [one for one in plan()["options"] if one["market"] == "on_demand" and one["method"] == "none"]
-    assert on_demand["lost_share"] == 0
-    assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
 
 
 def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan):
@@ -72,41 +66,12 @@ def test_rows_and_lengths_beyond_a_limit_say_so(plan):
     assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
-def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan, sweep):
-    at_one = [cell for cell in CELLS if cell["concurrency"] == 1]
-    keys = {"measured": [sweep(cells=at_one)], "market": "on_demand"}
-    free = plan(**keys)
-    bound = plan(max_machines=free["chosen"]["num_machines"], **keys)
-    assert {row["beyond"] for row in bound["sensitivity"] if row["factor"] < 0.85} == {"needs more than 8 machines"}
-    assert bound["least_acceptance_length"] == pytest.approx(1.6 * 20e6 / 28_520 / 16 / 50, abs=1e-3), "16 engines"
-    assert free["least_acceptance_length"] is None
-    assert "not possible" not in text_plan(free)
-    assert free["break_even_acceptance_length"] == pytest.approx(1.28)
-    assert bound["break_even_acceptance_length"] is None, "without speculation it takes more machines than there are"
-
-
 def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan):
     found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
     assert found["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
     assert "machines used to 100% of their capacity" in text_plan(found)
-
-
-def test_a_service_has_room_for_requests_that_come_when_they_like(plan):
-    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
-    assert found["chosen"]["num_machines"] == 4  # 320 of the 400 of a machine
-    assert "Assumed, not measured: machines used to 80% of their capacity, 0.05 interruptions" in text_plan(found)
-    assert "what they sustain" not in text_plan(plan()), "a job has no such room"
-
-
-def test_without_a_deadline_one_machine_is_the_cheapest(plan):
-    assert plan(within=None)["chosen"]["num_machines"] == 1
-
-
-def test_a_plan_names_the_source_of_measurements_by_others(plan):
-    found = plan()
-    assert found["labels"] == ["sweep.json: external measurement (a blog)"]
 
 
 def test_another_machine_with_the_same_accelerator_can_be_priced(plan):
@@ -278,13 +243,6 @@ def test_a_sweep_that_is_wrong_is_named_with_what_is(changes, message, sweep, pl
     assert refused.value.hint
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("{}", "neither a benchmark report nor a sweep")])
-def test_a_file_of_another_kind_is_refused(text, message, plan, tmp_path):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        plan(measured=[tmp_path / "x.json"])
-
-
 def test_each_of_several_files_is_priced_where_it_was_measured(plan, sweep):
     little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
@@ -317,11 +275,6 @@ def test_the_text_says_of_which_file_and_precision_the_choice_is(plan, sweep, tm
     assert "measured in" not in alone
 
 
-def test_several_models_are_not_mixed(plan, sweep):
-    with pytest.raises(ConfigError, match="several models: m, other"):
-        plan(measured=[sweep(), sweep("b.json", model="other")])
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -352,9 +305,44 @@ def test_the_command_prints_the_plan_and_writes_it(sweep, prices, tmp_path, caps
     assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"
 
 
-def test_json_on_standard_output_is_data_alone(sweep, prices, capfd):
-    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M"]
-    assert command(["plan", *arguments, "--json", "-"]) == 0
-    printed = capfd.readouterr()
-    assert json.loads(printed.out)["schema"] == 1
-    assert "Assumed, not measured" in printed.err
+QWEN = "qwen3-coder-30b-a3b-instruct"
+HUB_ID = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A folder without files, and a home without cards."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("name", [QWEN, HUB_ID])
+def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name):
+    (sweep,) = read_sweeps([Path(name)])
+    assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
+    assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
+    assert (sweep.is_published, sweep.instance_type, sweep.stated) == (True, None, None)
+    speeds = {(cell.method, cell.k, cell.concurrency): cell.output_tokens_per_s for cell in sweep.cells}
+    assert len(speeds) == 7 * 5, "SPEED-Bench: HumanEval ends at 8 requests at once"
+    assert (speeds["peagle", 7, 128], speeds["none", 0, 1]) == (23_329, 294)
+    assert {(cell.start_s, cell.acceptance_length) for cell in sweep.cells} == {(None, None)}
+    (label,) = sweep.labels
+    assert "published, one B200): SPEED-Bench, Code, FP8; AWS machine learning blog" in label
+    assert "https://aws.amazon.com/" in label
+
+
+def test_the_benchmark_elsewhere_has_the_same_cells_for_the_heads_that_there_are():
+    assert read_sweep(Path(QWEN)).remeasure == (
+        f"peagle bench --model {QWEN} --precision fp8 --methods none,peagle -k 3,7,11 --concurrency 1,4,8,32,128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
+)
+def test_what_is_neither_names_the_models_with_published_speeds(name, message):
+    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
+        read_sweep(Path(name))
+    assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

@@ -33,11 +33,6 @@ def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file, profile)
     assert profile.chosen == profile.measurements[0]
 
 
-def test_a_profile_from_before_heads_were_kept_is_read(changed, profile):
-    old = changed(lambda data: [cell.pop("head_fingerprint") for cell in data["measurements"]])
-    assert read_profile(old) == profile
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -92,16 +87,6 @@ def test_half_of_a_choice_is_not_taken(said, expected, file):
     assert {name: getattr(keys, name) for name in expected} == expected
 
 
-def test_a_profile_without_speculation_is_drafter_none(changed):
-    def without(data):
-        data["engine"] |= {"drafter": "none", "max_num_seqs": 16}
-        del data["engine"]["num_speculative_tokens"]
-        data["tuned"] |= {"concurrency": 16}
-
-    keys = EngineKeys(profile=changed(without))
-    assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("none", None, 16)
-
-
 def test_a_profile_of_another_target_is_refused(file):
     with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
         EngineKeys(profile=file, model="gpt-oss-20b")
@@ -115,8 +100,3 @@ def test_a_folder_is_the_same_target_by_any_of_its_names(changed, tmp_path, monk
     assert EngineKeys(profile=file, model="target").model == "target"
     with pytest.raises(ConfigError, match="but the model is elsewhere"):
         EngineKeys(profile=file, model="elsewhere")
-
-
-def test_keys_that_were_resolved_once_resolve_to_themselves(file):
-    keys = EngineKeys(profile=file, max_num_seqs=64)
-    assert EngineKeys(**keys.model_dump()) == keys

@@ -69,10 +69,6 @@ def test_a_drafter_that_loses_is_warned_of_once(resolved):
     assert watch.new(num_drafts=2000, acceptance_length=1.1) == []
 
 
-def test_another_k_than_the_profiles_is_told(resolved):
-    assert any("the drafter is not the profile's" in note for note in notes(resolved(num_speculative_tokens=7)))
-
-
 def test_other_weights_or_hardware_are_told(resolved, file):
     file.write_text(file.read_text().replace("revision: fake", "revision: other"))
     assert any("weights other, now fake" in note for note in notes(resolved()))
@@ -89,8 +85,3 @@ def test_a_profile_of_an_earlier_version_loads_without_its_ranges(resolved, file
     old = "tuned:\n  concurrency_low: 1\n  concurrency_high: 4\n  acceptance_low: 1.28\n  acceptance_high: 4.0\n"
     file.write_text(file.read_text().replace("tuned:\n", old))
     assert resolved().spec.max_num_seqs == 4
-
-
-def test_a_run_without_a_profile_has_no_notes():
-    config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
-    assert notes(resolve(config, HERE, ["prompt"], announce=print)) == []

@@ -1,14 +1,8 @@
 """Warnings about drafters that cost more than they save."""
 
-from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
+from peagle.profiles.watch import DrafterWatch, needed_at
 
 NEEDED = {1: 1.5, 8: 2.0}
-
-
-def test_few_drafts_are_not_believed():
-    assert reliable_length(199, 1.2) is None
-    assert reliable_length(200, 1.2) == 1.2
-    assert reliable_length(0, None) is None
 
 
 def test_what_is_needed_is_that_of_the_nearest_measured_concurrency():

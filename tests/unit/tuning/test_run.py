@@ -13,7 +13,6 @@ from peagle.bench.prompts import BenchPrompt
 from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
-from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError, EngineError, PriceError
 from peagle.profiles.profile import read_profile
 from peagle.tuning.config import TuneConfig
@@ -89,12 +88,6 @@ def test_the_fastest_is_found_and_written_as_keys_of_a_run(run, tmp_path):
     assert (tmp_path / "out" / "profile.yaml").exists()
 
 
-def test_a_profile_names_its_folders_wherever_it_is_taken(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    profile = run(Starter({0: SLOW, 2: FAST}), model="target", drafter="peagle=head", num_speculative_tokens="2")
-    assert (profile.engine["model"], profile.engine["drafter"]) == (str(tmp_path / "target"), str(tmp_path / "head"))
-
-
 def test_no_speculation_is_said_when_that_is_the_answer(run):
     profile = run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
     assert profile.engine["drafter"] == "none"
@@ -110,19 +103,6 @@ def test_finer_points_reach_its_engines_and_its_profile(run):
     assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in start.specs} == {("bf16", 32)}
     assert {spec.drafter.kv_cache_precision for spec in start.specs if spec.drafter} == {"bf16"}
     assert {name: engine[name] for name in finer} == {**finer, "engine_args": {"block_size": 32}}
-
-
-def test_a_choice_without_a_drafter_has_no_key_of_one(run):
-    engine = run(Starter({0: FAST, 2: SLOW}), num_speculative_tokens="2", draft_kv_cache_precision="bf16").engine
-    assert engine["drafter"] == "none"
-    assert EngineKeys(**engine).draft_kv_cache_precision == "auto"
-
-
-def test_another_kv_cache_is_another_folder_s(run):
-    keys = {"num_speculative_tokens": "2", "precision": "bf16"}
-    run(Starter({0: FAST, 2: SLOW}), **keys)
-    with pytest.raises(ConfigError, match="kv_cache_precision"):
-        run(Starter({0: FAST, 2: SLOW}), **keys, kv_cache_precision="bf16")
 
 
 def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run, tmp_path):
@@ -180,12 +160,6 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run):
     assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
 
 
-def test_drafters_that_were_measured_beyond_a_limit_are_said_to_be(run):
-    keys = {"num_speculative_tokens": "2", "max_num_seqs": "1", "waves": 1, "max_tokens": 8}
-    profile = run(Starter({0: FAST, 2: 10 * SLOW}), objective="throughput", max_tpot_ms=12, **keys)
-    assert profile.decision.endswith("; no drafter is within the limits.")
-
-
 def test_limits_that_nothing_meets_are_an_error_that_names_the_nearest(run):
     with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
         run(Starter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
@@ -221,11 +195,6 @@ def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die, run):
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
     assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
-
-
-def test_when_no_engine_starts_its_reason_is_the_error(run):
-    with pytest.raises(EngineError, match="does not start"):
-        run(Starter({}, broken=(0, 2, 4)))
 
 
 def test_progress_tells_what_is_left(run):

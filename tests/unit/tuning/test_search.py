@@ -80,11 +80,6 @@ def test_an_engine_is_started_once_for_all_its_concurrencies():
     assert surface.starts == engines
 
 
-def test_luck_in_the_first_pass_does_not_decide():
-    surface = Surface(hill, luck={candidate("k3", 4): 0.3})  # 338 in its first pass, against 300 of the best
-    assert surface.run() == candidate("k5", 4)
-
-
 @pytest.mark.parametrize(("plain", "num_finalists"), [(1.25, 3), (0.9, 2)])
 def test_the_best_without_a_drafter_is_a_finalist_if_it_is_close(plain, num_finalists):
     surface = Surface(lambda engine, at: hill(engine, at) * (plain if engine == "none" and at == 4 else 1.0))
@@ -110,12 +105,6 @@ def test_the_budget_is_kept(budget_s):
     assert surface.turns
 
 
-def test_engines_beyond_the_budget_are_still_pending():
-    surface = Surface(hill, budget_s=200.0)
-    assert surface.run() == candidate("k3", 4), "the best of two engines"
-    assert {turn.candidate.engine for turn in surface.search.pending()} == {"k5", "k7"}
-
-
 def test_a_candidate_beyond_a_limit_loses_to_every_one_within():
     over = Surface(hill, over=lambda one: 0.1 if one.concurrency == 4 else 0.0)
     best = over.run()
@@ -124,9 +113,3 @@ def test_a_candidate_beyond_a_limit_loses_to_every_one_within():
     nothing = Surface(hill, over=lambda one: 0.1)
     assert nothing.run() is None
     assert nothing.search.ranked()
-
-
-def test_an_engine_that_fails_is_left_out():
-    surface = Surface(hill, broken=("k5",))
-    assert surface.run() == candidate("k3", 4)
-    assert surface.search.failed == {"k5": "out of memory"}

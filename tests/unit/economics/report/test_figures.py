@@ -59,14 +59,14 @@ def lines(savings):
     return dict(saved_lines(savings.to_dict(), COUNTS))
 
 
-def test_where_nothing_was_drafted_or_on_spot_nothing_is_said_of_it():
+def test_savings_lines_without_drafts_or_spot():
     assert lines(Savings()) == {"cached": "100 of 400 prompt tokens (25%)"}
     assert saved_lines(Savings().to_dict(), {"num_prompt_tokens": 0, "num_cached_tokens": 0}) == [
         ("cached", "0 of 0 prompt tokens")
     ]
 
 
-def test_what_is_known_has_its_error_and_what_is_not_is_beside_it():
+def test_savings_lines_with_error_and_unknown_part():
     savings = Savings(
         prompt_usd=1.0, generation_usd=4.0, unsplit_usd=0.5, drafted_usd=4.0, undrafted_usd=10.0, error_usd=1.0,
         uncompared_usd=0.5, num_drafts=10, num_accepted_tokens=15, spot_usd=6.0, on_demand_usd=5.0,
@@ -81,7 +81,7 @@ def test_what_is_known_has_its_error_and_what_is_not_is_beside_it():
     }
 
 
-def test_what_nobody_measured_is_unknown():
+def test_savings_lines_without_measurements():
     found = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
     assert all(found[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
     savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)

@@ -73,7 +73,7 @@ def test_the_page_needs_no_other_host_and_no_script(with_drafter, without_drafte
     assert not re.search(r"(src|href|@import|url\()", page)
 
 
-def test_everything_a_user_named_is_escaped(make_report):
+def test_user_text_is_escaped(make_report):
     evil = "<script>alert('x')</script>&"
     report = make_report(
         model=evil,
@@ -118,13 +118,13 @@ def test_runs_side_by_side(with_drafter, without_drafter):
     ]
 
 
-def test_a_run_that_has_only_begun_can_be_shown(make_report):
+def test_a_run_without_output_has_a_page(make_report):
     page = render_html(make_report(tokens=0, complete=False, num_input_rows=100))
     assert "not finished" in page
     Balanced(page)
 
 
-def test_money_that_is_no_bill_says_so_wherever_it_stands(make_report):
+def test_assumed_costs_are_labelled(make_report):
     assumed = dataclasses.replace(PRICE, basis="assumed")
     report = make_report(price=assumed, is_stand_in=True)
     page = render_html(report)
@@ -188,19 +188,19 @@ def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report
     assert "(bench.json)" in panel.lead
 
 
-def test_a_measurement_without_error_has_no_range(make_report):
+def test_savings_without_error_have_no_range(make_report):
     ((_, plot),) = headline([drafted(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
     assert "750,000, of unknown error" in plot
     assert "whisker" not in plot
 
 
-def test_what_the_same_run_costs_without_its_drafter_is_unknown_where_no_steps_were_measured(with_drafter):
+def test_headline_without_step_times(with_drafter):
     panel = headline([with_drafter], ["run"])
     assert "Without the drafter: unknown" in panel.lead
     assert "the same without" not in panel.plots[0][1]
 
 
-def test_a_report_from_before_these_figures_has_no_panel_of_them(with_drafter):
+def test_older_reports_have_fewer_panels(with_drafter):
     assert over_time(with_drafter) == of_rows(with_drafter) == []
 
 
@@ -216,7 +216,7 @@ def an_engine(*spans, **seconds):
     return {"engine": 0, "num_starts": 1, "spans": list(spans), "seconds": nothing | seconds}
 
 
-def test_steps_are_as_wide_and_as_high_as_their_time_and_value():
+def test_series_plot_is_to_scale():
     root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], a_timeline(), "speed", format_usd))
     (line,) = root.iter(f"{SVG}polyline")
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
@@ -230,7 +230,7 @@ def test_steps_are_as_wide_and_as_high_as_their_time_and_value():
 @pytest.mark.parametrize(
     ("total_s", "last"), [(0.5, "0 s"), (5.0, "5 s"), (120.0, "120 s"), (7000.0, "100 min"), (9e5, "10 d")]
 )
-def test_seconds_are_told_in_durations_of_which_few_fit(total_s, last):
+def test_time_axis_has_few_round_ticks(total_s, last):
     root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
     ticks = [one.text for one in root.iter(f"{SVG}text") if one.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
@@ -238,7 +238,7 @@ def test_seconds_are_told_in_durations_of_which_few_fit(total_s, last):
     assert ticks[-1] == last
 
 
-def test_lanes_say_in_words_what_they_show_and_a_sliver_stays_visible():
+def test_lanes_have_labels_and_a_minimum_width():
     engine = an_engine(("busy", 0.0, 119.9), ("lost", 119.9, 120.0), busy=119.9, lost=0.1)
     root = ElementTree.fromstring(engines_svg(a_timeline(engines=[engine])))
     assert root.get("aria-label") == "States of the engines over time: engine 0: busy 100%, idle 0%, lost <1%"

@@ -25,7 +25,7 @@ def a_statement(*, is_priced=True, scale=1.0):
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
-def test_a_table_has_a_line_for_each_group_and_says_where_the_money_went():
+def test_text_statement_by_hand():
     lines = text_statement(a_statement()).splitlines()
     assert lines[0] == "Spending from 2024-10-04 to 2024-10-05, both included (UTC)"
     heads = "key day requests output tokens attributed loading idle lost total per million tokens"
@@ -38,14 +38,14 @@ def test_a_table_has_a_line_for_each_group_and_says_where_the_money_went():
     assert lines[-1] == "! A note."
 
 
-def test_what_is_unknown_is_called_so_and_is_neither_nothing_nor_infinite():
+def test_unknown_costs_are_called_unknown():
     for text in (form(a_statement(is_priced=False)) for form in (text_statement, csv_statement)):
         assert "unknown" in text
         assert "inf" not in text
         assert "nan" not in text
 
 
-def test_lines_of_csv_add_up_to_the_last_digit():
+def test_csv_lines_add_up_exactly():
     one = a_statement()
     rows = list(csv.DictReader(io.StringIO(csv_statement(one))))
     assert [row["key"] for row in rows] == ["", "alice|<b>", "bob"]
@@ -54,7 +54,7 @@ def test_lines_of_csv_add_up_to_the_last_digit():
     assert all(sum(Decimal(row[kind]) for kind in kinds) == Decimal(row["total_usd"]) for row in rows)
 
 
-def test_another_currency_stands_beside_the_dollars_and_adds_up_too():
+def test_converted_amounts_add_up():
     both = convert_currency(a_statement(), "EUR", 0.86)
     rows, total = csv.DictReader(io.StringIO(csv_statement(both))), both["total"]["converted"]["total"]
     assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
@@ -108,7 +108,7 @@ def test_days_are_stacked_by_key_with_overhead_and_losses():
     assert "alice $4.00, bob $1.00, overhead (loading, idle) $3.00, lost $3.00" in daily.get("aria-label")
 
 
-def test_groups_are_bars_of_what_they_cost_the_largest_first():
+def test_groups_are_sorted_by_cost():
     groups = plots(a_page([a_charge("bob"), a_charge("alice", usd=4.0), a_charge("")]))["Spending by key"]
     labels = [one.text for one in groups.iter(f"{SVG}text") if one.get("class") == "label"]
     assert labels == ["no key", "alice", "bob"]
@@ -116,7 +116,7 @@ def test_groups_are_bars_of_what_they_cost_the_largest_first():
     assert kinds == ["share-load", "share-idle", "share-lost", "share-busy", "share-busy"]
 
 
-def test_many_groups_and_many_days_are_summed_up():
+def test_many_groups_and_days_are_aggregated():
     charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
     found = plots(a_page(charges))
     groups = [one.text for one in found["Spending by key"].iter(f"{SVG}text") if one.get("class") == "label"]
@@ -131,7 +131,7 @@ def test_many_groups_and_many_days_are_summed_up():
     assert "all others $4,560.00" in daily.get("aria-label")
 
 
-def test_names_of_users_are_escaped_and_nothing_is_loaded():
+def test_user_text_is_escaped_and_nothing_is_loaded():
     evil = "<script>alert(1)</script>&"
     page = a_page([a_charge(evil), a_charge("")], notes=[evil])
     assert "<script" not in page

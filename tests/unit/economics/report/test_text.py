@@ -20,7 +20,7 @@ def test_the_summary_of_a_run_with_a_drafter(with_drafter):
     ]
 
 
-def test_where_steps_were_measured_the_summary_says_what_the_drafter_saved(make_report):
+def test_summary_shows_measured_savings(make_report):
     step = {"concurrency": 1, "step_s": 0.08, "plain_step_s": 0.07, "error": 0.1}
     report = make_report(
         drafter="peagle", concurrency=1, num_drafts=1000, accepted=(480, 100, 20), tokens=1640,
@@ -34,12 +34,12 @@ def test_where_steps_were_measured_the_summary_says_what_the_drafter_saved(make_
     ]
 
 
-def test_a_run_without_output_says_so(make_report):
+def test_summary_without_output(make_report):
     summary = text_summary(make_report(tokens=0))
     assert "no output yet" in summary
 
 
-def test_a_comparison_shows_ratios_beside_all_but_the_baseline(with_drafter, without_drafter):
+def test_comparison_shows_ratios_to_the_baseline(with_drafter, without_drafter):
     lines = text_comparison([without_drafter, with_drafter]).splitlines()
     assert lines[:2] == ["[1] no drafter (baseline)", "[2] peagle K=3"]
     speed = next(line for line in lines if "of a busy engine" in line)
