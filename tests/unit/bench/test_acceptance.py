@@ -77,7 +77,7 @@ def run(target, tmp_path, write_jsonl):
     return run
 
 
-def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run, head, tmp_path):
+def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     start = Starter()
     peagle, eagle3 = head("a/head"), head("b/head", kind="eagle3")
     report = run(start, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
@@ -99,7 +99,7 @@ def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run, head, tmp
     assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_finished_cells_are_not_done_again_and_others_can_be_added(run, head):
+def test_finished_cells_are_kept_and_others_added(run, head):
     first, second, third = Starter(), Starter(), Starter()
     mine = str(head("a/head"))
     before = run(first, drafter=mine, num_speculative_tokens=2)
@@ -119,7 +119,7 @@ def test_finished_cells_are_not_done_again_and_others_can_be_added(run, head):
         ({"category_column": "level"}, "dataset.category_column: it was 'category', now it is 'level'"),
     ],
 )
-def test_another_fingerprint_is_refused_with_the_difference_named(change, named, run, head):
+def test_another_fingerprint_is_refused(change, named, run, head):
     refused = Starter()
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=named):
@@ -127,7 +127,7 @@ def test_another_fingerprint_is_refused_with_the_difference_named(change, named,
     assert refused.specs == []
 
 
-def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run, head, tmp_path):
+def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
     with pytest.raises(EngineError, match="produced no drafts") as failed:
         run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
     assert "--max-tokens" in failed.value.hint
@@ -162,7 +162,7 @@ class Dying(Starter):
         return engine
 
 
-def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(run, head, tmp_path):
+def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
     dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
     report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert all(engine.is_down for engine in dying.engines)
@@ -176,7 +176,7 @@ def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
     assert (after["failed"], after["notes"]) == ({}, [])
 
 
-def test_an_interrupt_leaves_a_report_of_what_was_finished(run, head, tmp_path):
+def test_an_interrupt_leaves_a_report(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
@@ -184,7 +184,7 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run, head, tmp_path):
     assert left["notes"] == ["Not finished: 1 cells remain."]
 
 
-def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run, head):
+def test_acceptance_without_drafts_per_request(run, head):
     class Older(FakeEngine):
         """As vLLM 0.24: drafts are counted, but not by request."""
 
@@ -210,7 +210,7 @@ def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run, h
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_before_an_engine_starts(keys, error, message, run, tmp_path, head):
+def test_invalid_options_are_refused_before_an_engine_starts(keys, error, message, run, tmp_path, head):
     start = Starter()
     with pytest.raises(error, match=message):
         run(start, **{"drafter": str(head()), **keys})
@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(keys, error, message,
     assert not (tmp_path / "out").exists()
 
 
-def test_finer_points_reach_its_engines(run, head):
+def test_engine_options_reach_the_engines(run, head):
     start = Starter()
     finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
     report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)
@@ -256,7 +256,7 @@ def report():
     }  # fmt: skip
 
 
-def test_the_table_holds_each_cell_with_blanks_beyond_its_k(report):
+def test_text_table_by_hand(report):
     lines = text_report(report).splitlines()
     head, one, three = (line.split() for line in lines[2:5])
     assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
@@ -275,7 +275,7 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     assert "2026-11-21" in text
 
 
-def test_the_length_plot_has_a_line_a_drafter_and_a_point_a_cell(report):
+def test_length_plot_has_a_line_per_drafter(report):
     root = ElementTree.fromstring(length_plot(report))
     titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]
     assert titles == ["mine, K=1: 1.50", "mine, K=3: 1.88", "other, K=3: 1.88"]
@@ -285,7 +285,7 @@ def test_the_length_plot_has_a_line_a_drafter_and_a_point_a_cell(report):
     assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
 
 
-def test_the_position_plot_takes_the_largest_k_and_names_it(report):
+def test_position_plot_uses_the_largest_k(report):
     root = ElementTree.fromstring(position_plot(report))
     assert len(list(root.iter(f"{SVG}path"))) == 6
     texts = [node.text for node in root.iter(f"{SVG}text")]

@@ -28,13 +28,13 @@ def test_numbers_from_flags_environment_and_yaml(given, numbers):
 
 
 @pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])
-def test_results_are_kept_on_a_disk(command):
+def test_output_must_be_on_disk(command):
     assert command(output="runs/mine").output == Path("runs/mine")
     with pytest.raises(pydantic.ValidationError, match="has to be a folder on a disk"):
         command(output="s3://bucket/mine")
 
 
-def test_the_benchmark_of_another_command_has_what_was_said_and_no_more():
+def test_as_benchmark_copies_only_stated_options():
     config = TuneConfig(model="mine", usd_per_hour=2, max_tokens=9, output="runs/tuned", precision="fp8")
     benchmark = as_benchmark(config, precision="bf16", concurrency=[2])
     assert (benchmark.model, benchmark.usd_per_hour, benchmark.max_tokens) == ("mine", 2, 9)
@@ -42,19 +42,19 @@ def test_the_benchmark_of_another_command_has_what_was_said_and_no_more():
     assert benchmark.model_fields_set == {"model", "usd_per_hour", "max_tokens", "precision", "concurrency"}
 
 
-def test_none_has_nothing_to_accept():
+def test_none_cannot_be_evaluated():
     with pytest.raises(pydantic.ValidationError, match="no acceptance to measure"):
         EvaluateConfig(drafter=["peagle", "none"])
 
 
-def test_a_temperature_that_vllm_refuses_is_refused_before_an_engine_starts():
+def test_invalid_temperatures_are_refused():
     with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
         EvaluateConfig(temperature=2.5)
     with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
         TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)
 
 
-def test_text_that_means_nothing_ends_at_its_full_length():
+def test_meaningless_text_has_the_full_length():
     config = BenchConfig(load_format="dummy", synthetic_acceptance="3.2")
     assert config.is_synthetic
     assert config.sampling()["ignore_eos"] is True
@@ -75,29 +75,29 @@ def test_text_that_means_nothing_ends_at_its_full_length():
         ({"synthetic_acceptance": "0.5,0.7"}, "non-increasing rates"),
     ],
 )
-def test_what_contradicts_itself_is_refused(keys, message):
+def test_contradictory_options_are_refused(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         BenchConfig(**keys)
 
 
-def test_a_head_of_the_catalog_says_its_method_by_itself():
+def test_catalog_heads_imply_their_method():
     config = BenchConfig(methods="none,peagle,eagle3", drafter=["smollm2-135m-peagle", "eagle3=heads/mine"])
     assert config.heads == {"peagle": "smollm2-135m-peagle", "eagle3": "heads/mine"}
 
 
 @pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
-def test_rates_of_a_length_add_up_to_it(length, k):
+def test_rates_add_up_to_the_length(length, k):
     assert expected_acceptance_length(rates_of_length(length, k), k) == pytest.approx(length)
 
 
-def test_the_most_particular_entry_wins():
+def test_the_most_specific_entry_wins():
     entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
     assert rates_for("peagle", 1, entries) == (0.9,)
     assert rates_for("peagle", 2, entries) == (0.8, 0.5)
     assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
 
 
-def test_published_lengths_hold_at_their_k_and_lie_on_a_line_between():
+def test_published_lengths_are_interpolated():
     # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
     entries = parse_synthetic(["peagle=4:4.30,10:6.66,18:7.51"])
     lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
@@ -107,7 +107,7 @@ def test_published_lengths_hold_at_their_k_and_lie_on_a_line_between():
 
 
 @pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
-def test_lengths_that_cannot_be_are_refused(lengths):
+def test_impossible_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match="impossible"):
         rates_of_lengths(lengths)
 
@@ -115,7 +115,7 @@ def test_lengths_that_cannot_be_are_refused(lengths):
 @pytest.mark.parametrize(
     ("entry", "k", "message"), [("3.2", 2, "exceeds the maximum of peagle at K=2: 3"), ("0.8,0.6", 3, "2 rates")]
 )
-def test_what_does_not_reach_a_k_is_refused(entry, k, message):
+def test_too_few_rates_for_k_are_refused(entry, k, message):
     with pytest.raises(ConfigError, match=message):
         rates_for("peagle", k, parse_synthetic([entry]))
 
@@ -137,6 +137,6 @@ def test_what_does_not_reach_a_k_is_refused(entry, k, message):
         ["-1:1,4:3"],
     ],
 )
-def test_what_is_of_no_form_is_refused(entries):
+def test_invalid_entries_are_refused(entries):
     with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
         parse_synthetic(entries)

@@ -36,7 +36,7 @@ def failing(*lines):
         ([], "vLLM did not start: see above"),
     ],
 )
-def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(lines, message, tmp_path, monkeypatch):
+def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; put back afterwards
     log = tmp_path / "none-k0.log"
     for start, told in (
@@ -49,7 +49,7 @@ def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(lines, messag
     assert "KV cache" in log.read_text(), "earlier prints are kept"
 
 
-def test_an_engine_whose_answers_are_not_its_targets_is_not_used(tmp_path, monkeypatch, capfd):
+def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     ended = []
 
@@ -90,14 +90,14 @@ def write_process(proc, pid, parent, pages):
     (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {' '.join(fields)}")
 
 
-def test_a_process_and_all_below_it_are_added_up(tmp_path):
+def test_memory_includes_descendants(tmp_path):
     for pid, parent, pages in ((10, 1, 100), (11, 10, 20), (12, 11, 3), (13, 1, 5000)):
         write_process(tmp_path, pid, parent, pages)
     assert tree_rss_gib(10, tmp_path) == pytest.approx(123 * PAGE_GIB)
     assert tree_rss_gib(99, tmp_path) is None
 
 
-def test_on_a_gpu_what_was_in_use_before_is_not_counted(monkeypatch):
+def test_gpu_memory_excludes_earlier_use(monkeypatch):
     readings = iter([3.0, 60.0, None])
     monkeypatch.setattr(engine, "device_gib", lambda: next(readings))
     read = memory_reader(GPU)
@@ -167,7 +167,7 @@ def run(engine, concurrency=2, num_warm_up=1):
     return loop, seen
 
 
-def test_every_prompt_is_asked_once_with_so_many_at_a_time():
+def test_the_loop_keeps_the_concurrency():
     engine = Watched()
     loop, seen = run(engine, concurrency=3)
     assert engine.most_running == 3
@@ -176,14 +176,14 @@ def test_every_prompt_is_asked_once_with_so_many_at_a_time():
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
-def test_the_warm_up_is_short_and_in_no_figure():
+def test_the_warm_up_is_not_measured():
     engine = Watched()
     loop, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
     assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
 
 
-def test_a_refused_request_has_no_answer_and_the_others_go_on():
+def test_a_refused_request_has_no_answer():
     loop, seen = run(Watched(refused="2"))
     assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
     assert loop.generations[2] is None

@@ -23,7 +23,7 @@ def load(max_model_len=4096, **keys):
     return build_dataset(config, rows, ByteTokenizer(), max_model_len, category_column=config.category_column)
 
 
-def test_humaneval_is_asked_for_as_by_the_demo():
+def test_humaneval_prompts():
     dataset = load(limit=3)
     text = bytes(dataset.prompts[0].token_ids).decode()
     assert text.startswith("user: Complete the following Python function. Answer with the code only.")
@@ -63,12 +63,12 @@ def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl):
         (["{"], "not valid JSON"),
     ],
 )
-def test_data_that_cannot_be_used(lines, message, write_jsonl):
+def test_unusable_data_is_refused(lines, message, write_jsonl):
     with pytest.raises(InputError, match=message):
         load(dataset=str(write_jsonl(lines)))
 
 
-def test_a_batch_and_a_table_are_asked_as_a_bulk_run_asks_them(tmp_path):
+def test_prompts_of_batches_and_tables(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,category\nab,x\n")
     chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
             "body": {"messages": [{"role": "user", "content": "ab"}]}}  # fmt: skip
@@ -93,7 +93,7 @@ class Asked(Exception):  # noqa: N818 - no error, but the end of what a test is 
         (evaluate, EvaluateConfig, {"drafter": ["org/head"]}),
     ],
 )
-def test_a_measurement_tokenises_with_the_revision_that_its_engines_load(
+def test_tokenizer_and_engines_use_the_same_revision(
     moving_hub, write_jsonl, measure, config, keys
 ):
     moving_hub.push("org/model", FIRST, TARGET)

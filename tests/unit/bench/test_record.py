@@ -27,14 +27,14 @@ def times(num_output_tokens, elapsed_s, decode_s):
     return RequestTimes(num_output_tokens=num_output_tokens, elapsed_s=elapsed_s, decode_s=decode_s)
 
 
-def test_a_request_as_its_user_saw_it_by_hand():
+def test_request_times_by_hand():
     one = times(11, elapsed_s=2.5, decode_s=2.0)
     assert (one.ttft_s, one.tpot_s, one.tokens_per_s) == (0.5, 0.2, 4.4)
     assert times(1, 0.5, 0.0).tpot_s is None
     assert (times(5, 1.0, None).ttft_s, times(5, 1.0, None).tpot_s) == (None, None)
 
 
-def test_speeds_are_medians_of_passes_and_latencies_of_all_requests():
+def test_summary_by_hand():
     passes = [
         record(
             repeat=i, wall_s=wall_s, requests=[times(11, 1.0 + i, 1.0), times(21, 2.0, 1.0)], speculation=drafts(8, 4)
@@ -62,14 +62,14 @@ def test_steps_by_hand():
     assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None
 
 
-def test_a_pass_survives_json():
+def test_pass_record_round_trip():
     one = record(by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))})
     again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
     assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
     assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
 
 
-def test_a_pass_without_a_response_is_no_division_by_zero():
+def test_a_pass_without_responses_has_a_summary():
     cell = summarise([record(requests=[], num_refused=3)] * 2, usd_per_s=1)
     assert (cell["output_tokens_per_s"], cell["spread"], cell["ttft_s"], cell["num_refused"]) == (0, None, None, 6)
 
@@ -92,20 +92,20 @@ def made(*generations, drafted):
     return make_record(one, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 
 
-def test_drafts_of_responses_are_merged_and_win_over_the_engines_count():
+def test_drafts_per_request_have_priority():
     responses = [generation(drafts(2, 1, 0)), generation(drafts(3, 3, 2)), generation(None), None]
     found = made(*responses, drafted=drafts(9, 9))
     assert found.speculation == drafts(5, 4, 2)
     assert (len(found.requests), found.num_refused, found.by_category["a"].num_responses) == (3, 1, 3)
 
 
-def test_without_drafts_by_response_the_engines_count_is_taken_and_there_are_no_categories():
+def test_engine_counts_without_drafts_per_request():
     found = made(generation(None), drafted=drafts(9, 4))
     assert (found.speculation, found.by_category) == (drafts(9, 4), {})
     assert made(generation(None), drafted=None).speculation == SpeculationStats.empty()
 
 
-def test_categories_are_sorted_refused_ones_left_out_and_missing_ones_named():
+def test_responses_are_grouped_by_category():
     generations = [generation(drafts(2, 1)), None, generation(drafts(3, 3), 7), generation(drafts(1, 0))]
     found = by_category(generations, ["b", "b", "a", None])
     assert list(found) == [UNCATEGORISED, "a", "b"]

@@ -29,7 +29,7 @@ def config(**keys):
     return BenchConfig(**{"concurrency": "1,4", "methods": "none,eagle3,peagle"} | keys)
 
 
-def test_a_concurrency_that_no_pass_would_reach_is_refused():
+def test_an_unreachable_concurrency_is_refused():
     with pytest.raises(ConfigError, match="concurrency 4 cannot be reached with 3 prompts") as refused:
         require_prompts(config(), 3)
     assert "--requests-per-slot" in refused.value.hint
@@ -47,7 +47,7 @@ def test_a_concurrency_that_no_pass_would_reach_is_refused():
         ({"requests_per_slot": 2}, 99, "concurrency 1, 4"),
     ],
 )
-def test_passes_that_are_short_for_their_concurrency_are_told(keys, num_prompts, few):
+def test_short_passes_have_a_warning(keys, num_prompts, few):
     found = few_prompts(config(**keys), num_prompts)
     assert bool(found) is bool(few)
     assert all(f"requests per slot at {few}: " in note for note in found)
@@ -57,7 +57,7 @@ def passes(**runners):
     return [record(method, model_runner=runner) for method, runner in runners.items()]
 
 
-def test_methods_that_ran_on_different_runners_are_told_wherever_that_was():
+def test_different_model_runners_have_a_warning():
     found = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
     for platform, chosen in (("cuda", None), ("cpu", "1")):
         (note,) = model_runners(config(), platform, chosen, found)
@@ -76,7 +76,7 @@ def test_methods_that_ran_on_different_runners_are_told_wherever_that_was():
         ({"methods": "peagle"}, "cuda", None, [], False),
     ],
 )
-def test_what_is_not_known_of_runners_is_told_on_a_gpu_alone(keys, platform, chosen, found, is_told):
+def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, chosen, found, is_told):
     notes = model_runners(config(**keys), platform, chosen, found)
     assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if is_told else [])
 
@@ -133,7 +133,7 @@ def test_the_speed_table_has_the_published_layout(report):
     ]
 
 
-def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_concurrency(report):
+def test_best_k_and_ratios_by_concurrency(report):
     assert best_rows(report) == [
         ["concurrency", "no speculation", "best EAGLE-3", "best P-EAGLE",
          "best P-EAGLE / best EAGLE-3", "best EAGLE-3 / no speculation", "best P-EAGLE / no speculation"],
@@ -144,7 +144,7 @@ def test_the_bests_and_what_they_are_over_each_other_are_columns_with_a_row_a_co
     ]  # fmt: skip
 
 
-def test_a_ratio_has_its_range_over_the_repeats_that_both_have():
+def test_ratio_range_over_common_repeats():
     speeds = {
         ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
         ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds turn, and repeats come in another order
@@ -164,7 +164,7 @@ def test_a_ratio_has_its_range_over_the_repeats_that_both_have():
     assert best_rows(report)[1][-2:] == ["1.82x (1.50 to 2.50)", "1.09x"]
 
 
-def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report):
+def test_missing_cells_are_blank(report):
     report["cells"] = [c for c in report["cells"] if (c["method"], c["concurrency"]) != ("none", 4)]
     report["ratios"] = ratios(report["cells"])
     assert {row[0]: row[2:] for row in speed_rows(report)}["no speculation"] == ["10.0 (0%)", "-"]
@@ -173,7 +173,7 @@ def test_a_cell_that_was_not_measured_is_blank_and_in_no_ratio(report):
     assert columns["best P-EAGLE / no speculation"] == ["2.10x (2.10 to 2.10)", "-"]
 
 
-def test_acceptance_is_of_all_concurrencies_with_blanks_beyond_k(report):
+def test_acceptance_over_all_concurrencies(report):
     rows = acceptance_rows(report)
     assert rows[1] == ["EAGLE-3", "3", "2.12", "80", "75%", "25%", "12%", "", ""]
     assert rows[4] == ["P-EAGLE", "5", "2.15", "80", "75%", "25%", "12%", "2%", "0%"]
@@ -191,7 +191,7 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[3]
 
 
-def test_synthetic_figures_are_labelled_in_tables_and_plots(report):
+def test_synthetic_figures_are_labelled(report):
     report["labels"] = ["SYNTHETIC ACCEPTANCE: by lot"]
     for text in (text_tables(report), markdown_tables(report)):
         assert "SYNTHETIC ACCEPTANCE: by lot" in text.splitlines()[0]
@@ -201,7 +201,7 @@ def test_synthetic_figures_are_labelled_in_tables_and_plots(report):
         assert "SYNTHETIC, " in plot
 
 
-def test_the_cost_plot_has_a_step_by_k_and_a_level_line_without_drafts(report):
+def test_step_plot_by_k(report):
     plot = cost_plot(report)
     assert plot is not None
     root = ElementTree.fromstring(plot)

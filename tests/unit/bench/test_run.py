@@ -76,7 +76,7 @@ def run(target, head, tmp_path, write_jsonl):
     return run
 
 
-def test_what_its_engines_cost_is_in_the_one_ledger(run, tmp_path):
+def test_engine_costs_are_in_the_ledger(run, tmp_path):
     report = run(Starter())
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
     spend = sum((one.spend for one in charges(ledger, Days())), Spend())
@@ -94,7 +94,7 @@ def test_what_its_engines_cost_is_in_the_one_ledger(run, tmp_path):
     assert {session.drafter is not None for session in of_a_head} == {True}
 
 
-def test_an_engine_that_does_not_start_costs_what_it_took(run, tmp_path):
+def test_a_failed_start_has_a_cost(run, tmp_path):
     with pytest.raises(EngineError):
         run(fails_to_start)
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
@@ -106,7 +106,7 @@ def fails_to_start(*_):
     raise EngineError("no memory")
 
 
-def test_engines_in_turned_rounds_and_every_figure_of_every_cell(run):
+def test_rounds_and_figures_of_a_benchmark(run):
     start = Starter()
     report = run(start)
     assert start.ks == [0, 2, 4, 2, 0]  # 4 is at the turn and stays up
@@ -127,7 +127,7 @@ def test_engines_in_turned_rounds_and_every_figure_of_every_cell(run):
     assert report["labels"] == []
 
 
-def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_others(run, tmp_path):
+def test_a_stopped_benchmark_resumes(run, tmp_path):
     stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
@@ -149,7 +149,7 @@ def test_a_stopped_benchmark_keeps_its_passes_and_the_same_command_does_the_othe
     assert last.specs == []
 
 
-def test_an_engine_that_fails_is_left_out_and_named_and_the_same_command_tries_it_again(run, tmp_path):
+def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     dying, again = Starter(dies_in_engine=1), Starter()
     said: list[str] = []
     report = run(dying, said)
@@ -169,7 +169,7 @@ def test_an_engine_that_fails_is_left_out_and_named_and_the_same_command_tries_i
     assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
 
 
-def test_where_every_engine_fails_the_benchmark_does(run, tmp_path):
+def test_a_benchmark_fails_if_all_engines_fail(run, tmp_path):
     started: list[EngineSpec] = []
 
     def fails(spec, hardware):
@@ -182,7 +182,7 @@ def test_where_every_engine_fails_the_benchmark_does(run, tmp_path):
     assert not (tmp_path / "out" / "report.json").exists()
 
 
-def test_a_time_budget_stops_between_passes_and_the_same_command_goes_on(run, tmp_path):
+def test_a_time_budget_stops_between_passes(run, tmp_path):
     starts: list[Starter] = []
     left = []
     while not left or left[-1]:
@@ -220,7 +220,7 @@ def test_methods_k_and_repeats_can_be_added(run):
         ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
     ],
 )
-def test_another_fingerprint_is_refused_with_the_difference_named(change, named, run):
+def test_another_fingerprint_is_refused(change, named, run):
     refused = Starter()
     run(Starter(), repeats=1)
     with pytest.raises(ConfigError, match=named):
@@ -228,7 +228,7 @@ def test_another_fingerprint_is_refused_with_the_difference_named(change, named,
     assert refused.specs == []
 
 
-def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run, tmp_path):
+def test_report_names_the_model_runners(run, tmp_path):
     class OnRunners(Starter):
         def __call__(self, spec, hardware):
             engine = super().__call__(spec, hardware)
@@ -244,7 +244,7 @@ def test_the_report_says_which_runner_each_engine_had_and_that_they_differ(run, 
     assert any(words in line for line in said), "the same command says it of what is there"
 
 
-def test_progress_says_how_much_is_left(run):
+def test_progress_has_the_remaining_time(run):
     said: list[str] = []
     run(Starter(), said)
     assert "  12 passes in 5 engine starts; 0 already finished" in said
@@ -265,7 +265,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_method_with_a_lot_of_its_own_can_be_added_and_another_lot_is_another_engine(run, head):
+def test_synthetic_acceptance_identifies_an_engine(run, head):
     heads = [f"{method}={head(method)}" for method in ("peagle", "eagle3")]
     keys: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
     first, added, other, again = Starter(), Starter(), Starter(), Starter()
@@ -282,7 +282,7 @@ def test_a_method_with_a_lot_of_its_own_can_be_added_and_another_lot_is_another_
         run(again, **both)
 
 
-def test_an_engine_that_says_nothing_by_request_still_gives_speeds_and_lengths(run):
+def test_speeds_without_times_per_request(run):
     class Older(FakeEngine):
         """Drafts are counted, but not by request, and there are no times."""
 

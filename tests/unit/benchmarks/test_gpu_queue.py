@@ -50,7 +50,7 @@ def test_items_1_and_2_measure_p_eagle_first(shapes, module, k):
     assert keys["precision"] == "fp8"
 
 
-def test_the_other_items_begin_with_p_eagle_too(shapes):
+def test_other_items_measure_p_eagle_first(shapes):
     (_, first), (_, others) = embedded.benches(shapes, tiny=False)
     assert (first["methods"], first["num_speculative_tokens"]) == ("peagle,eagle3,none", [7])
     assert others["num_speculative_tokens"] == [3, 5, 7]
@@ -60,7 +60,7 @@ def test_the_other_items_begin_with_p_eagle_too(shapes):
     assert passes(steps.keys_of(shapes, tiny=False))[0] == ("P-EAGLE K=7", 1)
 
 
-def test_trainings_are_of_the_heads_that_ship_and_fit_the_block():
+def test_trainings_fit_the_block():
     found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
     assert list(found) == ["peagle-5", "peagle-3", "eagle3-1"]
     for words in found.values():
@@ -111,7 +111,7 @@ def test_each_engine_is_warmed_up_once_at_all_concurrencies(bench):
         assert engine.lengths[4:] == [20] * (2 * 1 + 2 * 3)
 
 
-def test_a_block_that_is_cut_off_has_a_report_of_all_passes_but_the_last(bench, tmp_path):
+def test_an_interrupted_block_has_a_report(bench, tmp_path):
     running, _ = bench()
     seen: list[int] = []
 
@@ -164,7 +164,7 @@ def test_speed_ups_are_next_to_the_published_ones(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_vllm_has_the_scopes_that_are_timed():
+def test_vllm_has_the_timed_scopes():
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None

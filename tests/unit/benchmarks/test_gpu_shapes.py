@@ -21,7 +21,7 @@ GPU = Hardware(
 )  # fmt: skip
 
 
-def test_the_target_has_the_parameters_that_its_card_states():
+def test_the_target_has_the_published_size():
     c = target_config(tiny=False)
     experts = c["num_hidden_layers"] * 3 * c["hidden_size"] * c["moe_intermediate_size"]
     attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
@@ -40,7 +40,7 @@ def test_heads_fit_the_target(method, tiny):
     assert len(set(facts.aux_layer_ids)) == 3
 
 
-def test_a_head_has_the_weights_that_a_trained_one_has(shapes, shipped_head):
+def test_a_head_has_the_weights_of_a_trained_one(shapes, shipped_head):
     def names(folder):
         with safe_open(folder / "model.safetensors", "pt") as file:
             return {name for name in file.keys() if not re.match(r"layers\.[2-9]", name)}  # noqa: SIM118
@@ -50,7 +50,7 @@ def test_a_head_has_the_weights_that_a_trained_one_has(shapes, shipped_head):
     assert names(shapes / "eagle3") == {name for name in shipped if not name.startswith("layers.1")} - {"mask_hidden"}
 
 
-def test_a_benchmark_of_them_can_be_planned(shapes):
+def test_a_benchmark_of_the_shapes_can_be_planned(shapes):
     keys: dict[str, Any] = {
         "model": str(shapes / "target"), "methods": "none,eagle3,peagle", "num_speculative_tokens": "3,7,11",
         "drafter": [f"{method}={shapes / method}" for method in HEAD_LAYERS], "load_format": "dummy",
@@ -81,7 +81,7 @@ def test_vllm_reads_the_configurations(shapes):
     assert SpeculatorsConfig.from_pretrained(shapes / "peagle").pard_token == 0
 
 
-def test_the_tokenizer_has_a_word_for_each_id_and_the_prompts_are_of_them(shapes):
+def test_the_tokenizer_covers_the_prompts(shapes):
     tokenizer = load_tokenizer(shapes / "target")
     vocab_size = target_config(tiny=True)["vocab_size"]
     assert len(tokenizer) == vocab_size

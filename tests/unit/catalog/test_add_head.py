@@ -53,7 +53,7 @@ def published_head(folder, *, base_model=None, seed=0, **changes):
     return folder
 
 
-def test_a_published_head_for_a_target_outside_the_catalog(tmp_path, target, peagle_home):
+def test_add_a_published_head_for_a_new_target(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head", base_model=str(target))
     added = add_head(head)
     assert added.path == peagle_home / "models" / "my-llama.yaml"
@@ -71,7 +71,7 @@ def test_a_published_head_for_a_target_outside_the_catalog(tmp_path, target, pea
     assert sorted(file.name for file in added.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_the_copy_outlives_its_source_and_other_homes_find_theirs(tmp_path, target, peagle_home):
+def test_the_copied_head_outlives_its_source(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head")
     added = add_head(head, target=str(target))
     for file in head.iterdir():
@@ -80,7 +80,7 @@ def test_the_copy_outlives_its_source_and_other_homes_find_theirs(tmp_path, targ
     assert local_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
 
 
-def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home, shipped_head):
+def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     before = load_catalog().get("smollm2-135m")
     added = add_head(shipped_head)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
     after = load_catalog().get("smollm2-135m")
@@ -95,7 +95,7 @@ def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home
     assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
 
 
-def test_the_user_sets_k_and_how_far_it_goes(peagle_home, shipped_head):
+def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):
     card = add_head(shipped_head, num_speculative_tokens=7, max_concurrency=16).card
     for platform in ("cpu", "cuda"):
         for concurrency, expected in ((16, ("peagle", 7)), (17, ("none", 0))):
@@ -104,7 +104,7 @@ def test_the_user_sets_k_and_how_far_it_goes(peagle_home, shipped_head):
             assert (row.method, row.num_speculative_tokens) == expected
 
 
-def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path, target):
+def test_a_head_of_another_method_is_added(tmp_path, target):
     add_head(published_head(tmp_path / "peagle"), target=str(target))
     added = add_head(published_head(tmp_path / "eagle3", ptd_token_id=None), target="my-llama")
     assert set(added.card.heads) == {"peagle", "eagle3"}
@@ -117,7 +117,7 @@ def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path, target):
     assert former.spec.method == "peagle"
 
 
-def test_a_card_of_another_name_leaves_the_targets_own_alone(peagle_home, monkeypatch, tmp_path, target, shipped_head):
+def test_a_card_with_another_name_is_separate(peagle_home, monkeypatch, tmp_path, target, shipped_head):
     from peagle.catalog import targets
 
     shipped = load_catalog().get("smollm2-135m")
@@ -130,13 +130,13 @@ def test_a_card_of_another_name_leaves_the_targets_own_alone(peagle_home, monkey
 
 
 @pytest.mark.parametrize("name", ["add", "My Model", "../outside", "-x"])
-def test_a_name_that_cannot_be_is_refused(peagle_home, name, shipped_head):
+def test_invalid_names_are_refused(peagle_home, name, shipped_head):
     with pytest.raises(CatalogError, match="cannot be called"):
         add_head(shipped_head, name=name)
     assert not peagle_home.exists()
 
 
-def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(tmp_path, target, peagle_home, shipped_head):
+def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home, shipped_head):
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 2,880"):
         add_head(shipped_head, target="gpt-oss-20b")
     with pytest.raises(DrafterError, match="has 2 layers, but the weights have"):
@@ -150,7 +150,7 @@ def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(tmp_path, target,
     assert not peagle_home.exists()
 
 
-def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_path):
+def test_an_unknown_target_must_be_stated(tmp_path):
     with pytest.raises(DrafterError, match="does not name its target model") as silent:
         add_head(published_head(tmp_path / "silent"))
     with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
@@ -159,7 +159,7 @@ def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_pa
     assert "--target" in gone.value.hint
 
 
-def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(tmp_path, target, monkeypatch, shipped_head):
+def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):
     added = add_head(published_head(tmp_path / "head"), target=str(target))
     unknown = added.card.architecture.model_copy(update={"hidden_size": None})
     vague = added.card.model_copy(update={"architecture": unknown})

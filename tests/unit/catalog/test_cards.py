@@ -64,7 +64,7 @@ CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7)
         (2, None, ("peagle", 5)),
     ],
 )
-def test_k_follows_concurrency_and_hardware(concurrency, platform, expected):
+def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expected):
     found = CARD.speculation_for(concurrency, platform)
     assert found is not None
     assert (found.method, found.num_speculative_tokens) == expected
@@ -79,7 +79,7 @@ def test_k_follows_concurrency_and_hardware(concurrency, platform, expected):
     ],
     ids=["descending", "twice", "open-row-first"],
 )
-def test_rows_ascend(rows):
+def test_rows_must_ascend(rows):
     with pytest.raises(ValidationError, match="must ascend"):
         card(*rows)
 
@@ -92,7 +92,7 @@ def test_the_shipped_cards_load():
     assert [card.name for card in load_catalog()] == SHIPPED
 
 
-def test_an_unknown_model_suggests_the_nearest():
+def test_unknown_models_get_suggestions():
     with pytest.raises(CatalogError, match="gpt-os-20b") as caught:
         load_catalog().get("gpt-os-20b")
     assert "did you mean gpt-oss-20b" in caught.value.hint
@@ -107,7 +107,7 @@ def write_card(folder, name, **changes):
     return path
 
 
-def test_a_user_adds_cards_and_replaces_ours(peagle_home):
+def test_users_can_add_and_replace_cards(peagle_home):
     write_card(peagle_home / "models", "mine", title="Mine")
     write_card(peagle_home / "models", "smollm2-135m", title="Tuned")
     catalog = load_catalog()
@@ -134,7 +134,7 @@ def test_a_user_adds_cards_and_replaces_ours(peagle_home):
         ({"title": None}, "title: Input should be a valid string", ""),
     ],
 )
-def test_a_faulty_card_is_refused_by_key(tmp_path, changes, key, hint):
+def test_invalid_cards_are_refused_with_the_key(tmp_path, changes, key, hint):
     path = write_card(tmp_path, "mine", **changes)
     with pytest.raises(CatalogError) as caught:
         load_card(path)
@@ -143,7 +143,7 @@ def test_a_faulty_card_is_refused_by_key(tmp_path, changes, key, hint):
     assert hint in caught.value.hint
 
 
-def test_a_card_is_named_as_its_file(tmp_path):
+def test_a_card_has_the_name_of_its_file(tmp_path):
     path = write_card(tmp_path, "mine").rename(tmp_path / "yours.yaml")
     with pytest.raises(CatalogError, match="name: mine") as caught:
         load_card(path)
@@ -183,7 +183,7 @@ def table(**changes):
         ({"hardware": "B200"}, "Extra inputs"),
     ],
 )
-def test_what_is_no_table_is_refused(changes, message):
+def test_invalid_tables_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         table(**changes)
 
@@ -193,7 +193,7 @@ def published():
 
 
 @pytest.mark.parametrize(("card", "table"), published(), ids=lambda one: getattr(one, "dataset", ""))
-def test_k_on_the_card_is_the_published_table_s_best(card, table):
+def test_k_on_the_card_is_the_published_best(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         advice = card.speculation_for(concurrency, "cuda")
         assert advice is not None
@@ -201,7 +201,7 @@ def test_k_on_the_card_is_the_published_table_s_best(card, table):
         assert table.label in advice.source
 
 
-def test_gains_are_those_that_the_post_states():
+def test_gains_equal_the_published_ones():
     tables = load_catalog().get(QWEN).published
     assert {table.dataset for table in tables} == set(PUBLISHED_GAINS)
     for table in tables:
@@ -228,11 +228,11 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_step_that_takes_half_as_long_again_needs_half_a_token_more():
+def test_break_even_by_hand():
     assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
 
 
-def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known():
+def test_break_even_is_interpolated_by_k():
     table = StepTable(**TABLE)
     assert table.break_even("peagle", 5) == pytest.approx({1: 1.75, 8: 3.0})
     assert [table.break_even(*unknown) for unknown in (("peagle", 1), ("peagle", 8), ("eagle3", 3))] == [{}, {}, {}]
@@ -248,12 +248,12 @@ def test_between_two_measured_k_it_lies_between_and_beyond_them_nothing_is_known
         ([TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
     ],
 )
-def test_a_table_that_is_not_whole_is_refused(rows, reason):
+def test_incomplete_step_tables_are_refused(rows, reason):
     with pytest.raises(ValidationError, match=reason):
         StepTable(**{**TABLE, "rows": rows})
 
 
-def test_the_embedded_default_knows_what_its_heads_need():
+def test_shipped_card_has_break_evens():
     card = load_catalog().get("smollm2-135m")
     (table,) = card.steps
     for row in card.speculation:

@@ -53,7 +53,7 @@ def model():
     return ResolvedModel(name="m", path="/m", card=make_card(), fingerprint="f", config=CONFIG)
 
 
-def test_auto_takes_the_measured_head_and_k(model, shipped):
+def test_auto_uses_the_recommendation(model, shipped):
     drafter = resolve_drafter("auto", model, 2, platform="cpu")
     assert drafter.spec is not None
     assert (drafter.spec.method, drafter.spec.model) == ("peagle", str(shipped))
@@ -70,20 +70,20 @@ def test_auto_takes_the_measured_head_and_k(model, shipped):
         (1, "cuda", "no measurements for 1 concurrent requests on cuda"),
     ],
 )
-def test_auto_drafts_nothing_where_it_does_not_pay_or_nobody_knows(model, shipped, concurrency, platform, reason):
+def test_auto_without_a_recommendation_does_not_draft(model, shipped, concurrency, platform, reason):
     drafter = resolve_drafter("auto", model, concurrency, platform=platform)
     assert drafter.spec is None
     assert reason in drafter.note
 
 
-def test_auto_goes_on_without_a_head_that_is_not_installed(model, tmp_path, monkeypatch):
+def test_auto_without_the_installed_head_does_not_draft(model, tmp_path, monkeypatch):
     monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "nothing")
     drafter = resolve_drafter("auto", model, 1)
     assert drafter.spec is None
     assert "missing from this installation" in drafter.note
 
 
-def test_a_k_beyond_the_training_is_warned_of(model, shipped):
+def test_a_k_beyond_the_training_has_a_warning(model, shipped):
     assert "K=9 exceeds the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
 
 
@@ -96,7 +96,7 @@ def test_a_k_beyond_the_training_is_warned_of(model, shipped):
     ],
     ids=["default-peagle", "default-eagle3", "saved"],
 )
-def test_a_folder_that_was_not_measured_has_its_own_k(tmp_path, changes, k):
+def test_an_unmeasured_folder_uses_its_own_k(tmp_path, changes, k):
     model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
     head = make_head(tmp_path / "my-head", **changes)
     drafter = resolve_drafter(str(head), model, 1)
@@ -121,7 +121,7 @@ def test_a_hub_id_is_read_from_the_hub(model, monkeypatch):
     assert (drafter.spec.model, drafter.fingerprint) == ("org/head", "org/head@abc")
 
 
-def test_an_engine_loads_the_commit_that_its_heads_main_branch_was_at(model, moving_hub, tmp_path):
+def test_heads_are_pinned_to_a_commit(model, moving_hub, tmp_path):
     head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
     moving_hub.push("org/head", FIRST, head)
     before = resolve_drafter("org/head", model, 1)
@@ -137,7 +137,7 @@ def test_an_engine_loads_the_commit_that_its_heads_main_branch_was_at(model, mov
     assert local.spec.revision is None
 
 
-def test_a_head_that_the_card_does_not_have_is_named():
+def test_missing_heads_of_the_card_are_refused():
     card = make_card(heads={}, speculation=[])
     model = ResolvedModel(name="m", path="/m", card=card, fingerprint="f", config=CONFIG)
     with pytest.raises(DrafterError, match="the catalog has no peagle head for m") as caught:
@@ -146,20 +146,20 @@ def test_a_head_that_the_card_does_not_have_is_named():
 
 
 @pytest.mark.parametrize("name", ["atuo", "./missing", "/a/b/c"])
-def test_no_such_drafter(model, name):
+def test_unknown_drafters_are_refused(model, name):
     with pytest.raises(DrafterError, match="no such drafter") as caught:
         resolve_drafter(name, model, 1)
     assert "auto, none, peagle" in caught.value.hint
 
 
-def test_a_head_of_another_model_is_refused_before_anything_loads(model, tmp_path):
+def test_heads_of_other_models_are_refused(model, tmp_path):
     head = make_head(tmp_path / "other", transformer_layer_config={"hidden_size": 2880, "vocab_size": 49152})
     with pytest.raises(DrafterError, match=r"2,880.*576"):
         resolve_drafter(str(head), model, 1)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-peagle", "smollm2-135m-eagle3", "P-EAGLE", "EAGLE-3"])
-def test_a_name_that_reports_print_is_a_drafter(name, monkeypatch):
+def test_names_in_reports_are_drafters(name, monkeypatch):
     monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
     card = load_catalog().get("smollm2-135m")
     model = ResolvedModel(name="smollm2-135m", path="/m", card=card, fingerprint="f", config=CONFIG)
@@ -179,11 +179,11 @@ def test_a_name_that_reports_print_is_a_drafter(name, monkeypatch):
         ),
     ],
 )
-def test_a_head_on_the_hub_has_its_short_name(name, hub_id):
+def test_hub_heads_have_short_names(name, hub_id):
     assert find_head(name) == find_head(hub_id) == hub_id
 
 
-def test_a_folder_here_comes_before_a_name(tmp_path, monkeypatch):
+def test_folders_have_priority_over_names(tmp_path, monkeypatch):
     monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m-peagle").mkdir()

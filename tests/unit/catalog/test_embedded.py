@@ -62,7 +62,7 @@ def converter(gguf, monkeypatch):
     return converter
 
 
-def test_a_target_is_converted_once_and_says_so(converter, peagle_home):
+def test_a_target_is_converted_once(converter, peagle_home):
     messages: list[str] = []
     folders = [ensure_embedded(NAME, announce=messages.append) for _ in range(3)]
     assert converter.num_runs == len(messages) == 1
@@ -101,7 +101,7 @@ def test_a_damaged_target_is_converted_again(converter, damage):
     assert converter.num_runs == 2
 
 
-def test_a_target_that_cannot_be_written_to_is_still_used(converter, monkeypatch):
+def test_a_read_only_target_is_used(converter, monkeypatch):
     def refuse(path, value):
         raise PermissionError
 
@@ -111,14 +111,14 @@ def test_a_target_that_cannot_be_written_to_is_still_used(converter, monkeypatch
     assert converter.num_runs == 1
 
 
-def test_many_at_once_convert_once(converter):
+def test_concurrent_processes_convert_once(converter):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: ensure_embedded(NAME), range(8)))
     assert converter.num_runs == 1
     assert len(set(folders)) == 1
 
 
-def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(converter):
+def test_a_failed_conversion_leaves_nothing(converter):
     converter.fails = True
     with pytest.raises(PeagleError, match="died"):
         ensure_embedded(NAME)
@@ -135,14 +135,14 @@ def test_another_gguf_or_converter_has_another_folder(converter, monkeypatch):
     assert len({first, second, embedded_folder(NAME)}) == 3
 
 
-def test_a_damaged_package_is_named(converter, gguf):
+def test_a_damaged_package_is_an_error(converter, gguf):
     gguf.write_bytes(b"rotten")
     with pytest.raises(CatalogError, match="damaged") as caught:
         ensure_embedded(NAME)
     assert "--force-reinstall" in caught.value.hint
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_a_missing_package_is_an_error(monkeypatch):
     def missing(name):
         raise embedded.metadata.PackageNotFoundError(name)
 
@@ -152,7 +152,7 @@ def test_a_missing_package_is_named(monkeypatch):
     assert "peagle[embedded]" in caught.value.hint
 
 
-def test_the_converter_s_last_words_reach_the_user(gguf, monkeypatch):
+def test_the_converters_error_reaches_the_user(gguf, monkeypatch):
     def die(command, **options):
         raise subprocess.CalledProcessError(1, command, stderr="Traceback...\nRuntimeError: no chat template\n")
 
@@ -162,7 +162,7 @@ def test_the_converter_s_last_words_reach_the_user(gguf, monkeypatch):
     assert sys.executable in caught.value.hint
 
 
-def test_a_home_that_cannot_be_written_to_is_named(converter, tmp_path, monkeypatch):
+def test_an_unwritable_home_is_an_error(converter, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot be created") as caught:

@@ -1,7 +1,7 @@
 from peagle.catalog.gguf import _clean_config, _clean_tokenizer
 
 
-def test_the_configuration_says_what_upstream_says():
+def test_config_has_the_upstream_values():
     loose = {
         "_model_name_or_path": "Smollm2 135M 8k Lc100K Mix1 Ep2",
         "rms_norm_eps": 9.999999747378752e-06,
@@ -14,6 +14,6 @@ def test_the_configuration_says_what_upstream_says():
     }
 
 
-def test_the_tokenizer_gets_a_length_and_forgets_where_it_was_loaded_from():
+def test_tokenizer_config_is_cleaned():
     loose = {"is_local": True, "local_files_only": False, "model_max_length": 10**30, "pad_token": "<p>"}
     assert _clean_tokenizer(loose, 8192) == {"model_max_length": 8192, "pad_token": "<p>"}

@@ -36,13 +36,13 @@ def hub_head(**changes):
     return head | changes
 
 
-def test_the_library_s_layout_is_read():
+def test_read_the_layout_of_speculators():
     head = check_fit(library_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (2, 15, 29), 5)
     assert (head.num_layers, head.draft_vocab_size, head.default_k) == (1, 8192, 5)
 
 
-def test_the_hub_s_layout_is_read():
+def test_read_the_layout_of_the_hub():
     head = check_fit(hub_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (1, 14, 28), None)
     assert (head.num_layers, head.draft_vocab_size, head.mask_token_id) == (4, 32000, 49151)
@@ -53,7 +53,7 @@ def test_a_head_without_a_mask_token_is_eagle3():
     assert read_head(library_head(speculators_model_type="eagle3", mask_token_id=None)).method == "eagle3"
 
 
-def test_a_multimodal_target_is_judged_by_its_text_part():
+def test_multimodal_targets_are_checked_by_their_text_config():
     assert check_fit(library_head(), {"text_config": TARGET}).method == "peagle"
 
 
@@ -84,7 +84,7 @@ def test_a_head_of_another_model_is_refused(make_head, target, reason):
         ({"architectures": ["LlamaForCausalLM"], **TARGET}, "not a drafter head"),
     ],
 )
-def test_what_cannot_draft_here_is_refused_with_the_reason(head, reason):
+def test_unusable_heads_are_refused(head, reason):
     with pytest.raises(DrafterError, match=reason):
         check_fit(head, TARGET)
 
@@ -122,7 +122,7 @@ def without(*names):
 @pytest.mark.parametrize(
     "content", [b"", b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"PK\x03\x04 a zip archive of pickles"]
 )
-def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+def test_other_files_than_safetensors_are_refused(tmp_path, content):
     with pytest.raises(DrafterError, match=r"has no \*\.safetensors"):
         read_shapes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -130,7 +130,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
         read_shapes(tmp_path)
 
 
-def test_whole_heads_pass():
+def test_complete_heads_are_accepted():
     check_weights(SHAPES, facts())
     check_weights(without("mask_hidden"), facts(method="eagle3", mask_token_id=None))
     check_weights(without("lm_head.weight", "d2t"), facts(draft_vocab_size=64))  # shares the target's lm_head
@@ -150,6 +150,6 @@ def test_whole_heads_pass():
         (without("lm_head.weight"), {}, "needs lm_head.weight and d2t"),
     ],
 )
-def test_weights_that_break_the_promise_are_refused(shapes, changes, reason):
+def test_weights_must_match_the_config(shapes, changes, reason):
     with pytest.raises(DrafterError, match=reason):
         check_weights(shapes, facts(**changes))

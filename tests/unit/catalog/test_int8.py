@@ -24,7 +24,7 @@ def make_model(folder, *names, shape=(2, 2)):
     return str(folder)
 
 
-def test_a_target_is_converted_once_and_says_so(target, peagle_home):
+def test_a_target_is_converted_once(target, peagle_home):
     messages: list[str] = []
     folders = [ensure_int8(str(target), announce=messages.append) for _ in range(2)]
     assert len(messages) == 1
@@ -39,7 +39,7 @@ def test_a_target_is_converted_once_and_says_so(target, peagle_home):
     assert weights["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
 
 
-def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path, peagle_home):
+def test_a_failed_conversion_names_the_weight(tmp_path, peagle_home):
     name = "model.layers.0.mlp.up_proj.weight"
     folder = make_model(tmp_path / "m", name)
     save_file({name: torch.full((2, 2), float("nan"))}, tmp_path / "m" / "model.safetensors")
@@ -48,7 +48,7 @@ def test_a_conversion_that_fails_names_the_weight_and_leaves_nothing(tmp_path, p
     assert [path.name for path in (peagle_home / "targets").iterdir()] == [".m-int8.lock"]
 
 
-def test_a_hub_model_is_taken_from_the_client_s_cache(target, peagle_home, monkeypatch):
+def test_a_hub_model_is_read_from_the_cache(target, peagle_home, monkeypatch):
     asked = []
 
     def download(model_id, **options):
@@ -69,7 +69,7 @@ def test_a_hub_model_is_taken_from_the_client_s_cache(target, peagle_home, monke
         (("model.layers.0.mlp.experts.gate_up_proj",), (2, 2, 2), r"in one tensor \(model\.layers\.0\.mlp\.experts"),
     ],
 )
-def test_a_target_without_any_is_refused(tmp_path, names, shape, reason):
+def test_a_target_without_convertible_weights_is_refused(tmp_path, names, shape, reason):
     folder = make_model(tmp_path / "m", *names, shape=shape)
     with pytest.raises(PrecisionError, match=reason) as caught:
         require_convertible(folder, {}, VNNI)
@@ -86,7 +86,7 @@ def test_experts_need_amx_on_a_cpu(target):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{]"])
-def test_weights_that_cannot_be_read_are_named(tmp_path, content):
+def test_unreadable_weights_are_an_error(tmp_path, content):
     folder = make_model(tmp_path / "m", "x")
     (tmp_path / "m" / "model.safetensors").write_bytes(content)
     with pytest.raises(CatalogError, match="its weights cannot be read"):
@@ -126,19 +126,19 @@ def test_linear_layers_are_converted(name):
         "model.audio_tower.layers.0.self_attn.k_proj.weight",
     ],
 )
-def test_everything_else_stays(name):
+def test_other_tensors_are_not_converted(name):
     assert not is_quantisable(name, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_weight_is_off_by_half_a_step_at_most(dtype):
+def test_quantization_error_is_bounded(dtype):
     weight = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     stored, scale = quantize("w", weight)
     assert (stored.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (64, 1))
     assert ((stored * scale - weight.float()).abs() <= scale * 0.5001).all()
 
 
-def test_the_library_of_the_format_reads_the_same_values():
+def test_compressed_tensors_reads_the_same_values():
     from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
     from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.lifecycle.forward import quantize as reference
@@ -151,12 +151,12 @@ def test_the_library_of_the_format_reads_the_same_values():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_by_name(value):
+def test_values_that_are_not_finite_are_refused(value):
     with pytest.raises(ValueError, match=r"model\.x has values that are not finite"):
         quantize("model.x", torch.tensor([[value, 1.0]]))
 
 
-def test_a_folder_keeps_what_is_no_linear_layer_and_says_so(target, tmp_path):
+def test_other_weights_of_a_folder_are_unchanged(target, tmp_path):
     convert(target, tmp_path)
     before, after = load_file(target / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     converted = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
@@ -173,7 +173,7 @@ def test_a_folder_keeps_what_is_no_linear_layer_and_says_so(target, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == others | {"model.safetensors"}
 
 
-def test_a_model_in_several_files_is_converted_file_by_file(tmp_path):
+def test_sharded_models_are_converted_file_by_file(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     out.mkdir()

@@ -64,7 +64,7 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     assert local_path(name) == "openai/gpt-oss-20b"
 
 
-def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub, monkeypatch):
+def test_the_cards_revision_is_loaded(hub, monkeypatch):
     card = load_catalog().find("gpt-oss-20b")
     assert card is not None
     assert resolve_model("gpt-oss-20b").revision == "abc123"
@@ -77,7 +77,7 @@ def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub, monkeypatch):
     assert resolve_model("gpt-oss-20b").revision == "v2"
 
 
-def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub):
+def test_models_are_pinned_to_a_commit(moving_hub):
     moving_hub.push("org/model", FIRST, CONFIG)
     before = resolve_model("org/model")
     assert (before.revision, before.fingerprint) == (FIRST, f"org/model@{FIRST}")
@@ -114,7 +114,7 @@ def test_a_folder_resolves_to_itself(tmp_path, monkeypatch):
         ("/missing/folder/deep", "no such model folder", "ORG/NAME"),
     ],
 )
-def test_nothing_by_that_name(name, message, hint):
+def test_unknown_names_are_refused(name, message, hint):
     with pytest.raises(CatalogError, match=message) as caught:
         resolve_model(name)
     assert hint in caught.value.hint
@@ -128,21 +128,21 @@ def test_nothing_by_that_name(name, message, hint):
         ('{"hidden_size": 4}', "has no num_hidden_layers, vocab_size"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(tmp_path, content, message):
+def test_other_folders_are_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CatalogError, match=message):
         resolve_model(str(tmp_path))
 
 
-def test_a_model_without_a_context_needs_one_stated(tmp_path):
+def test_a_model_without_a_context_length_is_refused(tmp_path):
     model = resolve_model(str(make_model(tmp_path / "m", max_position_embeddings=None)))
     with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
         context_tokens(model)
     assert "max_model_len" in caught.value.hint
 
 
-def test_a_fingerprint_follows_content_and_not_place(tmp_path):
+def test_fingerprints_depend_on_content(tmp_path):
     original = make_model(tmp_path / "a")
     copy = Path(shutil.copytree(original, tmp_path / "b"))
     assert folder_fingerprint(copy) == folder_fingerprint(original)
@@ -151,7 +151,7 @@ def test_a_fingerprint_follows_content_and_not_place(tmp_path):
 
 
 @pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first", "early", "last"])
-def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path, offset):
+def test_fingerprints_depend_on_both_ends_of_a_file(tmp_path, offset):
     folder = make_model(tmp_path / "a")
     before = folder_fingerprint(folder)
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -201,20 +201,20 @@ def test_the_cache_needs_no_network(hub_client):
     assert hub_client.connections == []
 
 
-def test_a_mirror_is_asked_instead_of_the_hub(hub_client, monkeypatch):
+def test_a_mirror_replaces_the_hub(hub_client, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080")
     hub_config("org/m")
     assert hub_client.connections == [("mirror.example", 8080)]
 
 
-def test_without_a_network_the_way_out_is_named(hub_client):
+def test_without_a_network_the_hint_names_the_embedded_model(hub_client):
     hub_client.online = False
     with pytest.raises(CatalogError, match="org/m is not in the local") as caught:
         hub_config("org/m")
     assert "smollm2-135m" in caught.value.hint
 
 
-def test_behind_a_proxy_the_client_decides(hub_client, monkeypatch):
+def test_behind_a_proxy_the_client_is_used(hub_client, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
     hub_client.online = False
     assert hub_config("org/m") == {"hidden_size": 8}
@@ -233,14 +233,14 @@ class Response:
     ("kind", "reason", "hint"),
     [(RepositoryNotFoundError, "no model org/m", "HF_TOKEN"), (GatedRepoError, "gated", "licence")],
 )
-def test_what_the_hub_refuses_is_explained(hub_client, kind, reason, hint):
+def test_hub_errors_have_hints(hub_client, kind, reason, hint):
     hub_client.failure = kind("refused", response=Response())
     with pytest.raises(CatalogError, match=reason) as caught:
         hub_config("org/m")
     assert hint in caught.value.hint
 
 
-def test_a_branch_is_at_the_commit_that_the_hub_says(moving_hub):
+def test_commits_of_branches_come_from_the_hub(moving_hub):
     moving_hub.push("org/m", FIRST, {})
     moving_hub.push("org/m", SECOND, {}, branch="v2")
     assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
@@ -249,7 +249,7 @@ def test_a_branch_is_at_the_commit_that_the_hub_says(moving_hub):
     assert moving_hub.asked == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
 
 
-def test_without_a_network_a_branch_is_where_the_cache_has_it(moving_hub):
+def test_commits_of_branches_come_from_the_cache_offline(moving_hub):
     moving_hub.push("org/m", FIRST, {})
     hub_commit("org/m")
     moving_hub.push("org/m", SECOND, {})

@@ -30,7 +30,7 @@ def test_every_machine_with_the_accelerator_is_compared():
     assert hours[8] == pytest.approx((2e9 / (8 * 23_329) + 300 + 180) / 3600)
 
 
-def test_the_user_says_where():
+def test_region_and_provider_can_be_set():
     found = plan(provider="lambda", market="on_demand")
     assert {one["place"] for one in found["options"]} == {"lambda us-east-1"}
     with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
@@ -38,13 +38,13 @@ def test_the_user_says_where():
     assert "--instance-types" in refused.value.hint
 
 
-def test_another_accelerator_is_refused_with_what_to_measure():
+def test_other_accelerators_are_refused_with_a_command():
     with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as refused:
         plan(instance_types="p5.48xlarge")
     assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in refused.value.hint
 
 
-def test_what_is_not_published_is_asked_for_or_refused():
+def test_values_without_published_figures_must_be_stated():
     with pytest.raises(ConfigError, match="has no start time of an engine") as refused:
         plan(start_s=None)
     assert refused.value.hint == "set --start-s"
@@ -52,7 +52,7 @@ def test_what_is_not_published_is_asked_for_or_refused():
         plan(max_tpot_ms=20)
 
 
-def test_our_own_report_beside_it_is_compared(sweep):
+def test_published_and_measured_speeds_are_compared(sweep):
     cells = [{"method": "peagle", "k": 7, "concurrency": 128, "output_tokens_per_s": 20_000.0}]
     ours = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
     found = plan(measured=[ours, QWEN], market="on_demand")
@@ -69,7 +69,7 @@ def machine(**changes):
 SPOT = {"interruptions_per_h": 0.05, "lost_s": 60.0, "replace_s": 300.0}
 
 
-def test_without_interruptions_it_is_start_and_work():
+def test_estimate_without_interruptions():
     found = estimate(machine(), 2, 720_000, provision_s=180)
     assert found is not None
     assert found.wall_s == pytest.approx(180 + 100 + 3600)
@@ -78,7 +78,7 @@ def test_without_interruptions_it_is_start_and_work():
     assert found.usd_per_million_tokens == pytest.approx(7.4 / 0.72)
 
 
-def test_interruptions_cost_starts_work_and_waiting():
+def test_estimate_with_interruptions():
     found = estimate(machine(**SPOT), 1, 360_000)
     assert found is not None
     assert found.device_s.total == pytest.approx(3708.0, abs=0.1)  # the head of estimate.py
@@ -86,7 +86,7 @@ def test_interruptions_cost_starts_work_and_waiting():
     assert found.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
 
 
-def test_devices_without_an_engine_are_paid_for_as_idle():
+def test_devices_without_an_engine_are_idle():
     price = Price.fixed(usd_per_hour=3.6, device="accelerator", num_devices=3)
     found = estimate(Machine(price=price, num_engines=1, devices_per_engine=2, tokens_per_s=100, start_s=0), 1, 1e5)
     assert found is not None
@@ -95,7 +95,7 @@ def test_devices_without_an_engine_are_paid_for_as_idle():
 
 
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
-def test_the_fewest_machines_are_in_time_and_one_fewer_is_not(changes):
+def test_machines_for_is_minimal(changes):
     one = machine(**changes)
     num = machines_for(one, 50e6, 7200, provision_s=180)
     assert num is not None
@@ -106,7 +106,7 @@ def test_the_fewest_machines_are_in_time_and_one_fewer_is_not(changes):
         assert (found.wall_s <= 7200 + 1e-6) is is_in_time
 
 
-def test_a_service_pays_for_no_machine_that_is_being_replaced():
+def test_a_service_does_not_pay_during_replacements():
     one = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert one.wall_per_paid == 2
     assert one.sustained_tokens_per_s == 50

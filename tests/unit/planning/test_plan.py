@@ -23,7 +23,7 @@ def plan(sweep, prices):
     return plan
 
 
-def test_the_cheapest_fleet_that_is_in_time(plan):
+def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
     # 400 tokens/s a machine, 8 h less 280 s: 11.4 M tokens each; spot is a quarter of the price, here.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
@@ -33,7 +33,7 @@ def test_the_cheapest_fleet_that_is_in_time(plan):
     assert 0 < chosen["lost_share"] < 0.02
 
 
-def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan):
+def test_a_latency_limit_chooses_the_drafter(plan):
     found = plan(max_tpot_ms=22)
     assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
     by_factor = {row["factor"]: row for row in found["sensitivity"]}
@@ -43,13 +43,13 @@ def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan):
     assert min(row["acceptance_length"] for row in found["sensitivity"]) >= 1
 
 
-def test_the_break_even_is_where_no_speculation_is_as_cheap(plan):
+def test_break_even_acceptance_length(plan):
     # At 1.6 it makes 50 tokens/s, and the best without within 30 ms makes 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
 
-def test_rows_and_lengths_beyond_a_limit_say_so(plan):
+def test_sensitivity_names_exceeded_limits(plan):
     found = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
     by_factor = {row["factor"]: row["beyond"] for row in found["sensitivity"]}
     assert by_factor == {
@@ -66,7 +66,7 @@ def test_rows_and_lengths_beyond_a_limit_say_so(plan):
     assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
-def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan):
+def test_a_service_has_machines_and_dollars_per_hour(plan):
     found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
@@ -79,7 +79,7 @@ def test_another_machine_with_the_same_accelerator_can_be_priced(plan):
     assert (chosen["instance_type"], chosen["num_machines"], chosen["num_engines"]) == ("box-8", 1, 8)
 
 
-def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan, tmp_path):
+def test_benchmark_reports_are_read(plan, tmp_path):
     from peagle.economics.prices import Price
 
     price = Price.fixed(usd_per_hour=0.1, device="vcpu", num_devices=2).to_dict()
@@ -106,7 +106,7 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan, t
         {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
     ],
 )
-def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said, plan, tmp_path):
+def test_caveats_of_a_benchmark_are_in_the_plan(said, plan, tmp_path):
     report = said | {
         "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
@@ -118,7 +118,7 @@ def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said, plan, tmp_pat
     assert "a head" not in text
 
 
-def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan, sweep, tmp_path):
+def test_an_engine_larger_than_its_machine_is_refused(plan, sweep, tmp_path):
     from peagle.economics.prices import Price, PriceTable
 
     cell = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0, "start_s": 60.0}
@@ -140,7 +140,7 @@ def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan, swe
 
 
 @pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
-def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price, plan, tmp_path):
+def test_unpriced_reports_need_an_instance_type(price, plan, tmp_path):
     from peagle.economics.prices import Price
 
     report = {
@@ -157,7 +157,7 @@ def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price, plan,
             plan(measured=[file], within=None, instance_types=other)
 
 
-def test_a_lookups_speed_does_not_follow_its_length(plan, sweep):
+def test_lookups_have_no_sensitivity(plan, sweep):
     cells = [
         {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 40.0},
         {"method": "ngram", "k": 3, "concurrency": 1, "output_tokens_per_s": 46.0, "acceptance_length": 3.0},
@@ -177,7 +177,7 @@ def test_a_lookups_speed_does_not_follow_its_length(plan, sweep):
         ({"max_ttft_ms": 500}, "no measurement is within"),
     ],
 )
-def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys, message, plan):
+def test_impossible_goals_are_refused_with_reasons(keys, message, plan):
     with pytest.raises(ConfigError, match=message) as refused:
         plan(**keys)
     assert "allow more time" in refused.value.hint
@@ -192,7 +192,7 @@ def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys, message, plan):
         ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )
-def test_a_machine_that_cannot_be_priced_is_refused(keys, kind, message, hint, plan):
+def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
     with pytest.raises(kind, match=message) as refused:
         plan(**keys)
     assert hint in refused.value.hint
@@ -237,13 +237,13 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys, kind, message, hint, p
         ({"start_s": None}, "has no start time of an engine"),
     ],
 )
-def test_a_sweep_that_is_wrong_is_named_with_what_is(changes, message, sweep, plan):
+def test_invalid_sweeps_are_refused(changes, message, sweep, plan):
     with pytest.raises(ConfigError, match=message) as refused:
         plan(measured=[sweep(**changes)])
     assert refused.value.hint
 
 
-def test_each_of_several_files_is_priced_where_it_was_measured(plan, sweep):
+def test_several_files_are_priced_separately(plan, sweep):
     little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
     found = plan(measured=files, instance_types="box-2,small-2", within=None)
@@ -256,7 +256,7 @@ def test_each_of_several_files_is_priced_where_it_was_measured(plan, sweep):
     assert "little.json was" in refused.value.message
 
 
-def test_the_text_says_of_which_file_and_precision_the_choice_is(plan, sweep, tmp_path):
+def test_text_names_file_and_precision(plan, sweep, tmp_path):
     report = {
         "model": "m", "labels": [], "price": None, "precision": "fp8 weights, fp8 KV cache",
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"}, "engine": {"tensor_parallel_size": 1},
@@ -290,12 +290,12 @@ def test_the_text_says_of_which_file_and_precision_the_choice_is(plan, sweep, tm
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(keys, message):
+def test_invalid_options_are_refused(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         PlanConfig(**({"measured": ["x.json"]} | keys))
 
 
-def test_the_command_prints_the_plan_and_writes_it(sweep, prices, tmp_path, capsys):
+def test_plan_command(sweep, prices, tmp_path, capsys):
     arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
     assert command(["plan", *arguments, "--max-tpot-ms", "22", "--json", str(tmp_path / "p.json")]) == 0
     printed = capsys.readouterr().out
@@ -318,7 +318,7 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [QWEN, HUB_ID])
-def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name):
+def test_published_speeds_are_a_sweep(name):
     (sweep,) = read_sweeps([Path(name)])
     assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
     assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
@@ -332,7 +332,7 @@ def test_a_models_published_speeds_are_a_sweep_of_an_accelerator(name):
     assert "https://aws.amazon.com/" in label
 
 
-def test_the_benchmark_elsewhere_has_the_same_cells_for_the_heads_that_there_are():
+def test_remeasure_command_has_the_same_cells():
     assert read_sweep(Path(QWEN)).remeasure == (
         f"peagle bench --model {QWEN} --precision fp8 --methods none,peagle -k 3,7,11 --concurrency 1,4,8,32,128"
     )
@@ -342,7 +342,7 @@ def test_the_benchmark_elsewhere_has_the_same_cells_for_the_heads_that_there_are
     ("name", "message"),
     [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
 )
-def test_what_is_neither_names_the_models_with_published_speeds(name, message):
+def test_unknown_files_and_models_are_refused(name, message):
     with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
         read_sweep(Path(name))
     assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

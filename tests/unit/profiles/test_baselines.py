@@ -19,7 +19,7 @@ def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
     )  # fmt: skip
 
 
-def test_cells_give_the_steps_of_concurrencies_that_were_measured_with_and_without(cells):
+def test_baseline_of_cells_by_concurrency(cells):
     assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
     timed = [
         cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.drafts else 1), "spread": 0.04})
@@ -34,7 +34,7 @@ def test_cells_give_the_steps_of_concurrencies_that_were_measured_with_and_witho
     assert baseline_of_cells(timed, "eagle3", 3, "here") is None
 
 
-def test_a_table_says_the_same_as_its_break_evens_and_the_benchmark_it_is_from():
+def test_baseline_of_a_table_equals_its_benchmark():
     (table,) = load_catalog().get("smollm2-135m").steps
     found, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
     assert found is not None
@@ -49,7 +49,7 @@ def test_a_table_says_the_same_as_its_break_evens_and_the_benchmark_it_is_from()
     assert between.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
 
 
-def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one():
+def test_a_benchmark_applies_to_its_heads_and_model():
     measured = read_benchmark(MEASURED)
     assert measured.baseline(session(k=0)) is None, "it measured that head at several K"
     assert measured.baseline(session(k=9)) is None
@@ -73,7 +73,7 @@ def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one()
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path, content, message):
+def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
@@ -81,7 +81,7 @@ def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path, content, mess
         read_benchmark(path)
 
 
-def test_drafts_break_even_where_a_token_takes_as_long_as_without_them(cell, cells):
+def test_break_evens_by_hand(cell, cells):
     assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}

@@ -27,7 +27,7 @@ def changed(file):
     return change
 
 
-def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file, profile):
+def test_profile_round_trip(file, profile):
     assert read_profile(file) == profile
     assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 at once.\n# peagle generate --profile")
     assert profile.chosen == profile.measurements[0]
@@ -42,7 +42,7 @@ def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file, profile)
         ("- a", "peagle_profile is missing"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(text, message, tmp_path):
+def test_other_files_are_not_profiles(text, message, tmp_path):
     if text is not None:
         (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
@@ -63,12 +63,12 @@ def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(text, message,
         (lambda d: d.update(mine=1), "mine: Extra inputs"),
     ],
 )
-def test_a_damaged_profile_is_refused_by_what_is_wrong(edit, message, changed):
+def test_invalid_profiles_are_refused(edit, message, changed):
     with pytest.raises(ConfigError, match=message):
         read_profile(changed(edit))
 
 
-def test_keys_of_the_profile_hold_where_the_user_says_nothing(file):
+def test_profile_completes_the_options(file):
     keys = EngineKeys(profile=file, max_model_len=512)
     assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("peagle", 3, 4)
     assert (keys.max_num_batched_tokens, keys.max_model_len) == (2048, 512)
@@ -82,7 +82,7 @@ def test_keys_of_the_profile_hold_where_the_user_says_nothing(file):
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_half_of_a_choice_is_not_taken(said, expected, file):
+def test_related_options_are_replaced_together(said, expected, file):
     keys = EngineKeys(profile=file, **said)
     assert {name: getattr(keys, name) for name in expected} == expected
 
@@ -93,7 +93,7 @@ def test_a_profile_of_another_target_is_refused(file):
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
 
 
-def test_a_folder_is_the_same_target_by_any_of_its_names(changed, tmp_path, monkeypatch):
+def test_a_folder_target_has_several_names(changed, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
     file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))

@@ -69,7 +69,7 @@ def run(tmp_path, write_jsonl):
     return run
 
 
-def test_the_fastest_is_found_and_written_as_keys_of_a_run(run, tmp_path):
+def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
     start = Starter({0: SLOW, 2: FAST, 4: SLOW})
     profile = run(start)
     assert start.ks[:3] == [0, 2, 4]
@@ -88,7 +88,7 @@ def test_the_fastest_is_found_and_written_as_keys_of_a_run(run, tmp_path):
     assert (tmp_path / "out" / "profile.yaml").exists()
 
 
-def test_no_speculation_is_said_when_that_is_the_answer(run):
+def test_no_speculation_can_be_the_result(run):
     profile = run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
     assert profile.engine["drafter"] == "none"
     assert "num_speculative_tokens" not in profile.engine
@@ -96,7 +96,7 @@ def test_no_speculation_is_said_when_that_is_the_answer(run):
     assert profile.tuned.acceptance_length is None
 
 
-def test_finer_points_reach_its_engines_and_its_profile(run):
+def test_engine_options_reach_engines_and_profile(run):
     finer = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
     start = Starter({0: SLOW, 2: FAST})
     engine = run(start, num_speculative_tokens="2", precision="bf16", **finer).engine
@@ -105,7 +105,7 @@ def test_finer_points_reach_its_engines_and_its_profile(run):
     assert {name: engine[name] for name in finer} == {**finer, "engine_args": {"block_size": 32}}
 
 
-def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run, tmp_path):
+def test_a_killed_tuning_resumes(run, tmp_path):
     speeds = {0: SLOW, 2: FAST, 4: SLOW}
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
@@ -124,7 +124,7 @@ def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run, tmp_path):
     assert last.specs == []
 
 
-def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run):
+def test_a_spent_budget_ends_with_the_best_result(run):
     said: list[str] = []
     profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
     assert {cell.method for cell in profile.measurements} == {"none"}
@@ -136,7 +136,7 @@ def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run):
     assert more.ks[0] in (0, 2)
 
 
-def test_a_latency_limit_excludes_what_is_faster_in_all(run):
+def test_a_latency_limit_excludes_faster_configurations(run):
     # 40 ms a token are more than the limit, whatever the tokens/s of many at once.
     class ByLoad(FakeEngine):
         running = 0
@@ -160,12 +160,12 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run):
     assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
 
 
-def test_limits_that_nothing_meets_are_an_error_that_names_the_nearest(run):
+def test_impossible_limits_are_an_error(run):
     with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
         run(Starter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
 
 
-def test_an_engine_that_does_not_start_is_named_and_left_out(run):
+def test_a_failed_engine_is_excluded(run):
     said: list[str] = []
     profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), said)
     assert profile.engine.get("num_speculative_tokens") != 2
@@ -174,7 +174,7 @@ def test_an_engine_that_does_not_start_is_named_and_left_out(run):
 
 
 @pytest.mark.parametrize("all_die", [False, True])
-def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die, run):
+def test_a_crashed_engine_keeps_its_passes(all_die, run):
     class Crowded(FakeEngine):
         running = 0
 
@@ -197,7 +197,7 @@ def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die, run):
     assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
 
 
-def test_progress_tells_what_is_left(run):
+def test_progress_has_the_remaining_time(run):
     said: list[str] = []
     run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said)
     assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in said)
@@ -206,7 +206,7 @@ def test_progress_tells_what_is_left(run):
     assert all(line.endswith(" left") for line in passes)
 
 
-def test_token_slots_and_precisions_are_engines_of_their_own(run):
+def test_token_slots_and_precisions_have_separate_engines(run):
     start = Starter({0: FAST, 2: SLOW})
     keys = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
     profile = run(start, **keys)
@@ -224,7 +224,7 @@ def test_token_slots_and_precisions_are_engines_of_their_own(run):
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )
-def test_what_changes_a_figure_is_refused_with_the_difference(change, named, run):
+def test_another_fingerprint_is_refused(change, named, run):
     refused = Starter({})
     run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
     with pytest.raises(ConfigError, match=named):
@@ -246,7 +246,7 @@ def test_what_changes_a_figure_is_refused_with_the_difference(change, named, run
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_an_engine_starts(keys, kind, message, hint, run):
+def test_invalid_options_are_refused_before_an_engine_starts(keys, kind, message, hint, run):
     start = Starter({})
     with pytest.raises(kind, match=message) as refused:
         run(start, **keys)
@@ -254,7 +254,7 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(keys, kind, message, 
     assert start.specs == []
 
 
-def test_a_pass_goes_on_in_the_sample_where_the_one_before_ended():
+def test_repeats_use_the_next_prompts():
     sample = [BenchPrompt(token_ids=[n], category=None) for n in range(10)]
 
     def ids(repeat):

@@ -64,7 +64,7 @@ def hill(engine, concurrency):
     return {1: 40 * gain, 4: 200 * gain, 16: 210 * (2 - gain)}[concurrency]
 
 
-def test_the_whole_grid_is_measured_once_and_the_two_best_again():
+def test_the_grid_then_the_finalists_are_measured():
     surface = Surface(hill)
     assert surface.run() == candidate("k5", 4)
     assert surface.passes == {
@@ -72,7 +72,7 @@ def test_the_whole_grid_is_measured_once_and_the_two_best_again():
     }  # fmt: skip
 
 
-def test_an_engine_is_started_once_for_all_its_concurrencies():
+def test_one_start_serves_all_concurrencies():
     surface = Surface(hill)
     surface.run()
     assert surface.starts[:4] == list(ENGINES)
@@ -81,13 +81,13 @@ def test_an_engine_is_started_once_for_all_its_concurrencies():
 
 
 @pytest.mark.parametrize(("plain", "num_finalists"), [(1.25, 3), (0.9, 2)])
-def test_the_best_without_a_drafter_is_a_finalist_if_it_is_close(plain, num_finalists):
+def test_a_close_candidate_without_a_drafter_is_a_finalist(plain, num_finalists):
     surface = Surface(lambda engine, at: hill(engine, at) * (plain if engine == "none" and at == 4 else 1.0))
     surface.run()
     assert sum(number == FINAL_PASSES for number in surface.passes.values()) == num_finalists
 
 
-def test_a_drafter_has_to_win_by_two_percent():
+def test_a_drafter_must_win_by_two_percent():
     def level(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
@@ -105,7 +105,7 @@ def test_the_budget_is_kept(budget_s):
     assert surface.turns
 
 
-def test_a_candidate_beyond_a_limit_loses_to_every_one_within():
+def test_candidates_within_limits_have_priority():
     over = Surface(hill, over=lambda one: 0.1 if one.concurrency == 4 else 0.0)
     best = over.run()
     assert best is not None
