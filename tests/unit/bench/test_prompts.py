@@ -93,9 +93,7 @@ class Asked(Exception):  # noqa: N818 - no error, but the end of what a test is 
         (evaluate, EvaluateConfig, {"drafter": ["org/head"]}),
     ],
 )
-def test_tokenizer_and_engines_use_the_same_revision(
-    moving_hub, write_jsonl, measure, config, keys
-):
+def test_tokenizer_and_engines_use_the_same_revision(moving_hub, write_jsonl, measure, config, keys):
     moving_hub.push("org/model", FIRST, TARGET)
     moving_hub.push("org/head", FIRST, HEAD | {"speculators_model_type": "peagle"})
 
