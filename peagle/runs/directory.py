@@ -43,7 +43,7 @@ from peagle.runs.lease import FOLDER as LEASE_FOLDER
 from peagle.runs.lease import Holding
 from peagle.runs.logs import logs_folder
 from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
-from peagle.runs.stopping import StopWord
+from peagle.runs.stopping import StopSignal
 from peagle.runs.suspects import stale_notes
 from peagle.storage import Place, is_remote, make_folder, open_to_read, place, require_usable, write_atomic, write_once
 
@@ -83,7 +83,7 @@ class RunDirectory:
     def __init__(self, root: str | Place, *, driver: int = 0) -> None:
         self.root = place(root)
         self.driver = driver
-        self.stop = StopWord(self.root / LEASE_FOLDER, driver)
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
@@ -119,7 +119,7 @@ class RunDirectory:
     def hold(self, lease: Holding) -> None:
         """Make this process the run's driver."""
         self.lease, self.driver = lease, lease.number
-        self.stop = StopWord(self.root / LEASE_FOLDER, lease.number)
+        self.stop = StopSignal(self.root / LEASE_FOLDER, lease.number)
 
     def require_lease(self) -> None:
         """Check that this driver still has its lease.

@@ -20,7 +20,7 @@ from peagle.runs.lease import taken_over
 from peagle.runs.plan import WorkUnit, chunks, longest_first, unit_from_json, unit_to_json
 from peagle.runs.prepare import prepare_unit
 from peagle.runs.progress import RunProgress
-from peagle.runs.rows import given_back, packed, require_storable
+from peagle.runs.rows import encode_rows, require_storable, unfinished_unit
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.resolve import Run
 from pipelines.batch.session import Admission, work_by_unit
@@ -177,9 +177,9 @@ def prepare_units(batch: pa.Table, *, run: Run) -> Iterator[pa.Table]:
     builder = run.request_builder()
     for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
         if run.directory.stop.grace_s() is not None:
-            yield packed(given_back(unit))
+            yield encode_rows(unfinished_unit(unit))
             return
-        yield packed(prepare_unit(unit, run.plan.schema, builder))
+        yield encode_rows(prepare_unit(unit, run.plan.schema, builder))
 
 
 def _admission(run: Run) -> Admission | None:

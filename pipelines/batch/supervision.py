@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.economics.prices import Price
+from peagle.economics.report.figures import format_usd
 from peagle.economics.sessions import start_warnings
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.draws import TagDraw
-from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached
+from peagle.runs.limits import Limits, Reached, Situation, parse_deadline, reached
 from peagle.runs.liveness import engines_at_work, tokens_per_s
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
@@ -174,7 +175,7 @@ class Supervisor:
         command = resume_command(self._request.command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
-            f"  {rows_left} of {self._run.plan.num_rows} rows are left, {dollars(self.tally.usd)} spent in all",
+            f"  {rows_left} of {self._run.plan.num_rows} rows are left, {format_usd(self.tally.usd)} spent in all",
             hint=f"{ending.advice}: {command}",
         )
 

@@ -22,7 +22,7 @@ from peagle.engine.interface import Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
 from peagle.errors import EngineError
 from peagle.requests.prompts import RowError
-from peagle.runs.rows import PreparedUnit, is_given_back, unpacked
+from peagle.runs.rows import PreparedUnit, decode_rows, is_unfinished
 from peagle.runs.stopping import GraceClock
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
@@ -78,8 +78,8 @@ class EngineWorker:
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; while the run stops, return without doing so."""
         self._watchdog.watch_loop()
-        table = unpacked(batch)
-        if is_given_back(table) or self._watchdog.is_stopping():
+        table = decode_rows(batch)
+        if is_unfinished(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
         if self._check is None:  # here, because vLLM is bound to the loop of its first request

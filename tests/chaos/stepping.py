@@ -24,7 +24,7 @@ from peagle.engine.interface import RequestRefused
 from peagle.runs import lease
 from peagle.runs.plan import WorkUnit
 from peagle.runs.prepare import prepare_unit
-from peagle.runs.rows import packed
+from peagle.runs.rows import encode_rows
 from pipelines.batch import session, streaming
 from pipelines.batch.resolve import Run
 from pipelines.batch.worker import EngineWorker
@@ -176,7 +176,7 @@ class _InProcess:
         worker = EngineWorker(self._run.for_stages())
         builder = self._run.request_builder()
         for unit in self._units:
-            prepared = packed(prepare_unit(unit, self._run.plan.schema, builder))
+            prepared = encode_rows(prepare_unit(unit, self._run.plan.schema, builder))
             yield from loop.run_until_complete(self._receipts(worker, prepared))
         worker._session.end()
 

@@ -12,7 +12,7 @@ from peagle.hardware import Hardware
 from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.export import export
 from peagle.runs.plan import make_plan, unit_to_json
-from peagle.runs.rows import PreparedUnit, require_storable, unpacked
+from peagle.runs.rows import PreparedUnit, decode_rows, require_storable
 from peagle.speculation import SpeculationStats
 from peagle.storage import open_to_read
 from pipelines.batch.config import GenerateConfig
@@ -40,7 +40,7 @@ class Carried:
         self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
         self.plan = self.run.plan()
         batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
-        self.prepared = [PreparedUnit(unpacked(one)) for one in prepare_units(batch, run=resolved.for_stages())]
+        self.prepared = [PreparedUnit(decode_rows(one)) for one in prepare_units(batch, run=resolved.for_stages())]
         for unit in self.prepared:
             self._commit(unit)
 

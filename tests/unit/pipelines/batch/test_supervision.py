@@ -129,7 +129,7 @@ def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_l
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:
         supervisor.require_room()
-    assert "the budget of $0.0010 is reached" in stopped.value.message
+    assert "the budget of $0.00100 is reached" in stopped.value.message
     words = stopped.value.hint.split()
     assert words[-2] == "--budget-usd"
     assert words.count("--budget-usd") == 1
@@ -189,7 +189,7 @@ def test_what_a_run_may_cost_can_grow_while_it_is_at_work(start):
     assert supervisor.ending is None
     allowance.usd = 0.002
     supervisor.observe()
-    assert "the budget of $0.0020 is reached" in supervisor.ending.message
+    assert "the budget of $0.00200 is reached" in supervisor.ending.message
 
 
 def test_what_may_start_at_once_has_to_fit_into_the_budget(start):

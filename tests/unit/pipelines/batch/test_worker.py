@@ -15,7 +15,7 @@ from peagle.errors import EngineError
 from peagle.runs.meter import is_lent
 from peagle.runs.plan import make_plan
 from peagle.runs.prepare import prepare_unit
-from peagle.runs.rows import packed
+from peagle.runs.rows import encode_rows
 from pipelines.batch import engine_start, watchdog, worker
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.engine_start import StartedEngine, start_engine
@@ -68,7 +68,7 @@ class Scene:
 
     async def call(self, made, unit):
         plan = self.resolved.plan
-        batch = packed(prepare_unit(plan.units[unit], plan.schema, self.resolved.request_builder()))
+        batch = encode_rows(prepare_unit(plan.units[unit], plan.schema, self.resolved.request_builder()))
         return [receipt async for receipt in made(batch)]
 
     def counts(self, unit):
