@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from peagle.catalog.cards import StepTable
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.step_times import StepTable
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable

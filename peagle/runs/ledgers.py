@@ -15,11 +15,9 @@ from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions,
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
-from peagle.economics.sessions import EngineFacts, session_at
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import Work
+from peagle.economics.usage import EngineFacts, EngineSession, Work, session_at
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path

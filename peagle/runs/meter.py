@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession
+from peagle.economics.usage import EngineFacts, EngineSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from peagle.economics.baseline import Baseline
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import EngineFacts
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import check_schema

@@ -14,8 +14,7 @@ from typing import Any
 
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_usd
-from peagle.economics.sessions import start_warnings
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.draws import TagDraw

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peagle.catalog.int8_weights import quantization_config
+from peagle.catalog.int8 import quantization_config
 from peagle.catalog.local import localize
 from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args

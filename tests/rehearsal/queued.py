@@ -121,7 +121,7 @@ def _of_bench(keys: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, A
 
 
 def _check_training(config: Any) -> None:
-    from peagle.drafter.checks import check_training
+    from peagle.drafter.pipeline import check_training
 
     for prompts in config.prompts:
         Path(prompts).stat()

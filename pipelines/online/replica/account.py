@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.online.serve.sequences import Sequences

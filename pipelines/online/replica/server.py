@@ -17,7 +17,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.catalog.local import local_spec
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
