@@ -62,11 +62,7 @@ class Served:
 
 
 def build(arguments: ServeConfig) -> Any:
-    """Return the application for Serve's CLI: `import_path: pipelines.online.app:build`.
-
-    Raises:
-        PeagleError: invalid configuration, or the cluster has no token.
-    """
+    """Return the application for Serve's CLI: `import_path: pipelines.online.app:build`."""
     if arguments.tls_cert is not None:
         raise ConfigError(
             "tls_cert: an application cannot configure Serve's proxy",
@@ -95,11 +91,7 @@ def _inspect(config: ServeConfig) -> Hardware:
 
 
 def prepare_batches(config: ServeConfig) -> None:
-    """Create the folder of batches, if configured.
-
-    Raises:
-        ConfigError: not writable, or the file system allows two writers to create the same file.
-    """
+    """Create the folder of batches, if configured."""
     if config.batches is not None:
         BatchStore(config.batches).prepare()
 
@@ -107,12 +99,7 @@ def prepare_batches(config: ServeConfig) -> None:
 def resolve(
     config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
 ) -> list[Served]:
-    """Resolve all models.
-
-    Raises:
-        ConfigError: invalid configuration.
-        CapacityError: the maximum numbers of engines do not fit together (`placements`).
-    """
+    """Resolve all models, and check that their engines fit together."""
     placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
     for keys in config.served:
@@ -127,11 +114,7 @@ def resolve(
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
-    """Return the price of the endpoint's engines, which must match its ledger.
-
-    Raises:
-        PriceError: unknown, or for another kind of device than the engines or the ledger have.
-    """
+    """Return the price of the endpoint's engines, which must match their devices and its ledger."""
     price = resolve_price(config, hardware)
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.keys.served_name}")
@@ -146,11 +129,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
 
 
 def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
-    """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM.
-
-    Raises:
-        ConfigError: the endpoint would be open to others without keys, or has no matching price.
-    """
+    """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM."""
     from ray import serve
     from ray.serve.llm import build_llm_deployment
 
@@ -201,11 +180,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
 
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
-    """Return the settings of the gate.
-
-    Raises:
-        ConfigError: there are no keys and the address is not local, or the budgets cannot be read.
-    """
+    """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
     read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
@@ -239,7 +214,6 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 
 def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> Any:
-    """Return the configuration of a model's replicas."""
     from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 

@@ -26,31 +26,28 @@ from peagle.errors import shown
 from peagle.private import keep_private
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.cluster.metrics import exported
-from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.batches.work import RayRunner
 from pipelines.online.cost import CostView, asked_period
-from pipelines.online.errors import ApiError, from_validation
+from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death, is_engine_unavailable
 from pipelines.online.gateway.budget_watch import BudgetWatch
 from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.keys import KeyRing
+from pipelines.online.gateway.keys import KeyRing, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
-from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
-from pipelines.online.serve.exceptions import from_exception, is_engine_death, is_engine_unavailable
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Make the application answer with OpenAI's errors."""
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer)
 
@@ -197,15 +194,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         }
 
     async def page(self) -> Response:
-        """Return the web page."""
         return get_page()
 
     async def page_file(self, name: str) -> Response:
-        """Return a file of the web page."""
         return get_page(name)
 
     async def schema(self, request: Request) -> JSONResponse:
-        """Return the OpenAPI schema."""
         schema = await asyncio.to_thread(request.app.openapi)
         prefix = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
@@ -231,12 +225,9 @@ def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSetti
 
 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
-    """Return an engine's answer.
+    """Return an engine's answer; any failure is an ApiError.
 
     A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
-
-    Raises:
-        ApiError: for any failure; Ray's application would answer some of its errors in plain text.
     """
     asked_at, note, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
     assert note is not None, "the gate sets it on routes that engines answer"
@@ -286,7 +277,6 @@ def _again(request: Request, context: Context) -> Request:
 
 
 def make_ingress(settings: GateSettings) -> Any:
-    """Return the class of the ingress deployment."""
     return make_fastapi_ingress(PeagleIngress, endpoint_map=_routes(settings), app=make_app(settings))
 
 
@@ -315,5 +305,4 @@ def _crash_counter() -> Any:
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:
-    """Return the routes by the names of their handlers."""
     return _ROUTES | (_OF_SAGEMAKER if settings.is_behind_sagemaker else {})

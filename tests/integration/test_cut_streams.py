@@ -151,7 +151,7 @@ def answered(replica, monkeypatch, *events, error):
     ],
 )
 def test_python_errors_of_vllm_have_its_status_and_not_their_text(replica, tmp_path, monkeypatch, error, code, type):
-    from pipelines.online.serve.exceptions import from_exception
+    from pipelines.online.errors import from_exception
 
     used, answer = answered(replica, monkeypatch, error=error)
     assert (used.text, used.reported["usage"]["completion_tokens"]) == ("", 0)

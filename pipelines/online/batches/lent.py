@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from peagle.engine.interface import FAILED, Generation, RequestFailed, RequestRefused
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
-from pipelines.online.serve.exceptions import from_exception
+from pipelines.online.errors import from_exception
 from pipelines.online.wire import BorrowedReply, BorrowedRequest
 
 _AGAIN_S = 0.25  # an attempt takes a few ms of CPU in both processes

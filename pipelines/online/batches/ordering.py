@@ -38,13 +38,10 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve room for a file until its record is written or the upload has failed.
+        """Reserve room for a file until its record is written or the upload has failed. Raises 413 if there is none.
 
         Yields a function that writes the record in a thread. If the client disconnects, the thread continues and keeps
         the reservation.
-
-        Raises:
-            ApiError: 413, quota exceeded.
         """
         self._arrive(key, num_bytes, 1)
         doing: list[asyncio.Task[Any]] = []
@@ -63,11 +60,7 @@ class Quota:
                 self._arrive(key, -num_bytes, -1)
 
     def require_room(self, key: KeyRecord) -> None:
-        """Require room for the outputs of another batch.
-
-        Raises:
-            ApiError: 413, quota exceeded.
-        """
+        """Require room for the outputs of another batch."""
         self._require(key, num_bytes=1, num_files=1)
 
     def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
@@ -123,7 +116,6 @@ class NewBatch(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
     def to_request(self, key: KeyRecord, now: float, expires_at: float) -> BatchRequest:
-        """Return the record of a new batch of this key."""
         expires = self.output_expires_after
         return BatchRequest(
             id=new_id(BATCH_PREFIX),
@@ -139,11 +131,7 @@ class NewBatch(BaseModel):
 
 
 def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
-    """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files.
-
-    Raises:
-        ApiError: 400 or 422, with the invalid field.
-    """
+    """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files."""
     upload, purpose = form.get("file"), form.get("purpose")
     if upload is None or isinstance(upload, str):
         raise _no_file()
@@ -168,12 +156,9 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
 
 
 def require_form(content_type: str) -> None:
-    """Refuse bodies other than UTF-8 multipart forms.
+    """Refuse bodies other than UTF-8 multipart forms (400 or 415).
 
     Other bodies would be held in memory as a whole, and some of Python's encodings take minutes to decode.
-
-    Raises:
-        ApiError: 400 or 415.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -213,11 +198,7 @@ class BatchCreator:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
-        """Create a batch in a thread; one at a time per key.
-
-        Raises:
-            ApiError: as `create_now`.
-        """
+        """Create a batch in a thread; one at a time per key."""
         async with self._turns[key.name]:
             return await in_thread(self.create_now, body, key, idempotency_key)
 

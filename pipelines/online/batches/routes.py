@@ -32,11 +32,7 @@ Item = TypeVar("Item", bound=_Shown)
 
 
 def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list.
-
-    Raises:
-        ApiError: `after` is not in the list.
-    """
+    """Return a page of a list."""
     begin = 0 if after is None else _index(items, after) + 1
     shown = [item.show() for item in items[begin : begin + limit]]
     return {
@@ -89,11 +85,7 @@ ROUTES: dict[str, Route] = {
 
 
 class BatchRoutes:
-    """Handlers of the routes.
-
-    Attributes:
-        batches: None if batches are disabled.
-    """
+    """Handlers of the routes. `batches` is None if batches are disabled."""
 
     batches: Batches | None = None
 

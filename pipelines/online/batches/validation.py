@@ -42,7 +42,6 @@ class Checked:
     """The result of the validation.
 
     Attributes:
-        model: of all requests.
         prompt_tokens, output_tokens: upper bounds over all requests.
         errors: OpenAI's error objects (code, message, param, line); the batch fails if there are any.
     """
@@ -106,11 +105,6 @@ class _Reader:
         self.errors: list[dict[str, Any]] = []
 
     def read(self, number: int, line: bytes) -> None:
-        """Validate a line.
-
-        Raises:
-            _Wrong: too many lines.
-        """
         if self.num_requests == MAX_REQUESTS:
             raise _Wrong("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1

@@ -38,13 +38,10 @@ class EngineAccount:
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.
-        start_warnings: warnings of the engine's start.
 
     Args:
         folder: of the ledger; created if missing.
         heartbeat_s: interval between session records.
-        listener: receives what is written.
-        monotonic: clock for durations.
     """
 
     def __init__(
@@ -96,8 +93,6 @@ class EngineAccount:
 
         Args:
             choices_per_prompt: of a completion with several prompts.
-            account: of the key.
-            tags: as JSON (`tags.py`).
             num_choices: slots used by all choices; determines the request's share of the busy seconds.
             first_asked_at: Unix time at which an earlier engine, which crashed, received the request. If that engine
                 has billed it, this one does not.
@@ -120,13 +115,11 @@ class EngineAccount:
         )
 
     def end(self) -> None:
-        """Mark the end of the engine."""
         if not self._ended.is_set():
             self._ended.set()
             self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Write the session record."""
         session = self._meter.snapshot().to_session(
             self.session_id,
             self._engine,
@@ -202,13 +195,7 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """Accounts for one request in the engine.
-
-    Attributes:
-        tally: usage in the answer.
-        num_choices: as for `EngineAccount.begin`.
-        sequences: the engine's own figures.
-    """
+    """Accounts for one request, by the usage in its answer (`tally`) and the engine's figures (`sequences`)."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from peagle.economics.usage import Outcome
 from peagle.engine.vllm_internals import generation_error, refusal_of
 from peagle.errors import EngineError
+from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
-from pipelines.online.serve.exceptions import is_engine_death
 from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")
@@ -40,7 +40,6 @@ class Pace:
 
     @property
     def interval_s(self) -> float:
-        """The current interval of each stream."""
         return max(self._interval_s, self._num_streams / self._pieces_per_s) if self._interval_s else 0.0
 
     @contextlib.contextmanager
@@ -117,10 +116,6 @@ async def raising_faults(
     Args:
         check_health: raises if the engine is dead.
         constraint: the field of the request that constrains its response, if any.
-
-    Raises:
-        VLLMValidationError: the constraint allows no further token.
-        EngineError: vLLM failed on this request; the engine is alive.
     """
     try:
         async with contextlib.aclosing(answers):
@@ -214,11 +209,7 @@ def _end_without_answer(request: RequestAccount) -> StreamEnd:
 
 
 def _require_listener() -> None:
-    """Stop if the client has disconnected.
-
-    Raises:
-        CancelledError: disconnected. vLLM 0.29 answers a cancelled request with an error.
-    """
+    """Stop if the client has disconnected: vLLM 0.29 answers a cancelled request with an error."""
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
 

@@ -15,15 +15,13 @@ from peagle.economics.prices import Price
 from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online import ingress
 from pipelines.online.cost import CostView
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, EngineUnavailable
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import GateSettings
-from pipelines.online.gateway.keys import LOCAL, KeyRing, new_key
+from pipelines.online.gateway.keys import LOCAL, KeyRing, SharedBudgets, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
-from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.ingress import answer_errors, ask_engine
 from pipelines.online.serve.calls import NOTE, listen
-from pipelines.online.serve.exceptions import EngineUnavailable
 from pipelines.online.serve.request_types import Chat
 from pipelines.online.wire import Context, WholeAnswer, encoded
 

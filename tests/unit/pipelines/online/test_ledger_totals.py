@@ -1,7 +1,7 @@
 import pytest
 
 from peagle.speculation import SpeculationStats
-from pipelines.online.ledger_totals import TokenPrice
+from pipelines.online.totals import TokenPrice
 from tests.unit.pipelines.online.ledgers import a_request
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from pipelines.online.batches.decisions import in_turn
 from pipelines.online.batches.records import Batch, BatchProgress
+from pipelines.online.batches.scheduler import in_turn
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.online.batches.files import BELIEVED_AFTER_S, SteadyClock, boot_id
+from pipelines.online.batches.store import BELIEVED_AFTER_S, SteadyClock, boot_id
 
 YEAR_S = 365 * 24 * 3600.0
 START = 1.8e9

@@ -9,8 +9,7 @@ from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.ledger_totals import TokenPrice
-from pipelines.online.totals import totals_of
+from pipelines.online.totals import TokenPrice, totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
 

@@ -9,8 +9,8 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
-from pipelines.online.batches.decisions import make_task
 from pipelines.online.batches.records import Batch, BatchProgress
+from pipelines.online.batches.scheduler import make_task
 from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
 
 PRICE = Price(

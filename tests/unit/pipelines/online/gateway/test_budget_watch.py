@@ -8,8 +8,7 @@ from peagle.economics.ledger import append_request, write_session
 from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, write_draw
 from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_of
-from pipelines.online.gateway.keys import KeyRecord, KeyRing
-from pipelines.online.gateway.shared import SharedBudgets
+from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
 from pipelines.online.totals import Totals
 from tests.unit.pipelines.online.ledgers import a_request
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.contents import check_contents
+from pipelines.online.gateway.admission import check_contents
 
 
 def refused(values, media=None, domains=(), max_messages=100):

@@ -6,8 +6,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import ServedModel, check
-from pipelines.online.gateway.contents import answer_shape
+from pipelines.online.gateway.admission import ServedModel, answer_shape, check
 from pipelines.online.gateway.keys import LOCAL
 
 MIB = 2**20

@@ -10,8 +10,7 @@ import pytest
 
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
-from pipelines.online.gateway.admission import ServedModel
-from pipelines.online.gateway.contents import TEMPLATE_TOKENS
+from pipelines.online.gateway.admission import TEMPLATE_TOKENS, ServedModel
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, new_key, read_keys, write_keys

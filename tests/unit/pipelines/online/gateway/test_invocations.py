@@ -1,4 +1,4 @@
-from pipelines.online.gateway.invocations import to_api_request
+from pipelines.online.gateway.gate import to_api_request
 from pipelines.online.wire import header
 
 

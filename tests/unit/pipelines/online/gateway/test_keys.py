@@ -70,7 +70,7 @@ def test_two_keys_of_one_name_are_refused(tmp_path):
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A file of two keys, the ring that looks at it each time, and the keys with their records."""
-    monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
+    monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     alice, bob = new_key("alice"), new_key("bob")
     write_keys(path, [alice[1], bob[1]])
@@ -88,7 +88,7 @@ def test_a_revoked_key_stops_holding_without_a_restart(watched):
 
 
 def test_current_limits_are_found_by_name_until_revoked(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.online.gateway.watched._RELOAD_S", 0)
+    monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     _, alice = new_key("alice", budget_usd=1)
     write_keys(path, [alice])

@@ -9,8 +9,7 @@ from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import ActualUsage, KeyLimits
-from pipelines.online.ledger_totals import TokenPrice
-from pipelines.online.totals import Totals
+from pipelines.online.totals import TokenPrice, Totals
 
 NUMBERS = itertools.count()
 

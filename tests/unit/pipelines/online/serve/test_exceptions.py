@@ -4,8 +4,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from vllm.exceptions import VLLMNotFoundError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pipelines.online.errors import ApiError
-from pipelines.online.serve.exceptions import from_exception, is_engine_death
+from pipelines.online.errors import ApiError, from_exception, is_engine_death
 
 
 class WrappedError(ActorDiedError):
