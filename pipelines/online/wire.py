@@ -92,19 +92,15 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedRequest:
-    """A row of a batch for an engine of the endpoint with an idle slot.
+    """A row of a batch, for an engine of the endpoint with an idle slot.
 
     Attributes:
-        request_id: of this attempt, in the engine and the ledger.
-        key, account, tags: billed like in `Context`.
+        context: its request id is that of this attempt.
         cache_salt: of its key; None if keys share the prefix cache.
         sampling: as for `Engine.generate`.
     """
 
-    request_id: str
-    key: str
-    account: str
-    tags: str
+    context: Context
     cache_salt: str | None
     prompt_token_ids: list[int]
     sampling: dict[str, Any]
@@ -112,13 +108,11 @@ class BorrowedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedReply:
-    """An engine's reply to a `BorrowedRequest`.
-
-    The first says whether the engine accepts the row, the last has the result; others are signs of life.
+    """An engine's reply to a row. The first says whether the engine accepts the row, the last has the result.
 
     Attributes:
-        state: full: no idle slot; taken: running; returned: an interactive request needs the slot; done; refused.
-        generation: the result if done.
+        state: full: no idle slot; taken: running, repeated each minute; returned: an interactive request needs the
+            slot; done; refused.
         reason, message: of the dead letter if refused.
         engine_s: the row's share of busy seconds, as in the ledger.
     """

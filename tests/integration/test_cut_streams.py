@@ -109,7 +109,7 @@ def test_what_another_engine_has_billed_is_not_billed_where_it_is_asked_again(
     headers = Context(request_id="r", key="alice", first_asked_at=time.time() if is_asked_again else None).headers()
     died = EngineAccount(tmp_path / "ledger", ENGINE)
     died.ready()
-    request = died.begin("r", "alice")
+    request = died.begin(Context(request_id="r", key="alice"))
     time.sleep(0.01)
     request.write("ok")
     died.end()

@@ -40,6 +40,7 @@ from pipelines.online.batches.work import (
 from pipelines.online.gateway.admission import default_max_tokens
 from pipelines.online.gateway.keys import KeyRecord, Payer
 from pipelines.online.totals import totals_of
+from pipelines.online.wire import Context
 
 Errors = tuple[Mapping[str, Any], ...]
 _STATUS: Mapping[Reason | None, Status] = {
@@ -138,13 +139,11 @@ def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budge
 
 def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender:
     key = batch.request.key
+    tags = tags_to_text(settings.tags(model, key))
     return EndpointLender(
         deployment=settings.deployments[model],
         application=settings.application,
-        batch_id=batch.id,
-        key=key.name,
-        account=key.account,
-        tags=tags_to_text(settings.tags(model, key)),
+        context=Context(request_id=batch.id, key=key.name, account=key.account, tags=tags),
         cache_salt=settings.cache_salt(key),
         num_slots=settings.models[model].lent_slots,
     )

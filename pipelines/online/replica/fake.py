@@ -92,7 +92,7 @@ class FakeServeEngine:
             yield part
 
     async def row(self, row: BorrowedRequest) -> Generation:
-        return await self._live().generate(row.request_id, row.prompt_token_ids, row.sampling)
+        return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
         asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)

@@ -16,7 +16,7 @@ from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import AnswerTally, Context
 from tests.unit.economics.month import at, write_endpoint
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -28,7 +28,7 @@ def view(engine_account, clock, tmp_path):
     clock.now += 5
     engine_account.ready()
     for request_id, key, tokens, busy_s in (("1", "alice", 100, 2), ("2", "bob", 300, 3)):
-        request = engine_account.begin(request_id, key)
+        request = engine_account.begin(Context(request_id=request_id, key=key))
         request.tally = AnswerTally(num_prompt_tokens=10, num_output_tokens=tokens)
         clock.now += busy_s
         append_request(tmp_path / "ledger", request.finish("ok"))
@@ -65,7 +65,7 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
     start = engine_account._started_at
 
     def request_of(seconds, request_id):
-        request = engine_account.begin(request_id, "alice")
+        request = engine_account.begin(Context(request_id=request_id, key="alice"))
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += seconds
         record = request.finish("ok")
@@ -100,7 +100,7 @@ def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_p
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     account.ready()
     for number in range(630):
-        request = account.begin(str(number), "alice")
+        request = account.begin(Context(request_id=str(number), key="alice"))
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += 1
         request.write("ok")
@@ -129,9 +129,9 @@ def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_th
 
 def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, clock, tmp_path):
     engine_account.ready()
-    first = engine_account.begin("1", "alice")
+    first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2
-    second = engine_account.begin("2", "alice")
+    second = engine_account.begin(Context(request_id="2", key="alice"))
     clock.now += 2
     ended = [request.finish("ok") for request in (first, second)]
     # The clock is the engine's; records carry the wall's.

@@ -16,7 +16,7 @@ from pipelines.online.live import (
     watch_engines,
 )
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import AnswerTally, Context
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
 NOW = 1_000_000.0  # at the beginning of a step
@@ -28,7 +28,7 @@ def ledger(engine_account, clock, tmp_path):
     engine_account.ready()
 
     def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
-        request = engine_account.begin(request_id, key)
+        request = engine_account.begin(Context(request_id=request_id, key=key))
         stats = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1))
         request.tally = AnswerTally(num_prompt_tokens=5, num_output_tokens=tokens, speculation=stats)
         clock.now += lasted_s

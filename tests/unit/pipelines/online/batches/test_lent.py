@@ -7,11 +7,11 @@ from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.online.batches import lent
 from pipelines.online.batches.lent import EndpointLender, LentEngine
-from pipelines.online.wire import BorrowedReply
+from pipelines.online.wire import BorrowedReply, Context
 
 LENDER = EndpointLender(
-    deployment="d", application="a", batch_id="batch_1", key="alice", account="alice 1", tags="{}", cache_salt="salt",
-    num_slots=8,
+    deployment="d", application="a", context=Context(request_id="batch_1", key="alice", account="alice 1"),
+    cache_salt="salt", num_slots=8,
 )  # fmt: skip
 SAMPLING = {"temperature": 1.0, "max_tokens": 5}
 ANSWER = Generation(
@@ -60,7 +60,7 @@ class _Call:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(lent, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(lent, "_RETRY_S", 0.0)
 
 
 def engine_of(endpoint):
@@ -77,10 +77,10 @@ def generate(endpoint):
 def test_a_row_asks_until_an_engine_has_a_slot_and_again_when_it_is_given_back():
     endpoint = Endpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
     assert generate(endpoint) == (ANSWER, 2.5)
-    assert [row.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
-    assert {(row.key, row.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked} == {
-        ("alice", "alice 1", "salt", 1, 2)
-    }
+    assert [row.context.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
+    assert {
+        (row.context.key, row.context.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked
+    } == {("alice", "alice 1", "salt", 1, 2)}
     assert endpoint.asked[0].sampling == SAMPLING
 
 

@@ -951,7 +951,9 @@ def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(sett
     engine_account.ready()
 
     async def hangs(scope, receive, send):
-        request = engine_account.begin(dict(scope["headers"])[b"x-request-id"].decode(), "small")
+        request = engine_account.begin(
+            Context(request_id=dict(scope["headers"])[b"x-request-id"].decode(), key="small")
+        )
         try:
             await asyncio.sleep(10)
         except asyncio.CancelledError:

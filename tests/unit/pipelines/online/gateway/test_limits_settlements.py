@@ -9,7 +9,7 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import ActualUsage, KeyLimits
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import AnswerTally, Context
 from tests.unit.pipelines.online.ledgers import a_request
 
 ALICE = KeyRecord(name="alice", sha256="0" * 64, output_tokens_per_min=100)
@@ -17,7 +17,7 @@ POOR = ALICE.model_copy(update={"budget_usd": 1, "output_tokens_per_min": None})
 
 
 def used(account, request_id, tokens, busy_s, clock):
-    request = account.begin(request_id, "alice")
+    request = account.begin(Context(request_id=request_id, key="alice"))
     clock.now += busy_s
     request.tally = AnswerTally(num_output_tokens=tokens)
     return request.finish("cut")
@@ -129,7 +129,7 @@ def test_requests_running_at_a_restart_count_when_recorded(restarted, engine_acc
 def test_a_request_that_failed_before_its_answer_began_is_charged_after_a_restart(
     restarted, engine_account, clock, tmp_path
 ):
-    request = engine_account.begin("r1", "alice")
+    request = engine_account.begin(Context(request_id="r1", key="alice"))
     clock.now += 51
     append_request(tmp_path / "ledger", request.finish("failed"))
     refused(restarted(), POOR, 1, "is spent")

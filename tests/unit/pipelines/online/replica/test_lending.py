@@ -1,17 +1,13 @@
 import asyncio
 import contextlib
-import random
-import time
-from statistics import quantiles
 
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.errors import EngineError
 from pipelines.online.replica.lending import IdleSlots, lend
-from pipelines.online.wire import BorrowedRequest
+from pipelines.online.wire import BorrowedRequest, Context
 
 SLOTS = 8
 SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
@@ -19,7 +15,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 def row(name="r", **sampling):
     return BorrowedRequest(
-        request_id=name, key="alice", account="alice 1", tags='{"team": "search"}', cache_salt=None,
+        context=Context(request_id=name, key="alice", account="alice 1", tags='{"team": "search"}'), cache_salt=None,
         prompt_token_ids=[1, 2, 3], sampling=SAMPLING | sampling,
     )  # fmt: skip
 
@@ -32,7 +28,7 @@ class Rows:
         self.ends, self.heard, self._tasks = {}, {}, []
 
     async def _generate(self, asked):
-        self.ends[asked.request_id] = end = asyncio.get_running_loop().create_future()
+        self.ends[asked.context.request_id] = end = asyncio.get_running_loop().create_future()
         return await end
 
     async def ask(self, name, **sampling):
@@ -206,72 +202,3 @@ def test_a_row_whose_caller_leaves_is_cut_and_leaves_its_slot(engine_account, tm
 
     assert asyncio.run(play()) == (True, ["taken", "done"])
     assert [(one.request_id, one.outcome) for one in records(tmp_path)] == [("r", "cut"), ("next", "ok")]
-
-
-# --- what it costs people
-
-_TOKEN_S, _PERSON_TOKENS, _ROW_TOKENS = 0.002, 10, 150
-
-
-class Load:
-    """People who ask an engine of eight slots, track_interactive a batch or not."""
-
-    def __init__(self, account):
-        self._engine = FakeEngine(FakeTraits(token_s=_TOKEN_S), max_num_seqs=SLOTS)
-        self._slots, self._account = IdleSlots(SLOTS, target=5.6), account
-        self.num_rows = 0
-
-    async def p95_s(self, batch):
-        rows = [asyncio.create_task(batch()) for _ in range(2 * SLOTS)]
-        await asyncio.sleep(_TOKEN_S * _ROW_TOKENS / 2)
-        chance, people = random.Random(1), []
-        for _ in range(20):
-            people += [asyncio.create_task(self._person()) for _ in range(chance.randint(1, 4))]
-            await asyncio.sleep(chance.uniform(0.5, 1.5) * _TOKEN_S * _PERSON_TOKENS)
-        latencies = await asyncio.gather(*people)
-        for task in rows:
-            task.cancel()
-        await asyncio.gather(*rows, return_exceptions=True)
-        return quantiles(latencies, n=20)[-1]
-
-    async def _person(self):
-        async def answer():
-            yield await self._engine.generate("p", [1], SAMPLING | {"max_tokens": _PERSON_TOKENS})
-
-        began = time.monotonic()
-        assert [part async for part in self._slots.track_interactive(answer(), 1)]
-        return time.monotonic() - began
-
-    async def nothing(self):
-        """No batch."""
-
-    async def lent(self):
-        """Rows of a batch, one after the other."""
-        while True:
-            async for answer in lend(
-                self._slots, self._account, row(max_tokens=_ROW_TOKENS), self._generate, max_slots=SLOTS
-            ):
-                self.num_rows += answer.state == "done"
-            await asyncio.sleep(_TOKEN_S)
-
-    async def like_people(self):
-        """The same rows, but as requests like any other."""
-        while True:
-            await self._generate(row(max_tokens=_ROW_TOKENS))
-
-    async def _generate(self, asked):
-        return await self._engine.generate(asked.request_id, asked.prompt_token_ids, asked.sampling)
-
-
-def test_people_wait_no_longer_beside_a_batch(engine_account):
-    def p95_s(way):
-        load = Load(engine_account)
-        return asyncio.run(load.p95_s(getattr(load, way))), load.num_rows
-
-    row_s = _TOKEN_S * _ROW_TOKENS
-    alone_s, _ = p95_s("nothing")
-    beside_s, num_rows = p95_s("lent")
-    unmanaged_s, _ = p95_s("like_people")
-    assert num_rows > 0
-    assert beside_s < alone_s + row_s / 3
-    assert unmanaged_s > alone_s + row_s / 2, "where nothing is kept free, people wait for rows"

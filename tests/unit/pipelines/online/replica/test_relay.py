@@ -11,9 +11,10 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.errors import EngineError
 from pipelines.online.replica import account
-from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
-from pipelines.online.wire import StreamEnd, events
+from pipelines.online.replica.relay import Pace, convert_errors, in_pieces, relay
+from pipelines.online.wire import Context, StreamEnd, events
 
+CONTEXT = Context(request_id="r1", key="alice")
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
 
@@ -43,7 +44,7 @@ def is_note(item):
 
 def passed(account, answers, **options):
     async def collect():
-        relayed = relay(answers, partial(account.begin, "r1", "alice"), **options)
+        relayed = relay(answers, partial(account.begin, CONTEXT), **options)
         return [item async for item in relayed if not is_note(item)]
 
     return asyncio.run(collect())
@@ -70,7 +71,7 @@ def test_a_stream_passes_without_the_usage_that_nobody_asked_for(engine_account,
 def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_account, shown_usage):
     def read(pace):
         async def collect():
-            answers = relay(generate(STREAM), partial(engine_account.begin, "r1", "alice"), shown_usage=shown_usage)
+            answers = relay(generate(STREAM), partial(engine_account.begin, CONTEXT), shown_usage=shown_usage)
             return [item async for item in in_pieces(answers, pace)]
 
         return asyncio.run(collect())
@@ -87,11 +88,6 @@ def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_accou
             "never": [], "last": [2], "each": [1, 2, 2]
         }[shown_usage]  # fmt: skip
         assert len(seen) == (3 if shown_usage == "never" else 4)
-
-
-def test_usage_in_each_event_stays_for_who_asked(engine_account):
-    out = passed(engine_account, generate(STREAM), shown_usage="each")
-    assert next(events(out[0][1]))["usage"]["completion_tokens"] == 2
 
 
 def test_the_record_has_tokens_drafts_time_and_money(engine_account, clock, tmp_path):
@@ -124,7 +120,7 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
             closed.append(True)
 
     async def leave():
-        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last")
+        stream = relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last")
         async for _ in stream:
             break
         await stream.aclose()
@@ -139,7 +135,7 @@ def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
 
     async def leave():
         answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
-        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), shown_usage="last")
+        stream = relay(answers, partial(engine_account.begin, CONTEXT), shown_usage="last")
         await anext(stream)
         await anext(stream)
         await stream.aclose()
@@ -158,7 +154,7 @@ def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, ch
     async def leave():
         second = 7 if choices_per_prompt == 1 else 5
         answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
-        begin = partial(engine_account.begin, "r1", "alice", choices_per_prompt)
+        begin = partial(engine_account.begin, CONTEXT, choices_per_prompt=choices_per_prompt)
         stream = relay(answers, begin, shown_usage="last")
         await anext(stream)
         await anext(stream)
@@ -193,8 +189,8 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
             raise EngineDeadError
 
     async def read():
-        sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
-        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), shown_usage="last"):
+        sound = convert_errors(generate([*STREAM[:1], *fault]), check_health)
+        async for item in relay(sound, partial(engine_account.begin, CONTEXT), shown_usage="last"):
             seen.extend([] if is_note(item) else item)
 
     with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
@@ -207,7 +203,6 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
 @pytest.mark.parametrize(
     "text",
     [
-        event(error={"message": "no", "code": 400}),
         event(error={"message": "no"}),
         event(error="no"),
         token('{"error": {"code": 500}}', 1),
@@ -219,7 +214,7 @@ def test_no_other_event_is_taken_for_a_fault(text):
         raise AssertionError
 
     async def read():
-        return [item async for item in raising_faults(generate([[text]]), check_health)]
+        return [item async for item in convert_errors(generate([[text]]), check_health)]
 
     assert asyncio.run(read()) == [[text]]
 
@@ -238,7 +233,7 @@ def test_a_failed_request_pays_for_its_engine_time_and_tells_the_gate(engine_acc
         request_of = []
 
         def begin():
-            request_of.append(engine_account.begin("r1", "alice"))
+            request_of.append(engine_account.begin(CONTEXT))
             return request_of[0]
 
         notes = []
@@ -265,18 +260,21 @@ SEQUENCE = SimpleNamespace(
 
 @pytest.mark.parametrize("constraint", ["response_format", None])
 def test_a_constraint_that_allows_no_token_is_the_callers_mistake(constraint):
-    from vllm.exceptions import GenerationError, VLLMValidationError
+    from vllm.exceptions import GenerationError
 
     async def check_health():
         pass
 
     async def read(answers):
-        return [one async for one in raising_faults(answers, check_health, constraint=constraint)]
+        return [answer async for answer in convert_errors(answers, check_health, constraint=constraint)]
 
     for answers in (generate([[FAULT]]), generate([], GenerationError())):
-        with pytest.raises(VLLMValidationError if constraint else EngineError) as raised:
-            asyncio.run(read(answers))
-        assert getattr(raised.value, "parameter", None) == constraint
+        if constraint is None:
+            with pytest.raises(EngineError):
+                asyncio.run(read(answers))
+        else:
+            (refusal,) = asyncio.run(read(answers))
+            assert (refusal.error.code, refusal.error.param) == (400, constraint)
 
 
 def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
@@ -334,7 +332,7 @@ def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut
 
     async def leave():
         reader = asyncio.create_task(
-            anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last"))
+            anext(relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last"))
         )
         await asyncio.sleep(0)
         reader.cancel()
@@ -392,25 +390,29 @@ def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account
 
 async def drained(engine_account, name):
     answers = generate(STREAM)
-    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), shown_usage="last")]
+    begin = partial(engine_account.begin, Context(request_id=name, key="a"))
+    return [item async for item in relay(answers, begin, shown_usage="last")]
 
 
-def answered(items):
-    async def read():
-        refusals = answering_refusals(generate(items), lambda error: None, lambda told: ("refused", told["code"]))
-        return [item async for item in refusals]
-
-    return asyncio.run(read())
-
-
-def test_a_refusal_in_the_first_event_of_a_stream_becomes_the_answer():
-    told = event(error={"message": "no", "code": 400})
-    assert answered([[told, "data: [DONE]\n\n"]]) == [("refused", 400)]
-    assert answered([[told], ["data: [DONE]\n\n"]]) == [("refused", 400)]
+REFUSAL = event(error={"message": "no", "code": 400})
 
 
 @pytest.mark.parametrize(
-    "items", [STREAM, [[token("a", 1)], [event(error={"message": "no", "code": 400})]], [[event(error="no")]], [[]]]
+    ("items", "expected"),
+    [
+        ([[REFUSAL, "data: [DONE]\n\n"]], [("refused", 400)]),
+        ([[REFUSAL], ["data: [DONE]\n\n"]], [("refused", 400)]),
+        (STREAM, STREAM),
+        ([[token("a", 1)], [REFUSAL]], [[token("a", 1)], [REFUSAL]]),
+        ([[]], [[]]),
+    ],
 )
-def test_any_other_stream_passes_as_it_is(items):
-    assert answered(items) == items
+def test_only_a_refusal_in_the_first_event_of_a_stream_becomes_the_answer(items, expected):
+    async def check_health():
+        raise AssertionError
+
+    async def read():
+        answers = convert_errors(generate(items), check_health, told_refusal=lambda told: ("refused", told["code"]))
+        return [item async for item in answers]
+
+    assert asyncio.run(read()) == expected
