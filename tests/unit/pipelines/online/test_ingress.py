@@ -57,7 +57,7 @@ async def asked(request, *ends):
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
-def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatch, tokens):
+def test_chat_has_the_gates_token_cap(monkeypatch, tokens):
     async def ray_chat(self, body, request):
         return body
 
@@ -69,7 +69,7 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
 
 
 @pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
-def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
+def test_invalid_window_is_refused(tmp_path, window_s):
     async def asked():
         one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
         one._shared = SharedBudgets(tmp_path)
@@ -96,7 +96,7 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
 
 
 @pytest.mark.parametrize(("running", "status"), [((1, 2), 200), ((1, 0), 503), ((0, 0), 503)])
-def test_sagemaker_is_told_that_all_is_well_where_each_model_has_an_engine(monkeypatch, running, status):
+def test_ping_requires_an_engine_per_model(monkeypatch, running, status):
     counts = {f"m{number}": {"num_running_replicas": count} for number, count in enumerate(running)}
     monkeypatch.setattr(ingress, "replica_counts", lambda deployments: counts)
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
@@ -106,14 +106,14 @@ def test_sagemaker_is_told_that_all_is_well_where_each_model_has_an_engine(monke
 
 
 @pytest.mark.parametrize("is_behind_sagemaker", [True, False])
-def test_only_a_container_of_sagemakers_answers_its_ping(monkeypatch, tmp_path, is_behind_sagemaker):
+def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemaker):
     made = {}
     monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: made.update(endpoint_map))
     ingress.make_ingress(GateSettings(models=(), ledger=tmp_path, is_behind_sagemaker=is_behind_sagemaker))
     assert ("ping" in made) == is_behind_sagemaker
 
 
-def test_a_request_that_crashed_its_engine_is_not_retried():
+def test_request_that_crashed_its_engine_is_not_retried():
     assert asyncio.run(asked(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
@@ -133,19 +133,19 @@ def with_a_later_one(request, *ends):
     return asyncio.run(scene())
 
 
-def test_a_request_that_was_not_the_last_is_retried_once():
+def test_older_request_is_retried_once():
     assert with_a_later_one(a_request(), EngineDeadError(), "answer") == ("answer", 2)
     assert with_a_later_one(a_request(), EngineDeadError(), EngineDeadError(), "answer") == ("engine_crashed", 2)
 
 
-def test_a_request_that_met_dead_engines_alone_is_asked_again(monkeypatch):
+def test_request_is_retried_on_live_engines(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
     dead = EngineUnavailable()
     assert asyncio.run(asked(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
     assert asyncio.run(asked(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
-def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apart(monkeypatch):
+def test_whole_answer_passes_unparsed(monkeypatch):
     """The body is no JSON: nothing in the ingress may parse it."""
     noted = []
 
@@ -165,11 +165,11 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
 @pytest.mark.parametrize(
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
-def test_anything_else_is_an_answer_of_the_api_at_once(error, code):
+def test_other_errors_are_not_retried(error, code):
     assert asyncio.run(asked(a_request(), error, "answer")) == (code, 1)
 
 
-def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
+def test_batches_use_current_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
     (_, alice), (_, gone) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
@@ -179,7 +179,7 @@ def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, 
     assert ingress.PeagleIngress._make_batches(endpoint, None) is None
 
 
-def test_the_budgets_of_all_keys_are_an_operators_and_ones_own_anybodys(tmp_path):
+def test_operator_sees_all_budgets(tmp_path):
     (_, alice), (_, bob), (_, boss) = (
         new_key("alice", budget_usd=1), new_key("bob", budget_usd=2), new_key("boss", is_operator=True),
     )  # fmt: skip

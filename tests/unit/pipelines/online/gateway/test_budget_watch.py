@@ -69,7 +69,7 @@ def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, sp
     assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
-def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, spend, today, caplog):
+def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend, today, caplog):
     watch, _ = make_watch(key(budget_usd=10, budget_every="month"))
     spend(9)
     with caplog.at_level(logging.WARNING):
@@ -94,7 +94,7 @@ def shared(tmp_path):
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_path, make_watch, today, caplog):
+def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplog):
     now = today.now.timestamp()
     append_request(tmp_path, a_request(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
     write_draw(tmp_path, Draw(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now))
@@ -114,7 +114,7 @@ def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_
     ]
 
 
-def test_the_state_of_a_budget(tmp_path, spend):
+def test_budget_state(tmp_path, spend):
     totals = Totals(tmp_path)
     spend(8.0)
     totals.catch_up()
@@ -126,7 +126,7 @@ def test_the_state_of_a_budget(tmp_path, spend):
     assert budget_of(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
 
 
-def test_what_cannot_be_read_ends_no_watch(make_watch, monkeypatch, caplog):
+def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):
     watch, told = make_watch(key(budget_usd=10))
     looks = iter([OSError("no disk"), SystemExit()])
     monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(looks)))

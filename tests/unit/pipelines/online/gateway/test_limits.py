@@ -82,7 +82,7 @@ def too_often(limits, record, **how):
     return caught.value
 
 
-def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, limits):
+def test_requests_per_minute_are_limited(clock, limits):
     alice = key(requests_per_min=2)
     limits.count_request(alice)
     clock.now += 20
@@ -95,7 +95,7 @@ def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, li
     limits.count_request(alice)
 
 
-def test_what_came_too_often_does_not_count(clock, limits):
+def test_refused_requests_do_not_count(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(5):
@@ -104,7 +104,7 @@ def test_what_came_too_often_does_not_count(clock, limits):
     limits.count_request(alice)
 
 
-def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, limits):
+def test_polls_have_their_own_limit(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(60):
@@ -115,7 +115,7 @@ def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, 
     limits.count_request(alice, is_poll=True)
 
 
-def test_tokens_are_held_until_they_are_known(clock, limits):
+def test_output_tokens_are_reserved_until_known(clock, limits):
     alice = key(output_tokens_per_min=100)
     first = admit(limits, alice, 80)
     assert refusal(limits, alice, 30).retry_after_s == 1
@@ -126,7 +126,7 @@ def test_tokens_are_held_until_they_are_known(clock, limits):
     admit(limits, alice, 30)
 
 
-def test_prompts_count_as_their_bytes_until_an_engine_has_counted_them(clock, limits):
+def test_prompt_bytes_are_reserved_until_tokens_are_known(clock, limits):
     alice = key(input_tokens_per_min=100)
     first = admit(limits, alice, prompt=60)
     waits = refusal(limits, alice, prompt=60)
@@ -150,7 +150,7 @@ def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
     admit(limits, alice, prompt=1)
 
 
-def test_settling_twice_is_settling_once(limits, budgets):
+def test_settle_is_idempotent(limits, budgets):
     alice = key(output_tokens_per_min=100, budget_usd=1)
     permit = admit(limits, alice, 10)
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_concurrent_requests_of_a_key_are_limited(limits):
     admit(limits, alice)
 
 
-def test_a_budget_counts_what_was_spent(limits):
+def test_spent_budget_is_refused(limits):
     alice = key(budget_usd=1)
     for usd in (0.9, 0.2):
         spend(limits, alice, usd)
@@ -210,7 +210,7 @@ def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
     admit(limits, alice, 200)
 
 
-def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
+def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
     """The attack: prompts that are much longer than usual, of which each held its one output token."""
     alice, prices["m"] = key(budget_usd=1), a_price(0.001, 0.0001)
     admit(limits, alice, 1, prompt=4000)
@@ -244,7 +244,7 @@ def test_disconnected_request_keeps_reservation_until_recorded(limits, clock):
     admit(limits, alice)
 
 
-def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
+def test_nearly_spent_budget_admits_one_request_at_a_time(limits, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.999)
     prices["m"] = a_price(0.001)
@@ -267,7 +267,7 @@ def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_budget_is_overspent_by_one_request_and_by_what_some_cost_beyond_what_they_held(seed, totals, clock):
+def test_budget_is_overspent_by_at_most_one_request(seed, totals, clock):
     """Whatever comes when: requests of two models, one of them without a price at first, batches, ends in any order."""
     asyncio.run(overspend_if_possible(Random(seed), KeyLimits(totals, monotonic=clock), totals.budgets, totals.prices))
 

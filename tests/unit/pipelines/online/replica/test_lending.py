@@ -78,7 +78,7 @@ def records(tmp_path):
     return RequestReader(tmp_path / "ledger").new()
 
 
-def test_rows_have_what_scaling_aims_at_and_no_more(engine_account):
+def test_rows_stay_below_the_scaling_target(engine_account):
     async def play():
         rows = Rows(engine_account)
         async with person(rows.slots), person(rows.slots):
@@ -92,7 +92,7 @@ def test_rows_have_what_scaling_aims_at_and_no_more(engine_account):
     assert asyncio.run(play()) == [["taken", "done"]] * 3 + [["full"]] * 2
 
 
-def test_a_row_of_many_choices_has_an_engine_that_idles_to_itself(engine_account):
+def test_row_with_many_choices_needs_an_idle_engine(engine_account):
     async def play():
         rows = Rows(engine_account)
         await rows.ask("many", n=32)
@@ -104,7 +104,7 @@ def test_a_row_of_many_choices_has_an_engine_that_idles_to_itself(engine_account
     assert asyncio.run(play()) == (["taken", "done"], ["full"])
 
 
-def test_an_engine_of_one_slot_is_lent_until_somebody_asks(engine_account):
+def test_single_slot_is_returned_to_interactive_requests(engine_account):
     async def play():
         rows = Rows(engine_account, IdleSlots(1, target=0.38))
         await rows.ask("r")
@@ -116,7 +116,7 @@ def test_an_engine_of_one_slot_is_lent_until_somebody_asks(engine_account):
     assert asyncio.run(play()) == (["taken", "returned"], ["full"])
 
 
-def test_the_youngest_rows_are_given_back_when_people_need_their_slots(engine_account, clock, tmp_path):
+def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
         asked = [await rows.ask(f"r{number}") for number in range(5)]
@@ -138,7 +138,7 @@ def test_the_youngest_rows_are_given_back_when_people_need_their_slots(engine_ac
     ]  # fmt: skip
 
 
-def test_a_row_is_a_request_of_its_key_in_the_ledger_and_tells_no_metrics(tmp_path, clock, engine_account):
+def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
     told = []
     engine_account._listener = type("Listener", (), {"request": told.append, "heartbeat": lambda self, one: None})()
 
@@ -160,7 +160,7 @@ def test_a_row_is_a_request_of_its_key_in_the_ledger_and_tells_no_metrics(tmp_pa
     assert told == []
 
 
-def test_a_row_that_the_engine_refuses_pays_for_its_time_and_says_why(engine_account, clock, tmp_path):
+def test_refused_row_is_billed(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
         await rows.ask("r")
@@ -177,7 +177,7 @@ def test_a_row_that_the_engine_refuses_pays_for_its_time_and_says_why(engine_acc
     assert (record.outcome, record.usd) == ("failed", pytest.approx(4 * 2 * 0.01))
 
 
-def test_an_engine_that_dies_bills_nobody(engine_account, tmp_path):
+def test_crashed_engine_bills_nothing(engine_account, tmp_path):
     async def play():
         rows = Rows(engine_account)
         await rows.ask("r")
@@ -189,7 +189,7 @@ def test_an_engine_that_dies_bills_nobody(engine_account, tmp_path):
     assert records(tmp_path) == []
 
 
-def test_a_row_whose_caller_leaves_is_cut_and_leaves_its_slot(engine_account, tmp_path):
+def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
     async def play():
         rows = Rows(engine_account, IdleSlots(2, target=1.0))
         (await rows.ask("r")).cancel()
