@@ -82,9 +82,7 @@ def test_share_prefix_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
     (record,) = settings(tmp_path).fixed_keys
     apart = settings(tmp_path)
-    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(
-        record
-    )  # as of an ingress restarted
+    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(record)  # like a restarted ingress
     assert settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
@@ -162,7 +160,7 @@ def test_model_card(tmp_path):
         "method": "peagle",
         "num_speculative_tokens": 3,
         "draft_lookup": False,
-        "break_even_acceptance_length": {},  # nobody measured this model
+        "break_even_acceptance_length": {},  # not measured
         "max_model_len": 512,
         "max_replicas": 3,
         "max_requests_per_replica": 9,
@@ -171,7 +169,7 @@ def test_model_card(tmp_path):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Has the application look at a cluster that grows: the hardware of a node and their number, look by look."""
+    """Simulate a growing cluster: the hardware of a node and the number of nodes at each inspection."""
 
     def looks(*seen, is_kubernetes=True):
         if is_kubernetes:

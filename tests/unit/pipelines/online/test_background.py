@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def a_process():
-    """Start processes that live for long, or have said something and ended."""
+    """Start processes, by default one that sleeps."""
     started = []
 
     def start(code="import time; time.sleep(60)", log=subprocess.DEVNULL):
@@ -87,7 +87,7 @@ def test_end_sends_sigterm_and_waits(home, a_process):
     endpoint = an_endpoint(home, process)
     end(endpoint)
     assert process.wait() == -15
-    end(endpoint)  # of one that has ended nothing is asked
+    end(endpoint)  # does nothing if it has ended
     stubborn = a_process("import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
                          log=subprocess.PIPE)  # fmt: skip
     stubborn.stdout.read(1)

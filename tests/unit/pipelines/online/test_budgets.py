@@ -27,7 +27,7 @@ def test_batch_reservation_can_grow():
     assert budgets.reserve_request("1", "alice", 2, 1) is None
     assert budgets.reserve_request("2", "alice", 2, 0.6) == "reserved by requests"
     assert budgets.reserve_batch("batch_1", "alice", 2, 5) == 1
-    assert budgets.reserve_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
+    assert budgets.reserve_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch have reserved everything"
     assert (budgets.reserved_by_batch("batch_1", "alice"), budgets.reserved_by_batches("alice")) == (1, 1)
 
 
@@ -42,7 +42,7 @@ def test_retried_batch_reserves_and_settles_once():
 
 
 def test_batch_and_request_do_not_reserve_the_same_money():
-    """The attack: both look at what is left, and then both hold it."""
+    """The attack: both check the rest of the budget before either reserves it."""
     for _ in range(200):
         budgets, barrier, got = Budgets(), Barrier(2), []
 
@@ -60,7 +60,7 @@ def test_batch_and_request_do_not_reserve_the_same_money():
 
 @pytest.fixture
 def read(tmp_path):
-    """Append lines to a ledger and read them; the budgets that follow it."""
+    """Append records to a ledger and read them. Returns its budgets."""
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):

@@ -29,14 +29,14 @@ CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
 def a_request(context=CONTEXT, record_usage=lambda usage: None):
-    """A chat that the gate has let in."""
+    """An admitted chat."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
     return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
 async def asked(request, *ends):
-    """Return the answer or the error's code, and how many engines were asked; each ends as given."""
+    """Return the answer or the error code, and the number of calls to engines, which end as given."""
     left, began_at, asked_at = list(ends), time.time(), []
 
     async def handler(body, request):
@@ -118,7 +118,7 @@ def test_request_that_crashed_its_engine_is_not_retried():
 
 
 def with_a_later_one(request, *ends):
-    """Ask for a request whose first engine crashes together with a request that entered it later."""
+    """Send a request; its first engine crashes together with a later request."""
 
     async def scene():
         first = asyncio.create_task(asked(request, *ends))
@@ -146,7 +146,7 @@ def test_request_is_retried_on_live_engines(monkeypatch):
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
-    """The body is no JSON: nothing in the ingress may parse it."""
+    """The body is not JSON: the ingress must not parse it."""
     noted = []
 
     async def parts():

@@ -24,7 +24,7 @@ NOW = 1_000_000.0  # at the beginning of a step
 
 @pytest.fixture
 def ledger(engine_account, clock, tmp_path):
-    """Write a request that ended so many seconds before NOW."""
+    """Write a request that ended `ended_s_ago` seconds before NOW."""
     engine_account.ready()
 
     def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
@@ -76,7 +76,7 @@ def test_tokens_before_the_window_do_not_count(ledger, view):
     ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(50 / 60)
-    assert report["total"]["num_output_tokens"] == 100  # it ended within
+    assert report["total"]["num_output_tokens"] == 100  # it ended in the window
 
 
 def test_percentiles_of_the_window(ledger, view):
@@ -150,7 +150,7 @@ def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
 
 
 class Stop:
-    """Says no so many times."""
+    """An event that is set after some waits."""
 
     def __init__(self, num_looks):
         self.left = num_looks

@@ -17,7 +17,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Have it written after each line."""
+    """Write a checkpoint after each record."""
     monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
 
@@ -36,12 +36,12 @@ def looked(folder):
 
 
 def said(totals):
-    """All of it but the prices, which are of the lines that were read last."""
+    """Return everything except the prices, which depend on the latest records."""
     return totals.cells, totals.budgets.ledger_usd, totals.budgets.ledger_batches
 
 
 def whole(folder, monkeypatch):
-    """The same without a checkpoint."""
+    """Return the same without a checkpoint."""
     with monkeypatch.context() as without:
         without.setattr(module, "CHECKPOINT_NAME", "none")
         without.setattr(module, "_MIN_UNSAVED", 10**9)
@@ -50,7 +50,7 @@ def whole(folder, monkeypatch):
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """The lines that were read as records."""
+    """The lines that were parsed."""
     lines, read = [], RequestUsage.from_json
     monkeypatch.setattr(RequestUsage, "from_json", lambda line: lines.append(line) or read(line))
     return lines
@@ -83,7 +83,7 @@ def shorten(folder):
 
 
 def shorten_and_grow(folder):
-    """As after a power cut that took lines which had been read."""
+    """Like a power cut that lost lines which had been read."""
     path = folder / "requests-s.jsonl"
     size = path.stat().st_size
     os.truncate(path, size - len(path.read_bytes().splitlines()[-1]) - 1)
@@ -116,13 +116,13 @@ def test_invalid_checkpoint_is_ignored(tmp_path, monkeypatch, caplog, change):
         assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
     assert "reading the whole ledger" in caplog.text
     caplog.clear()
-    looked(tmp_path)  # a sound one has taken its place
+    looked(tmp_path)  # a valid one has replaced it
     assert not caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
-    """Two ingresses at once, as in a redeploy, that look and start again while engines append, and torn ends."""
+    """Two ingresses read and restart while engines append; some lines are incomplete."""
     random, number = Random(seed), 0
     ingresses = [looked(tmp_path), looked(tmp_path)]
     for _ in range(60):
@@ -300,7 +300,7 @@ def test_prices_of_prompt_and_output():
 @pytest.mark.parametrize(
     "cheap",
     [
-        {"busy_s": 0.275, "usd": 0.00275},  # one of eight at once, which each paid an eighth
+        {"busy_s": 0.275, "usd": 0.00275},  # one of eight concurrent requests
         {"num_output_tokens": 328, "num_choices": 8},
         {
             "num_output_tokens": 81,
@@ -311,7 +311,7 @@ def test_prices_of_prompt_and_output():
     ids=["at once", "choices", "drafts", "cached"],
 )
 def test_cheap_requests_do_not_lower_the_price(cheap):
-    """The attack: a hundred requests that cost little, then the whole budget at once on those that do not."""
+    """The attack: a hundred cheap requests, then many expensive ones at once."""
     price, usual = price_of(*[a_request(**cheap)] * 100), price_of(a_request())
     assert price.usd_per_output_token == pytest.approx(usual.usd_per_output_token)
     assert price.usd_per_prompt_token == pytest.approx(usual.usd_per_prompt_token)
@@ -331,7 +331,7 @@ def test_long_prompts_do_not_raise_the_output_price():
 
 
 def test_shared_price():
-    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # three others beside it: a quarter of its 2.2 s
+    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three others: a quarter of its 2.2 s
     assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
     alone = price_of(a_request())
     assert alone.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
@@ -341,7 +341,7 @@ def test_shared_price():
 def test_prompt_price_is_at_most_the_output_price():
     short = a_request(num_prompt_tokens=1)
     assert price_of(short).usd_per_prompt_token == price_of(short).usd_per_output_token
-    unseen = a_request(ttft_s=None)  # nobody saw its first token: all of it counts as output
+    unseen = a_request(ttft_s=None)  # without a first token, all time counts as output
     assert price_of(unseen).usd_per_output_token == pytest.approx(2.2 * 0.01 / 41)
     assert price_of(unseen).usd_per_prompt_token == price_of(unseen).usd_per_output_token
 

@@ -1,4 +1,4 @@
-"""A download through what Serve does between the proxy and the ingress: it takes all that is made, at once."""
+"""Downloads through an imitation of Serve, which buffers everything immediately."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ SCOPE = {"type": "http", "method": "GET", "path": "/prefix/v1/files/file-1/conte
 
 
 class Source(io.BytesIO):
-    """The file; how many of its bytes were read."""
+    """A file that counts the bytes read."""
 
     def __init__(self, data=DATA):
         super().__init__(data)
@@ -29,7 +29,7 @@ class Source(io.BytesIO):
 
 
 class Client:
-    """Takes messages until it has enough of them, and may leave."""
+    """A client that reads `most` messages and may disconnect."""
 
     def __init__(self, most=None):
         self.most, self.messages = most, []
@@ -49,7 +49,7 @@ class Client:
             await self.leaves.wait()
         self.messages.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.leaves.set()  # a server says the end of an answer so
+            self.leaves.set()  # as servers do at the end of an answer
 
     async def receive(self):
         if self._is_asked:
@@ -71,7 +71,7 @@ def room():
 
 
 def serve(download):
-    """What Serve makes of the ingress: an application whose `send` never waits."""
+    """Imitate Serve: an application with a `send` that never waits."""
 
     async def serve(scope, receive, send):
         made = asyncio.Queue()
@@ -102,7 +102,7 @@ def test_unread_download_is_limited_to_the_window(room):
         task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-        with room.hold("alice", WINDOW_BYTES):  # it holds no more than the window
+        with room.hold("alice", WINDOW_BYTES):  # only the window is reserved
             pass
         client.leaves.set()
         await task
@@ -152,7 +152,7 @@ def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
 
 
 def test_without_acks_the_whole_download_is_reserved(room):
-    """A node started without `deploy/ray.env`: Serve takes all of it, and nobody says how far the client is."""
+    """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
 
     async def run():
         data, client = DATA[: 2 * WINDOW_BYTES], Client(most=1)
@@ -180,7 +180,7 @@ def test_without_acks_the_whole_download_is_reserved(room):
 
 
 def test_clients_cannot_forge_acks(room):
-    """It sends a body without end with its request: a note is a key of a message, which no server makes of bytes."""
+    """An acknowledgement is a key of an ASGI message, which no server makes from bytes."""
 
     class Talker(Client):
         async def receive(self):

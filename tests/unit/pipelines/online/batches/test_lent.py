@@ -32,7 +32,7 @@ class BackPressureError(Exception):
 
 
 class Endpoint:
-    """Engines that say what a test has written down, call by call; an exception is raised, None never comes."""
+    """Engines that reply as scripted: an exception is raised, None blocks forever."""
 
     def __init__(self, *calls):
         self._calls, self.asked, self.num_cancelled = list(calls), [], 0

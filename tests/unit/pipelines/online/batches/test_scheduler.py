@@ -36,7 +36,7 @@ def scheduler(make_scheduler):
 
 @pytest.fixture
 def order(store, make_order):
-    """A new batch; its id."""
+    """Create a batch; returns its id."""
 
     def order(**changes):
         return store.add_batch(make_order(**changes)).id
@@ -46,7 +46,7 @@ def order(store, make_order):
 
 @pytest.fixture
 def begun(scheduler, runner, order):
-    """A batch whose run has begun, and the work."""
+    """A running batch and its work."""
     batch_id = order()
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
@@ -72,7 +72,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_ord
     clock.now += jump_s
     runner.works[-1].answer = EngineError("it broke off")
     scheduler.tick()
-    uptime.now += 20  # it is tried again after ten seconds, by whichever clock
+    uptime.now += 20  # it is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
     assert runner.works[-1].reason is None
@@ -285,7 +285,7 @@ def test_permanent_error_is_not_retried(scheduler, runner, begun):
 
 @pytest.fixture
 def collected_later(scheduler, runner, order, make_key, clock):
-    """A batch that holds a budget; its run has failed for good, and nine times it could not be collected."""
+    """A batch with a reservation; its run has failed, and collecting it failed nine times."""
     batch_id = order(key=make_key(budget_usd=2))
     check_all(scheduler, runner)
     runner.works[-1].answer = ConfigError("another model")
@@ -388,7 +388,7 @@ def test_run_is_limited_by_the_budget(scheduler, runner, store, order, make_key,
 
 @pytest.fixture
 def priced(settings, make_session):
-    """Answered requests of the model: 2.2 cents for 100 prompt tokens and 41 more, on an engine that took 30 s to load.
+    """A price of the model: 2.2 cents for 100 prompt and 41 output tokens, on an engine that loaded for 30 s.
 
     Each of its seconds is a cent, so an end of 37 s is 0.37 USD.
     """
@@ -402,7 +402,7 @@ def priced(settings, make_session):
 
 
 def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
-    """A batch of a key with ten dollars."""
+    """Start a batch of a key with a budget of ten dollars."""
     batch_id = order(key=make_key(budget_usd=10))
     scheduler.tick()
     runner.works[-1].answer = Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
@@ -430,7 +430,7 @@ def test_reservation_grows_with_the_cost(scheduler, runner, settings, order, mak
     budgets = totals_of(settings.ledger).budgets
     run.current = (1, 0, 0.5)
     scheduler.tick()
-    assert run.allowed == [], "its tokens were priced at twice as much"
+    assert run.allowed == [], "the estimate covers twice the cost"
     run.current = (1, 0, 2.0)
     scheduler.tick()
     assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])
@@ -469,7 +469,7 @@ def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settin
     scheduler.tick()
     clock.now += 10
     scheduler.tick()
-    assert runner.works[-1].arguments[0].budget_usd == 9, "nobody here knows what it has cost"
+    assert runner.works[-1].arguments[0].budget_usd == 9, "the previous cost is unknown"
 
 
 def test_batches_of_one_budget_run_one_at_a_time(make_scheduler, runner, order, make_key, spent):
@@ -545,7 +545,7 @@ def test_run_of_another_process_goes_first(make_scheduler, runner, store, order,
 
 @pytest.fixture
 def tagged(settings, spent):
-    """Three dollars of a tag and two of the endpoint, of which nothing is spent."""
+    """Unspent budgets: three dollars for a tag, two for the endpoint."""
     settings.ledger.mkdir(parents=True)
     with changing_budgets(settings.ledger / "budgets.json") as shared:
         for name, usd in (("team=search", 3), ("endpoint", 2)):
@@ -566,7 +566,7 @@ def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order,
     scheduler.tick()
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "*")] == [0.5, 0.5, 0.5]
     scheduler.tick()
-    assert runner.works[-1].arguments[0].owner == "bob", "the endpoint's budget pays for both, one after the other"
+    assert runner.works[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
 
 
 @pytest.mark.usefixtures("tagged")
@@ -587,13 +587,13 @@ def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_
 
 @pytest.fixture
 def present(make_key):
-    """Keys as they are now, by name."""
+    """The current keys by name."""
     return {"alice": make_key()}
 
 
 @pytest.fixture
 def watchful(store, runner, settings, spent, present, clock):
-    """A scheduler that looks at them."""
+    """A scheduler that uses them."""
 
     def current_key(key):
         return present.get(key.name)
@@ -662,7 +662,7 @@ def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, up
 
 @pytest.fixture
 def batches_of(make_order, make_key):
-    """Batches of these keys, the oldest first; the ids are the keys' names with a number."""
+    """Batches of these keys, oldest first."""
 
     def make(*names):
         return [Batch(request=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]

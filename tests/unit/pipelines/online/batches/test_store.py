@@ -44,7 +44,7 @@ def test_batch_is_the_same_in_every_process(place, make_order, clock):
     assert other.batch(order.id, "bob") is None
     progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
     place.save(order.id, progress)
-    assert other.batch(order.id, "alice").progress == progress  # also where it was read before
+    assert other.batch(order.id, "alice").progress == progress  # even if it was read before
     batch = place.cancel(place.batch(order.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
@@ -119,7 +119,7 @@ def test_unusable_folder_is_refused(tmp_path):
 
 
 def run_with_copies(store, batch):
-    """What a run has of its prompts and answers, and what it has beside."""
+    """Create a run with copies of prompts and answers, and other files."""
     run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
@@ -174,7 +174,7 @@ def test_deleting_an_output_deletes_every_copy(place, make_order, kind):
 
 
 def test_clock_jump_does_not_delete_files(root, upload, clock):
-    """Also not one that lasts over a restart; what nobody put right in a day is believed."""
+    """Even if it lasts over a restart; after a day it is trusted."""
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
     store.prepare()

@@ -96,7 +96,7 @@ def test_requests_and_errors_are_limited(check, monkeypatch):
 
 
 def test_long_line_is_refused(check):
-    """As JSON it would take many times as much memory, before anybody has looked at what it is."""
+    """Parsed JSON would take many times the memory."""
     long = line("2", messages=[{"role": "user", "content": "x" * 2000}])
     checked = check(line("1"), long, max_line_bytes=2000)
     (error,) = checked.errors

@@ -92,7 +92,7 @@ def test_cost_limit_of_a_run_can_change(task, monkeypatch):
 
 
 def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
-    """Beside it the run may cost what the budget has left."""
+    """The limit of the run is the rest of the budget plus the cost of lent engines."""
     own, lent = (usage_of(name) for name in ("s", "s-lent"))
     monkeypatch.setattr(work, "make_report", lambda run: None)
     directory = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What a request holds beside its numbers."""
+"""Contents of requests: media, messages, lists and constraints."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How large an answer may become."""
+"""The maximum size of an answer."""
 
 import json
 

@@ -41,7 +41,7 @@ def refused(shape, body):
 
 
 def counted(value):
-    """Containers, members, and commas: one less than it has values, of each container."""
+    """Return containers, members and commas, of which each container has one less than values."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [counted(one) for one in (value.values() if isinstance(value, dict) else value)]
@@ -67,7 +67,7 @@ def test_strings_do_not_count(value, is_ascii):
     ids=range(6),
 )  # fmt: skip
 def test_long_strings_are_checked_fast(body):
-    """Quotes and backslashes in any order: what does not end is looked at once."""
+    """An unterminated string is scanned only once."""
     began = time.process_time()
     assert refused(REQUEST_LIMITS, body) is None
     assert time.process_time() - began < 5
@@ -88,7 +88,7 @@ LARGE = 2**20
 
 
 class Busy:
-    """Work that goes on until it is let go, and how much of it went on at once, in all and of each key."""
+    """Work that blocks until `go` is set, and counts concurrent calls in total and per key."""
 
     def __init__(self):
         self._lock, self.go = threading.Lock(), threading.Event()
@@ -173,7 +173,7 @@ PIECE_BYTES, NUM_PIECES = 1 << 17, 100
 
 
 async def nobody(message):
-    raise AssertionError(f"nobody waits for {message}")
+    raise AssertionError(f"unexpected message {message}")
 
 
 def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.0):
@@ -221,7 +221,7 @@ def test_messages_after_the_body_have_no_limit():
 
 
 def test_upload_window_limits_unread_bytes():
-    """Serve takes all that comes from the client, at once: the rest has to stay with the client."""
+    """Serve reads everything immediately, so the rest must stay with the client."""
     num_sent, most_under_way = 0, 0
 
     async def client():
@@ -269,7 +269,7 @@ def test_upload_window_limits_unread_bytes():
      ("POST", "/v1/chat/completions"), ("POST", "/v1/batches"), ("GET", "/v1/files")],
 )  # fmt: skip
 def test_unread_body_is_limited_to_a_window(method, path):
-    """Serve takes it all, for as long as the answer takes: it was gigabytes, of a client without a key too."""
+    """Serve reads until the answer ends: gigabytes, even from a client without a key."""
     num_sent = 0
 
     async def client():

@@ -19,7 +19,7 @@ def key(name="alice", **limits):
 
 @pytest.fixture
 def today(monkeypatch):
-    """The day of all tests here, which they may change."""
+    """The current day, which tests may change."""
     day = SimpleNamespace(now=datetime(2026, 12, 31, 12, tzinfo=UTC))
     monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: day.now))
     return day
@@ -27,7 +27,7 @@ def today(monkeypatch):
 
 @pytest.fixture
 def spend(tmp_path, today):
-    """Append a request of so many dollars that ends now."""
+    """Append a request with this cost that ends now."""
 
     def spend(usd, name="alice"):
         at = today.now.timestamp()
@@ -38,7 +38,7 @@ def spend(tmp_path, today):
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """A watch over these keys, and what it tells."""
+    """A watch over these keys, and the shares that it reports."""
 
     def make(*keys):
         told = []
@@ -87,7 +87,7 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
 
 @pytest.fixture
 def shared(tmp_path):
-    """Ten dollars a month of a tag, and twenty of the endpoint."""
+    """Monthly budgets: ten dollars for a tag, twenty for the endpoint."""
     with changing_budgets(tmp_path / "budgets.json") as budgets:
         for name, usd in (("team=search", 10), ("endpoint", 20)):
             budgets[name] = SharedBudget(name=name, budget_usd=usd, budget_every="month")

@@ -45,7 +45,7 @@ EVENTS = [
 
 
 class Engine:
-    """Stands in for the application: answers as vLLM through our replica does, and remembers what it was asked."""
+    """An application that answers like vLLM behind our replica, and records the request."""
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
@@ -116,7 +116,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def ask(settings, keys):
-    """Send requests, one after the other, through one gate."""
+    """Send requests sequentially through one gate."""
 
     def send(
         *requests,
@@ -185,7 +185,7 @@ def test_answer_headers_contain_the_cost(ask, keys):
 
 
 def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
-    """40 MiB that are no JSON: what the gate holds of them at once is a small part."""
+    """40 MiB that are not JSON: the gate buffers only a small part."""
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
@@ -198,7 +198,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
         await send({"type": "http.response.body", "body": b""})
 
     class Discarding(httpx.ASGITransport):
-        """A client that keeps nothing."""
+        """A client that discards the body."""
 
         async def handle_async_request(self, request):
             sent = iter([{"type": "http.request", "body": await request.aread()}])
@@ -391,7 +391,7 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         (answer,) = ask(request_of, app=engine)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
-        assert context.account.startswith("alice 1")  # and when the key was made
+        assert context.account.startswith("alice 1")  # with the creation time
         assert context.request_id == engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
         assert len(context.request_id) == 32
         assert (context.shown_usage, context.first_asked_at) == ("never", None)
@@ -517,7 +517,7 @@ def salt_of(ask, request_of, **settings):
 
 
 def test_prefix_cache_is_separate_per_key(ask, keys):
-    """As vLLM keeps apart what has different salts; a client cannot name one, nor guess that of another key."""
+    """vLLM separates prefixes by salt; clients can neither set a salt nor guess that of another key."""
     secret = {"cache_secret": b"s" * 32}
     alice, boss = (salt_of(ask, post(keys[name]), **secret) for name in ("alice", "boss"))
     assert len(alice) == len(boss) == 64
@@ -545,7 +545,7 @@ def test_clients_cannot_set_request_id_or_priority(ask, keys, path):
 
 
 def test_fields_without_effect_are_dropped(ask, keys):
-    """A null is one of every field, also where vLLM has a type without it."""
+    """null is accepted for every field, even if vLLM's type excludes it."""
     engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
@@ -637,7 +637,7 @@ def test_body_without_content_length_is_limited(ask, keys):
 
 @pytest.mark.parametrize(("more_body", "closes"), [(True, "close"), (False, None)])
 def test_connection_closes_after_an_unread_upload(settings, keys, more_body, closes):
-    """As the application does where the first piece is no form."""
+    """As the application does if the first piece is not a form."""
 
     async def application(scope, receive, send):
         await receive()
@@ -669,7 +669,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("request_of", "status"), REFUSED)
 def test_every_request_counts_toward_the_rate_limit(ask, keys, request_of, status):
-    """Refused requests, reads, deletes and cancellations cost the ingress as much time as any other."""
+    """Refused requests, reads, deletes and cancellations take as much time as others."""
     arguments, parts = request_of
     parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
     first, second = ask((arguments, parts), post(keys["slow"]))
@@ -705,7 +705,7 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
     prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
-    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
+    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
 
 
 def test_expired_key_is_refused_on_every_route(ask, settings):
@@ -729,13 +729,13 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
     ],
 )
 def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
-    """Addresses are in logs and histories, and cookies are sent by whatever page asks."""
+    """URLs are logged, and browsers send cookies with requests of any page."""
     (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
     assert error_of(answer) == (401, "missing_api_key")
 
 
 def test_default_max_tokens_are_the_smallest_limit(ask, keys):
-    """A chat's is a cap of ours: as a number of its own vLLM would refuse it beside a long prompt."""
+    """A chat gets a cap instead of max_tokens, which vLLM would refuse with a long prompt."""
     engine = Engine()
     for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
         ask(post(keys[key]), app=engine, max_output_tokens=most)
@@ -812,7 +812,7 @@ def streamed(answer):
     ],
 )
 def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, shown):
-    """The engine's side shows it; what comes of there passes as it is, whatever is in it."""
+    """The replica removes usage; the gate passes the stream unchanged."""
     engine = Engine()
     (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
@@ -855,7 +855,7 @@ def test_slow_answer_times_out_and_is_cancelled(ask, keys):
 
 @pytest.mark.parametrize("is_hung_up", [True, False])
 def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_account, is_hung_up):
-    """Alone by the engine's record, since nothing of it reached the gate: here more than the key's budget."""
+    """By the engine's record, since no answer reached the gate; it exceeds the key's budget."""
     engine_account.ready()
 
     async def hangs(scope, receive, send):
@@ -879,7 +879,7 @@ def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_acco
             if is_hung_up:
                 first.cancel()
             await asyncio.wait([first])
-            await asyncio.sleep(1)  # how often the ledger is looked at
+            await asyncio.sleep(1)  # the poll interval of the ledger
             return await http.request(*arguments, **body)
 
     assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
@@ -904,7 +904,7 @@ def test_running_requests_are_counted(ask, keys):
 
 @pytest.fixture
 def written(tmp_path):
-    """The lines of all files of prompts."""
+    """All lines of the prompt log."""
 
     def read():
         paths = (tmp_path / "state" / "prompts").iterdir()
@@ -950,7 +950,7 @@ def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_p
 
     answer, waiting = asyncio.run(scene())
     assert error_of(answer) == (504, "timeout")
-    assert len(waiting) == 1  # let go after two minutes, as whatever never reached an engine
+    assert len(waiting) == 1  # expires after two minutes, since it never reached an engine
 
 
 @pytest.mark.parametrize(
@@ -964,7 +964,7 @@ def test_exceptions_become_api_errors(ask, keys, name, status):
 
 
 def test_large_body_is_acknowledged(settings, keys):
-    """Else the proxy, which hands on no more than a window, would wait for ever."""
+    """Otherwise the proxy would wait forever after one window."""
     pieces, told = 6, []
 
     async def scene():
@@ -990,7 +990,7 @@ def test_large_body_is_acknowledged(settings, keys):
     assert told == [(number + 1) << 20 for number in range(pieces)]
 
 
-@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("nobody asks for keys", False)])
+@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("without keys", False)])
 def test_consecutive_refusals_are_delayed_with_keys(ask, keys, refused, is_held):
     requires_key = refused in ("alice", None)
     requests = [get("/v1/nothing", keys.get(refused))] * 25

@@ -69,7 +69,7 @@ def test_duplicate_key_name_is_refused(tmp_path):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A file of two keys, the ring that looks at it each time, and the keys with their records."""
+    """A file with two keys, a ring that reloads it at each call, and the keys with their records."""
     monkeypatch.setattr("pipelines.online.gateway.keys._RELOAD_S", 0)
     path = tmp_path / "keys.json"
     alice, bob = new_key("alice"), new_key("bob")

@@ -42,7 +42,7 @@ def limits(engine_account, tmp_path, clock):
 
 @pytest.fixture
 def restarted(engine_account, tmp_path, clock):
-    """Another ingress of the same ledger, as its process has it."""
+    """Start another ingress with the same ledger."""
 
     def start():
         totals_of.cache_clear()
@@ -93,7 +93,7 @@ def test_ledger_read_survives_a_client_disconnect(limits, engine_account, clock,
         asked.cancel()
         await asyncio.wait([asked])
         clock.now += 2
-        await limits.catch_up()  # another's, which does not look beside it
+        await limits.catch_up()  # another request's, which does not read the ledger again
         may_end.set()
         async with asyncio.timeout(10):
             while limits._waiting:
@@ -121,7 +121,7 @@ def test_requests_running_at_a_restart_count_when_recorded(restarted, engine_acc
 
 def test_ended_batch_is_charged_within_half_a_minute(limits, engine_account, clock, tmp_path):
     asyncio.run(limits.catch_up())
-    clock.now += 121  # what comes soon after a start is looked for each second
+    clock.now += 121  # after a start, the ledger is read each second
     asyncio.run(limits.catch_up())
     batch = replace(used(engine_account, "batch_1", 40, 0, clock), usd=1.02)
     for _ in range(2):

@@ -21,7 +21,7 @@ def test_requests_beyond_the_engines_capacity_wait(running, under_way, waiting):
 
 
 class Clock:
-    """Time that passes only while somebody sleeps alone, and how long each has slept."""
+    """A clock that only sleeping advances; records the sleeps."""
 
     def __init__(self, *, passes=True):
         self.now, self.slept, self._passes = 100.0, [], passes
@@ -74,7 +74,7 @@ def test_delay_and_number_of_delayed_refusals_are_limited():
     assert asyncio.run(many()) == 64
     assert max(clock.slept) == pytest.approx(2.0)
     clock.now += 60
-    refuse(pace, "alice", 21)  # those that were cancelled are not held any more
+    refuse(pace, "alice", 21)  # cancelled ones no longer count
     assert len(clock.slept) == 64
 
 

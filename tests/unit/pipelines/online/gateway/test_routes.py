@@ -1,6 +1,6 @@
-"""The gate and the application's router read every path alike, and no route answers what the gate has not seen.
+"""Gate and router match every path equally, and no route answers without the gate.
 
-The real table of the endpoint and the real application, as Ray makes it of the ingress.
+Uses the real routes and the real application, as Ray builds it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pipelines.online.wire import path_refusal
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "Post", "")
 TABLE = tuple(ingress._ROUTES.values())
-# Of a path as it is sent: what ends a line somewhere, is a slash or a dot after decoding, or looks like a letter.
+# Parts of a raw path: line ends, slashes and dots after decoding, and lookalikes of letters.
 PIECES = [
     "%0A", "%0D", "%0D%0A", "%00", "%0B", "%0C", "%85", "%C2%85", "%E2%80%A8", "%E2%80%A9", "%7F", "%1B", "%20", "%09",
     "/", "//", "%2F", "%2f%2f", "/./", "/../", "%2e%2e/", ".", ";x", "?", "%3F", "#", "%23", "%25", "%250A",
@@ -32,7 +32,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory):
-    """The application behind the gate, as Ray has turned its handlers into routes."""
+    """The application behind the gate, with Ray's routes."""
     with pytest.MonkeyPatch.context() as patch:
         made = []
         make_app = ingress.make_app
@@ -43,7 +43,7 @@ def app(tmp_path_factory):
 
 @st.composite
 def paths(draw):
-    """Paths near a route: with other parameters, pieces put in anywhere, letters of the other case or encoded."""
+    """Paths similar to a route: other parameters, insertions, swapped case, encoded letters."""
     path = draw(st.sampled_from(TABLE)).path
     for name in ("{model:path}", "{name}", "{file_id}", "{batch_id}"):
         path = path.replace(name, draw(st.sampled_from(["x", "a/b", "", "..", "%2F", "content", "x/content", "ä"])))
@@ -64,7 +64,7 @@ def paths(draw):
 
 
 def scope_of(raw, method, prefix=""):
-    """As uvicorn has it."""
+    """Return the scope as uvicorn would."""
     path = prefix + urllib.parse.unquote(raw.partition("?")[0])
     return {"type": "http", "method": method, "path": path, "root_path": prefix, "headers": [], "query_string": b""}
 
@@ -91,7 +91,7 @@ def found_by_gate(scope):
 def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
     scope = scope_of(raw, method, prefix)
     if path_refusal(scope):
-        assume(found_by_router(app, scope) is not None)  # what nobody would answer need not be refused
+        assume(found_by_router(app, scope) is not None)  # only paths that would be answered must be refused
         assert not scope["path"].isprintable()
     else:
         assert found_by_router(app, scope) == found_by_gate(scope)
@@ -114,7 +114,7 @@ def test_every_route_is_guarded(app):
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
-    """For whatever reason: with no pass, or with one for another route, as from a reading of the path that differs."""
+    """Without a pass, or with one for another route, as if gate and router parsed a path differently."""
     other = next(one for one in TABLE if one.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
@@ -155,7 +155,7 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
 def test_body_without_gate_is_not_read(app, path):
-    """Else a route whose rule reads none would take a body without its limits."""
+    """Otherwise a route with a rule that reads no body would accept one without limits."""
     (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))

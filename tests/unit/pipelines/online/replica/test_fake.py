@@ -24,7 +24,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 
 
 def answer(kind="chat", engine=None, **body):
-    """All that comes of one request."""
+    """Return all parts of an answer."""
 
     async def scene():
         one = engine or FakeServeEngine(FakeSettings(num_speculative_tokens=3), CONFIG)
@@ -88,7 +88,7 @@ def test_logprobs_have_openais_format():
 
 
 def test_events_have_the_usage_of_their_choice():
-    """As vLLM has it."""
+    """Like vLLM."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
     last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
     assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())

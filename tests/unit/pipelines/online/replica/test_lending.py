@@ -21,7 +21,7 @@ def row(name="r", **sampling):
 
 
 class Rows:
-    """An engine that answers a row when a test says so."""
+    """An engine that answers a row when a test sets its result."""
 
     def __init__(self, account, slots=None):
         self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
@@ -32,7 +32,7 @@ class Rows:
         return await end
 
     async def ask(self, name, **sampling):
-        """Let a row ask; what it hears is in `heard`."""
+        """Send a row; its replies are in `heard`."""
         heard = self.heard[name] = []
 
         async def listen():
@@ -60,7 +60,7 @@ def generation(num_output_tokens=7):
 
 @contextlib.asynccontextmanager
 async def person(slots, num_choices=1):
-    """A person's request that is under way inside of the `with`."""
+    """An interactive request that runs inside the `with`."""
     end = asyncio.Event()
 
     async def answer():
@@ -132,7 +132,7 @@ def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock
     engine_account.ready()
     states, returned = asyncio.run(play())
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
-    assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds, which are paid"
+    assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds"
     assert sorted((one.request_id, one.outcome) for one in records(tmp_path)) == [
         ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
     ]  # fmt: skip

@@ -38,7 +38,7 @@ async def generate(items, error=None):
 
 
 def is_note(item):
-    """Whether the item only tells the gate what a request without an answer used."""
+    """Return whether the item only reports the usage of a request without an answer."""
     return isinstance(item, StreamEnd) and not item.text
 
 
@@ -76,7 +76,7 @@ def test_stream_reports_its_usage_to_the_gate(engine_account, shown_usage):
 
         return asyncio.run(collect())
 
-    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # each part alone, and the end with what came before it
+    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # separate parts, and the end joined with earlier parts
         (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
         assert pieces[-1] is end
         assert (end.reported["usage"], end.reported["metrics"]) == (USAGE, DRAFTS)
@@ -152,7 +152,7 @@ def test_disconnected_stream_is_billed_for_every_prompt(
 
 
 class EngineDeadError(Exception):
-    """As vLLM's, by its name."""
+    """Recognised like vLLM's by its name."""
 
 
 FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
@@ -324,7 +324,7 @@ def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
     assert not RequestReader(tmp_path / "ledger").new()
 
 
-# --- what a power cut leaves
+# --- power cuts
 
 
 def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ import pytest
 from pipelines.online.replica.relay import Pace, coalesce, in_pieces
 
 INTERVAL_S = 0.05
-SILENCE_S = 0.4  # long track_interactive what a busy machine adds
+SILENCE_S = 0.4  # long compared with delays of a busy machine
 
 
 async def steps(*groups, pause_s=0.0, error=None):
-    """Each group at once, a pause between them."""
+    """Yield each group immediately, with a pause between groups."""
     for number, group in enumerate(groups):
         if number:
             await asyncio.sleep(pause_s)
@@ -92,7 +92,7 @@ def test_streams_share_the_rate_of_pieces():
         return await asyncio.gather(*(count(pace, end) for _ in range(8)))
 
     counts = asyncio.run(listen())
-    # The first of each and the last are track_interactive the pace.
+    # The first and last piece of each stream are not limited.
     assert sum(counts) <= pieces_per_s * run_s + 2 * len(counts)
     assert min(counts) >= 3
 

@@ -10,7 +10,7 @@ from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
 def test_stream_end_reports_its_usage():
-    """They are no events: nothing in the ingress may parse them."""
+    """They are not events: the ingress must not parse them."""
     noted, reported = [], {"usage": {"completion_tokens": 2}}
 
     class Stream(Response):
@@ -24,12 +24,12 @@ def test_stream_end_reports_its_usage():
         return [part async for part in listen(lambda: stream, noted.append)]
 
     assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
-    assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
+    assert asyncio.run(hear("")) == [["not an event"]]  # nothing for the client
     assert noted == [reported] * 2
 
 
 class Response:
-    """Parts of an answer, and then what Serve's generators do: nothing more for long, the end, or an error."""
+    """Two parts of an answer, then a long pause, the end or an error, like Serve's generators."""
 
     def __init__(self, end):
         self._end = end
@@ -51,7 +51,7 @@ class Response:
 
 
 class Once(Response):
-    """The same part, again and again."""
+    """Repeats one part."""
 
     def __init__(self, part, end):
         super().__init__(end)
@@ -63,13 +63,13 @@ class Once(Response):
 
 
 def called(response, note=lambda reported: None):
-    """The parts as the ingress gets them."""
+    """Return the parts that the ingress receives."""
     NOTE.set(note)
     return call([response])
 
 
 def call(responses):
-    """What the first of several calls that is not refused answers."""
+    """Return the answer of the first call that is not refused."""
     calls = iter(responses)
     chat = SimpleNamespace(remote=lambda *_: next(calls))
     handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=chat))

@@ -46,7 +46,7 @@ def test_lending_engine_schedules_by_priority(lends, policy):
 
 
 def test_grammar_backend_is_fixed():
-    """Once vLLM no longer keeps the first request's, its issue 43920 is mended."""
+    """If this fails, vLLM issue 43920 is fixed."""
     from vllm.config import StructuredOutputsConfig
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -98,7 +98,7 @@ def test_unknown_parser_is_refused(key):
 
 
 def test_rays_defaults_that_we_replace():
-    """Once this fails, Ray has other defaults than those for which ours take their place."""
+    """If this fails, Ray has changed the defaults that we replace."""
     from ray.llm._internal.serve import constants
 
     assert constants.DEFAULT_MAX_ONGOING_REQUESTS == constants.DEFAULT_MAX_TARGET_ONGOING_REQUESTS == 10**9

@@ -1,4 +1,4 @@
-"""Private names of Starlette and FastAPI are still there, and mean what they are taken for."""
+"""Private names of Starlette and FastAPI still exist and have the expected meaning."""
 
 import pytest
 

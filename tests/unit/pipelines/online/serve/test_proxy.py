@@ -27,7 +27,7 @@ def body(text=b"", more_body=False):
 
 
 def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
-    """What a client gets through this proxy."""
+    """Return what a client receives through this proxy."""
     sent = []
 
     async def send(message):
@@ -39,7 +39,7 @@ def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
 
 
 def passed_on(*messages, error=None, **request):
-    """What a client gets when the proxy sends these messages, and then maybe fails."""
+    """Return what a client receives if the proxy sends these messages, and then optionally fails."""
 
     async def proxy(scope, receive, send):
         for message in messages:
@@ -51,7 +51,7 @@ def passed_on(*messages, error=None, **request):
 
 
 def got_through(*headers, **request):
-    """Those of a client's headers that the proxy gets."""
+    """Return the client's headers that reach the proxy."""
     seen = []
 
     async def proxy(scope, receive, send):
@@ -62,7 +62,7 @@ def got_through(*headers, **request):
 
 
 def no_route(path):
-    """What Ray's proxy says where no application has the path."""
+    """Return the answer of Ray's proxy if no application has the path."""
     from ray.serve._private.proxy import HTTPProxy
 
     async def messages():
@@ -154,7 +154,7 @@ def test_answers_of_the_gate_are_recognised_on_any_path():
 
 @pytest.fixture
 def control():
-    """The headers that Ray's proxy reads: those that it obeys, and those that it notes."""
+    """The headers that Ray's proxy obeys, and those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -207,7 +207,7 @@ def test_import_path(monkeypatch):
 
 
 def test_rays_timeout_is_disabled():
-    """It is read when Ray's module is imported, so in a process that is started with it."""
+    """Read when Ray's module is imported, so the test needs another process."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
@@ -215,7 +215,7 @@ def test_rays_timeout_is_disabled():
 
 
 def test_ray_reads_the_variables():
-    """As the others: in a process of its own. Its own values differ from ours."""
+    """In a separate process. Ray's defaults differ from ours."""
     script = """if True:
         from ray.serve._private import constants as c
         print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
@@ -288,7 +288,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def pair(tmp_path, made):
-    """Write a certificate and a key, and require them."""
+    """Write a certificate and a key, and check them."""
 
     def require(certificate=made["one.pem"], key=made["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -303,7 +303,7 @@ def pair(tmp_path, made):
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
 def test_matching_certificate_and_key_pass(pair, made, mode):
     pair(mode=mode)
-    pair(certificate=made["one.pem"] + made["two.pem"])  # those of its issuers after it
+    pair(certificate=made["one.pem"] + made["two.pem"])  # followed by its issuers
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])

@@ -1,4 +1,4 @@
-"""Private names of Ray Serve are still there, and mean what they are taken for."""
+"""Private names of Ray Serve still exist and have the expected meaning."""
 
 import inspect
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from pipelines.online.serve.ray_names import count_states, refusal
 
 
 def test_client_of_serve_has_http_options():
-    """`running_http_options` needs a Serve that runs: test_serve_shared.py."""
+    """test_serve_shared.py tests `running_http_options`, which needs a running Serve."""
     from ray.serve import context
     from ray.serve._private.client import ServeControllerClient
 

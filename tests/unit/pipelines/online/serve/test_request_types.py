@@ -34,11 +34,11 @@ def test_crash_of_a_validator_is_a_client_error():
 
 
 def test_rays_types_still_need_our_validation():
-    """Once a part of this fails, what `request_types.py` does about it can go."""
+    """If a part of this fails, its work-around in `request_types.py` can be removed."""
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(late.messages[0]["content"], list)  # and so it has not been looked at
+    assert not isinstance(late.messages[0]["content"], list)  # so it was not validated
     with pytest.raises(ValidationError) as found:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
     assert len(found.value.errors()) >= 1000
@@ -47,7 +47,7 @@ def test_rays_types_still_need_our_validation():
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
 def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
-    """Of two hundred bytes, that take xgrammar 0.2.8 some eight seconds; with other numbers they take minutes."""
+    """xgrammar 0.2.8 needs eight seconds for this, and minutes with other numbers."""
     patterns = {f"^a{{1,{1000 + number}}}$": {"type": "string"} for number in range(20)}
     schema = {"type": "object", "patternProperties": patterns}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
@@ -58,7 +58,7 @@ def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
 
 
 def test_vllm_compiles_structural_tags():
-    """Once this fails, `leave_tags_to_trials` can go."""
+    """If this fails, `leave_tags_to_trials` can be removed."""
     from vllm.entrypoints.generate.base import protocol
     from vllm.v1.structured_output import backend_xgrammar
 
@@ -77,7 +77,7 @@ def test_wrong_type_has_its_location():
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM reads it itself
 def test_cap_does_not_reserve_context():
-    """As vLLM counts, of a request as it comes to the engine's process."""
+    """According to vLLM, after the request was pickled."""
 
     def room_for_prompt(request):
         return request.build_tok_params(SimpleNamespace(max_model_len=8192)).max_input_tokens
@@ -119,7 +119,7 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
     ids=range(10),
 )  # fmt: skip
 def test_only_first_error_of_a_list_is_reported(body, changes):
-    """Of messages that are none pydantic collected fifteen errors each, which took minutes."""
+    """Pydantic collected fifteen errors for each invalid message, which took minutes."""
     began = time.process_time()
     with pytest.raises(ValidationError) as found:
         TypeAdapter(body).validate_python({"model": "m", **changes})

@@ -1,4 +1,4 @@
-"""Which of several engines gets a request. The engines are names; Ray's routing around the choice is its own."""
+"""The choice of an engine for a request, with engines that are only names."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ LONG = "def add(a, b):\n    return a + b\n" * 20
 
 
 class Router(PrefixRouter):
-    """The router with engines by name, and how many requests each has."""
+    """The router, with engines given by name and number of requests."""
 
     def __init__(self, most_ahead=2, max_blocks=100):
         super().__init__(
@@ -163,7 +163,7 @@ def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
 
 
 def test_prefix_matches_respect_cache_salt():
-    """Engines keep it apart by its salt, so nothing of it would be computed already."""
+    """Engines separate prefixes by salt, so another salt has no cache hits."""
 
     async def check(router):
         router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
@@ -187,7 +187,7 @@ def test_long_prompt_is_routed_fast(prompt):
 
 
 def test_rays_router_still_divides_by_zero():
-    """Once this fails, Ray has mended its issue 64573: its router may do."""
+    """If this fails, Ray has fixed issue 64573, and its router may suffice."""
     from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
 
     before, division, _ = inspect.getsource(prefix_aware_router).partition("len(matched_text) / len(input_text)")

@@ -1,4 +1,4 @@
-"""Real output processors of vLLM, to which a test tells what an engine core would."""
+"""Real output processors of vLLM, which get the outputs of an engine core from tests."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ from pipelines.online.replica.relay import Pace, in_pieces, relay
 from pipelines.online.serve.sequences import Sequences, tell_sequences
 from pipelines.online.wire import Context
 
-PAST_S = 100.0  # so long ago the requests arrived
+PAST_S = 100.0  # age of the requests
 DRAFTED = RequestSpecDecodeMetrics(num_spec_tokens=3, histogram=[1, 0, 2, 0], num_draft_tokens=9)
 
 
@@ -33,14 +33,14 @@ class Whole(SimpleNamespace):
 
 
 class Engine:
-    """A front end whose core answers when a test says so."""
+    """A front end that gets outputs from `say`."""
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
         tell_sequences(SimpleNamespace(output_processor=self.processor))
 
     def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
-        """As `AsyncLLM.add_request`."""
+        """Like `AsyncLLM.add_request`."""
         params = SamplingParams(n=n, max_tokens=9, output_kind=kind)
         names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
         whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
@@ -68,7 +68,7 @@ class Engine:
         self.processor.process_outputs(outputs, time.monotonic(), IterationStats())
 
     async def answers(self, *names, n=1):
-        """A whole answer to so many prompts."""
+        """Yield a whole answer to these prompts."""
         for name in names:
             children, queue = self.add(name, n)
             await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_whole_answer_has_a_ttft(engine, engine_account, tmp_path, n):
-    """From the beginning of its account, whenever vLLM itself says that it came."""
+    """Measured from the start of its account."""
     began = time.time()
     (answer,) = asyncio.run(drain(relay(engine.answers("a", n=n), begin_of(engine_account, "r"), shown_usage="last")))
     record = records(tmp_path)["r"]
@@ -169,7 +169,7 @@ def test_drafts_of_a_merged_stream_end_are_kept(engine):
 
 
 def test_vllm_reports_no_drafts_after_a_stop_string(engine):
-    """The front end finds the string, and the core, which has the drafts, is only told to give the sequence up."""
+    """The front end finds the string and aborts the sequence in the core, which has the drafts."""
     sequences = Sequences()
     sequences.listen()
     names, queue = engine.add("a", n=2)
@@ -189,7 +189,7 @@ def test_ended_sequences_are_dropped(engine):
         states += [weakref.ref(engine.processor.request_states[name]) for name in names]
         began_at = sequences.first_token_at
         engine.say(*names)
-        assert began_at in (None, sequences.first_token_at), "the first one's is told"
+        assert began_at in (None, sequences.first_token_at), "the first token of all sequences counts"
     assert sequences.speculation.num_drafts == 3 * len(states)
     gc.collect()
     assert [state() is None for state in states] == [True] * 8 + [False] * 2

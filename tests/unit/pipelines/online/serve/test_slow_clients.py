@@ -27,7 +27,7 @@ UPGRADE = (
 
 
 async def app(scope, receive, send):
-    """Answers when the body is there, or at once where the path is /early."""
+    """Answer after the body, or immediately if the path is /early."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
@@ -72,7 +72,7 @@ def client(request):
 
 
 def rest(client):
-    """All that comes until the server closes the connection, and how long it took."""
+    """Return everything until the server closes the connection, and the time that it took."""
     started, said = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
@@ -89,7 +89,7 @@ def is_open(client):
 
 
 def trickle(client, data):
-    """Send byte by byte, slower than the limit for all of it; how much could be sent."""
+    """Send byte by byte, slower than the limit. Returns how much could be sent."""
     client.settimeout(LIMIT_S / 10)
     for index in range(len(data)):
         with contextlib.suppress(TimeoutError):

@@ -21,7 +21,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 async def app(scope, receive, send):
-    """Answers with more than all the buffers between it and a client hold."""
+    """Answer with more than fits in all buffers up to the client."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % NUM_BYTES)]})
     for _ in range(NUM_BYTES // len(PIECE)):
         await send({"type": "http.response.body", "body": PIECE, "more_body": True})
@@ -86,14 +86,14 @@ def test_very_slow_reader_is_closed(server, client):
 
 
 def test_slow_reader_gets_the_whole_answer(client):
-    """For longer than the limit in all."""
+    """Even if it takes longer than the limit in total."""
     started = time.monotonic()
     assert num_read(client, pause_s=LIMIT_S / 40) > NUM_BYTES
     assert time.monotonic() - started > LIMIT_S
 
 
 class Slow:
-    """Connections of one key that read nothing, on a loop that a test moves."""
+    """A connection that reads nothing."""
 
     def __init__(self, holders, unread_bytes, paused_at):
         self.holders, self.unread_bytes, self.paused_at, self.is_aborted = holders, unread_bytes, paused_at, False
@@ -108,7 +108,7 @@ class Slow:
         ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
-        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # they have only begun to be slow
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # slow only for a moment
         ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
     ],
 )
@@ -136,7 +136,7 @@ def test_memory_is_returned_after_slow_readers(monkeypatch):
 
 
 def test_application_does_not_wait_for_a_slow_client(server):
-    """The client reads nothing until the application has said everything."""
+    """The client reads nothing until the application has finished."""
     seen = {}
 
     async def eager(scope, receive, send):
