@@ -109,7 +109,10 @@ def resolve(
         else:
             num_engines = placement.num_engines_on_node
             engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
-        served.append(Served(keys=keys, engine=_with_media(engine, keys), placement=placement))
+        # Batches only support text.
+        domains = tuple(keys.allowed_media_domains)
+        spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
+        served.append(Served(keys=keys, engine=replace(engine, spec=spec), placement=placement))
     return served
 
 
@@ -283,28 +286,22 @@ def _parsers_of(model: Served) -> frozenset[str]:
     names = ("tool_call_parser", "reasoning_parser")
     if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
         return frozenset(names)
-    configured = {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
-    return frozenset(configured.union(name for name in names if getattr(model.keys, name)))
-
-
-def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:
-    """Return the engine with this model's media options. Batches only support text."""
-    domains = tuple(keys.allowed_media_domains)
-    spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
-    return replace(engine, spec=spec)
+    configured = {name for name in names if getattr(model.keys, name)}
+    return frozenset(configured | ({"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()))
 
 
 def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
     spec, keys = model.engine.spec, model.keys
+    drafter = spec.drafter
     ours = {
         "target": name_of(model.engine.model.name),
         "stand_in": keys.engine == "fake",
         "precision": model.engine.precision.describe(),
         "drafter": model.engine.drafter.name,
-        "method": spec.drafter.method if spec.drafter else None,
-        "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
-        "draft_lookup": spec.drafter is not None and spec.drafter.lookup,
+        "method": drafter.method if drafter else None,
+        "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
+        "draft_lookup": drafter is not None and drafter.lookup,
         "break_even_acceptance_length": model.engine.break_even(hardware),  # by concurrency
         "max_model_len": spec.max_model_len,
         "max_replicas": keys.max_replicas,

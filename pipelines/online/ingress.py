@@ -10,7 +10,7 @@ import datetime
 import functools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,22 +48,19 @@ from pipelines.online.wire import PING_URL, Context, error_response, with_header
 
 
 def answer_errors(app: FastAPI) -> None:
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer)
+    def response(error: ApiError) -> Response:
+        headers, body = error_response(error)
+        return Response(body, error.status, headers)
 
+    async def answer_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "only registered for it"
+        return response(from_validation(list(error.errors())))
 
-async def _answer(request: Request, error: Exception) -> Response:
-    return _response(from_exception(error))
+    async def answer(request: Request, error: Exception) -> Response:
+        return response(from_exception(error))
 
-
-async def _answer_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "only registered for it"
-    return _response(from_validation(list(error.errors())))
-
-
-def _response(error: ApiError) -> Response:
-    headers, body = error_response(error)
-    return Response(body, error.status, headers)
+    app.add_exception_handler(RequestValidationError, answer_validation)
+    app.add_exception_handler(HTTPException, answer)
 
 
 _MAX_DEAD_ENGINES = 3
@@ -102,7 +99,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
         self._shared = SharedBudgets(settings.ledger)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
-        self.batches = self._make_batches(_named(batches, self._deployments)) if batches else None
+        self.batches = self._make_batches(batches) if batches else None
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
         self._start_metrics(has_break_even=any(needed.values()))
@@ -110,6 +107,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
+        if batches.lends:  # with Serve's names of the endpoint and its engines
+            app_name = serve.get_replica_context().app_name
+            batches = replace(batches, application=app_name, deployments=self._deployments)
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
@@ -185,13 +185,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         report = await asyncio.to_thread(self._live.report, None, window_s)
         state = request.app.state
         notes = [*report["notes"], *state.crashes.notes()]
-        return JSONResponse(report | {"notes": notes, "load": await asyncio.to_thread(self._loads, state.load)})
-
-    def _loads(self, load: Load) -> dict[str, dict[str, int]]:
-        return {
-            model: describe_load(self._cards[model]["peagle"], counts, load.num_running(model))
-            for model, counts in replica_counts(self._deployments).items()
+        counts = await asyncio.to_thread(replica_counts, self._deployments)
+        loads = {
+            model: describe_load(self._cards[model]["peagle"], replicas, state.load.num_running(model))
+            for model, replicas in counts.items()
         }
+        return JSONResponse(report | {"notes": notes, "load": loads})
 
     async def page(self) -> Response:
         return get_page()
@@ -214,14 +213,8 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         The engines are not called: with full slots they would reply too late, and SageMaker would stop the container.
         """
         counts = await asyncio.to_thread(replica_counts, self._deployments)
-        return Response(status_code=200 if all(one["num_running_replicas"] for one in counts.values()) else 503)
-
-
-def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSettings:
-    """Return the settings with Serve's names of the endpoint and its engines, if these lend slots."""
-    if not batches.lends:
-        return batches
-    return replace(batches, application=serve.get_replica_context().app_name, deployments=deployments)
+        is_up = all(replicas["num_running_replicas"] for replicas in counts.values())
+        return Response(status_code=200 if is_up else 503)
 
 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
@@ -241,7 +234,9 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         except Exception as error:
             if not is_engine_death(error):
                 raise
-        again = _again(request, replace(context, first_asked_at=asked_at))
+        # The second engine does not bill what the first one has billed.
+        headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
+        again = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
                 return await _until_started(handler, body, again)
@@ -270,21 +265,19 @@ async def _until_started(
     return await handler(body, request)
 
 
-def _again(request: Request, context: Context) -> Request:
-    """Return the request for the second engine, which does not bill what the first one has billed."""
-    headers = with_headers(request.scope["headers"], context.headers())
-    return Request({**request.scope, "headers": headers}, request.receive)
-
-
 def make_ingress(settings: GateSettings) -> Any:
     return make_fastapi_ingress(PeagleIngress, endpoint_map=_routes(settings), app=make_app(settings))
 
 
 def make_app(settings: GateSettings) -> FastAPI:
     """Return an application behind the gate without routes, with OpenAI's errors."""
+
+    def count_crash(suspect: Attempt) -> None:
+        _crash_counter().inc(1, {"model_name": suspect.model})
+
     app = guarded_app(title="peagle")
     answer_errors(app)
-    app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=_count_crash)
+    app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=count_crash)
     app.add_middleware(
         Gate,
         settings=settings,
@@ -293,10 +286,6 @@ def make_app(settings: GateSettings) -> FastAPI:
         crashes=app.state.crashes,
     )
     return app
-
-
-def _count_crash(suspect: Attempt) -> None:
-    _crash_counter().inc(1, {"model_name": suspect.model})
 
 
 @functools.cache

@@ -104,9 +104,6 @@ def _usage(usage: UnitUsage) -> dict[str, Any]:
     }
 
 
-_TEMPERATURE = 1.0  # OpenAI's default
-
-
 def make_rules(request: BatchRequest, settings: BatchSettings) -> Rules:
     return Rules(
         endpoint=request.endpoint,
@@ -150,18 +147,14 @@ def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender
 
 
 def _run_config(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """Return the bulk run's configuration, without input, output and budget."""
-    config = settings.models[model].config
-    return {**config, **_sampling(request, settings, model), "tags": settings.tags(model, request.key)}
-
-
-def _sampling(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
-    """Return the sampling defaults of requests, the same as those of the routes."""
-    served = settings.models[model].model
+    """Return the bulk run's configuration, without input, output and budget. Requests are sampled as on the routes."""
+    batch_model = settings.models[model]
     return {
+        **batch_model.config,
         "input_format": "openai-batch",
-        "temperature": _TEMPERATURE,
-        "max_tokens": default_max_tokens(request.endpoint, request.key, served, settings.max_output_tokens),
+        "temperature": 1.0,  # OpenAI's default
+        "max_tokens": default_max_tokens(request.endpoint, request.key, batch_model.model, settings.max_output_tokens),
+        "tags": settings.tags(model, request.key),
     }
 
 
@@ -255,7 +248,10 @@ class Scheduler:
         try:
             self._unfinished = self._store.unfinished()
             for batch in in_turn(self._unfinished, self._works, self._start_numbers):
-                self._try_to_advance(batch)
+                try:
+                    self._advance(batch)
+                except (PeagleError, OSError) as error:
+                    _log.error("batch %s: %s; it will be retried", batch.id, error)
             if self._monotonic() >= self._next_sweep:
                 self._next_sweep = self._monotonic() + _SWEEP_S
                 self._store.sweep()
@@ -269,12 +265,6 @@ class Scheduler:
         self._works.clear()
         self._ends.clear()
         self._attempts.clear()
-
-    def _try_to_advance(self, batch: Batch) -> None:
-        try:
-            self._advance(batch)
-        except (PeagleError, OSError) as error:
-            _log.error("batch %s: %s; it will be retried", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
         if key := self._current_key(batch.request.key):

@@ -65,8 +65,17 @@ from pipelines.online.batches.records import (
 )
 
 BELIEVED_AFTER_S = 24 * 3600.0
+_KEEP_S = 24 * 3600.0
+_PRESIGNED_S = 300
+_FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
+_EXPORT = "openai-batch"
+_OTHER_EXPORTS = ("parquet", "jsonl")  # written by a manual `peagle export`
+_ERRORS = "errors.jsonl"
+_ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
 _TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_threads = ThreadPoolExecutor(32, thread_name_prefix="files")
+_Answer = TypeVar("_Answer")
 
 
 def boot_id() -> str | None:
@@ -138,12 +147,17 @@ def _is_near(offset: float, other: float) -> bool:
     return abs(offset - other) <= _TOLERANCE_S
 
 
-ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
-_PRESIGNED_S = 300
+class BatchStore:
+    """Files and batches of all keys.
 
+    Args:
+        now: Unix time, only for display.
+        monotonic: see `SteadyClock`.
 
-class FileStore:
-    """Files of all keys. `clock` decides when they expire; `now` is only for display."""
+    Attributes:
+        clock: decides when files and batches expire.
+        is_scheduling: whether only this process writes progress, so that its cached progress is current.
+    """
 
     def __init__(
         self,
@@ -155,7 +169,28 @@ class FileStore:
         self.root = place(root)
         self.now = now
         self.clock = SteadyClock(wall=now, monotonic=monotonic, boot=boot_id())
+        self.is_scheduling = False
+        self._is_resumed = False
         self._files: dict[str, StoredFile] = {}
+        self._idempotent_until: dict[str, float] = {}
+        self._requests: dict[str, BatchRequest] = {}
+        self._progress: dict[str, BatchProgress] = {}
+        self._cancelled: dict[str, float] = {}
+
+    def prepare(self) -> None:
+        """Create the folders. Raises ConfigError if they are not writable or two writers could create the same file."""
+        require_usable(self.root / ".lease")
+        try:
+            for name in _FOLDERS:
+                make_folder(self.root / name)
+            require_links(self.root)
+            if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
+                self.clock.resume(note)
+            self._is_resumed = True
+        except OSError as error:
+            raise ConfigError(f"batches {self.root}: cannot be written: {error}") from error
+
+    # --- files
 
     @property
     def is_remote(self) -> bool:
@@ -170,11 +205,11 @@ class FileStore:
     def file(self, file_id: str, owner: str) -> StoredFile | None:
         """Return a file of this key, or None."""
         found = self._file(file_id)
-        return found if found is not None and found.owner == owner and self._is_there(found) else None
+        return found if found is not None and found.owner == owner and self._is_current(found) else None
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
-        mine = [file for file in self._all_files() if file.owner == owner and self._is_there(file)]
+        mine = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
         return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
@@ -206,19 +241,16 @@ class FileStore:
         remove(self.root / "files" / f"{file.id}.json")
         self._files.pop(file.id, None)
 
-    def drop_orphans(self, older_than_s: float) -> None:
-        """Delete uploads without a record, left by a crash."""
+    def _drop_orphans(self) -> None:
+        """Delete uploads without a record, left by a crash a day ago."""
         folder = self.root / "files"
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
-            is_upload = ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
-            if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > older_than_s:
+            is_upload = _ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
+            if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > _KEEP_S:
                 remove(path)
 
-    def overdue(self) -> list[StoredFile]:
-        return [file for file in self._all_files() if not self._is_there(file)]
-
-    def _is_there(self, file: StoredFile) -> bool:
+    def _is_current(self, file: StoredFile) -> bool:
         return file.expires_at is None or file.expires_at > self.clock()
 
     def _all_files(self) -> Iterator[StoredFile]:
@@ -228,95 +260,10 @@ class FileStore:
 
     def _file(self, file_id: str) -> StoredFile | None:
         if file_id not in self._files:
-            if not ID.fullmatch(file_id) or (values := read_json(self.root / "files" / f"{file_id}.json")) is None:
+            if not _ID.fullmatch(file_id) or (values := read_json(self.root / "files" / f"{file_id}.json")) is None:
                 return None
             self._files[file_id] = StoredFile(**values)
         return self._files[file_id]
-
-
-def read_json(path: Place) -> dict[str, Any] | None:
-    """Return the JSON in a file, or None if it does not exist."""
-    try:
-        values: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return values
-
-
-def _descend(root: Place, at: str) -> Place:
-    for name in at.split("/"):
-        root = root / name
-    return root
-
-
-_API = "openai-batch"
-_OTHERS = ("parquet", "jsonl")  # written by a manual `peagle export`
-_ERRORS = "errors.jsonl"
-
-
-def forget_prompts(run: Place) -> None:
-    """Delete a run's copies of its input. The API's output and error files stay."""
-    _empty(run / "data")
-    _empty(run / "failed")
-    _empty(run / "suspects")
-    for name in _OTHERS:
-        _empty(run / "export" / name)
-
-
-def forget_answers(run: Place) -> None:
-    """Delete a run's output and copies of it."""
-    _empty(run / "data")
-    for name in (_API, *_OTHERS):
-        _empty(run / "export" / name, but=_ERRORS)
-
-
-def forget_errors(run: Place) -> None:
-    """Delete a run's errors and copies of them."""
-    _empty(run / "failed")
-    for name in (_API, *_OTHERS):
-        remove(run / "export" / name / _ERRORS)
-
-
-def _empty(folder: Place, but: str | None = None) -> None:
-    for path in list(folder.glob("*")):
-        if path.name != but:
-            remove(path)
-
-
-_FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
-_KEEP_S = 24 * 3600.0
-
-
-class BatchStore(FileStore):
-    """Files and batches of all keys.
-
-    Attributes:
-        is_scheduling: whether only this process writes progress, so that its cached progress is current.
-    """
-
-    def __init__(self, root: str | Place, **options: Any) -> None:
-        super().__init__(root, **options)
-        self._is_resumed = False
-        self._ordered_until: dict[str, float] = {}
-        self._orders: dict[str, BatchRequest] = {}
-        self._progress: dict[str, BatchProgress] = {}
-        self._cancelled: dict[str, float] = {}
-        self.is_scheduling = False
-
-    def prepare(self) -> None:
-        """Create the folders. Raises ConfigError if they are not writable or two writers could create the same file."""
-        require_usable(self.root / ".lease")
-        try:
-            for name in _FOLDERS:
-                make_folder(self.root / name)
-            require_links(self.root)
-            if not self._is_resumed and (note := read_json(self.root / "clock.json")) is not None:
-                self.clock.resume(note)
-            self._is_resumed = True
-        except OSError as error:
-            raise ConfigError(f"batches {self.root}: cannot be written: {error}") from error
-
-    # --- files
 
     def add_outputs(
         self, batch: Batch, output: tuple[str, int] | None, errors_bytes: int, created_at: float
@@ -327,18 +274,27 @@ class BatchStore(FileStore):
             output: path in the run directory and size in bytes of the output.
             errors_bytes: size of the error file.
         """
-        made = (
-            ("output", f"runs/{batch.id}/{output[0]}" if output else "", output[1] if output else 0),
-            ("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes),
-        )
         life_s = batch.request.output_expires_s
         expires_at = None if life_s is None else self.clock.after(life_s)
-        ids = []
-        for kind, at, num_bytes in made:
-            if num_bytes:
-                self.add_file(_output_file(batch, kind, at, num_bytes, created_at, expires_at))
-            ids.append(output_id(batch, kind) if num_bytes else None)
-        return ids[0], ids[1]
+
+        def add(kind: str, at: str, num_bytes: int) -> str:
+            file = StoredFile(
+                id=output_id(batch, kind),
+                owner=batch.request.key.name,
+                filename=f"{batch.id}_{kind}.jsonl",
+                purpose=OUTPUT,
+                num_bytes=num_bytes,
+                created_at=created_at,
+                at=at,
+                expires_at=expires_at,
+                batch_id=batch.id,
+            )
+            self.add_file(file)
+            return file.id
+
+        output_file = add("output", f"runs/{batch.id}/{output[0]}", output[1]) if output else None
+        errors_file = add("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes) if errors_bytes else None
+        return output_file, errors_file
 
     def remove_file(self, file: StoredFile) -> None:
         """Delete a file, after deleting the copies that runs keep of its contents."""
@@ -354,41 +310,40 @@ class BatchStore(FileStore):
 
     def sweep(self) -> None:
         """Delete expired files and leftovers, and save the clock. A file stays while a batch reads it."""
-        for file in self.overdue():
-            if not self.uses(file):
+        for file in list(self._all_files()):
+            if not (self._is_current(file) or self.uses(file)):
                 self.remove_file(file)
         for path in list((self.root / "ordered").glob("*.json")):
-            until = self._ordered_until.get(path.name) or float(
-                (self.load_idempotent(path.stem) or {"until": 0})["until"]
-            )
-            self._ordered_until[path.name] = until
-            if until <= self.clock():
+            if path.name not in self._idempotent_until:
+                stored = self.load_idempotent(path.stem) or {"until": 0}
+                self._idempotent_until[path.name] = float(stored["until"])
+            if self._idempotent_until[path.name] <= self.clock():
                 path.unlink(missing_ok=True)
-                del self._ordered_until[path.name]
+                del self._idempotent_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEEP_S)
-        self.drop_orphans(_KEEP_S)
+        self._drop_orphans()
         write_json(self.root / "clock.json", self.clock.state())
 
     # --- batches
 
     def batch(self, batch_id: str, owner: str) -> Batch | None:
         """Return a batch of this key, or None."""
-        request = self._order(batch_id)
+        request = self._request(batch_id)
         return self._batch(request) if request is not None and request.key.name == owner else None
 
     def batches(self, owner: str) -> list[Batch]:
         """Return the batches of a key, newest first."""
-        return [self._batch(request) for request in self._all_orders() if request.key.name == owner]
+        return [self._batch(request) for request in self._all_requests() if request.key.name == owner]
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches of all keys, oldest first."""
-        orders = reversed(self._all_orders())
-        return [batch for request in orders if not (batch := self._batch(request)).is_over]
+        requests = reversed(self._all_requests())
+        return [batch for request in requests if not (batch := self._batch(request)).is_over]
 
     def add_batch(self, request: BatchRequest) -> Batch:
         """Store a new batch."""
         write_json(self.root / "orders" / f"{request.id}.json", request.to_dict())
-        self._orders[request.id] = request
+        self._requests[request.id] = request
         return Batch(request=request, progress=BatchProgress())
 
     def save_idempotent(self, name: str, request: BatchRequest, body: Mapping[str, Any]) -> None:
@@ -411,7 +366,7 @@ class BatchStore(FileStore):
             if is_old and batch.is_over and not any(name and self.file(name, batch.request.key.name) for name in ids):
                 for name in ("cancels", "progress", "ends", "orders"):
                     remove(self.root / name / f"{batch.id}.json")
-                self._orders.pop(batch.id, None)
+                self._requests.pop(batch.id, None)
                 return True
         return False
 
@@ -432,7 +387,7 @@ class BatchStore(FileStore):
             write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
         else:
             write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
-        self._progress[batch_id] = self._end(batch_id) or progress
+        self._progress[batch_id] = self._load("ends", batch_id) or progress
 
     def input_path(self, request: BatchRequest) -> Place:
         """Return the path of the input, which stays until the batch has ended."""
@@ -445,22 +400,22 @@ class BatchStore(FileStore):
         """Return whether an unfinished batch reads this file."""
         return any(batch.request.input_file_id == file.id and not batch.is_over for batch in self.batches(file.owner))
 
-    def _all_orders(self) -> list[BatchRequest]:
+    def _all_requests(self) -> list[BatchRequest]:
         """Return the requests of all batches, newest first."""
         names = sorted((path.stem for path in (self.root / "orders").glob("*.json")), reverse=True)
-        return [request for name in names if (request := self._order(name)) is not None]
+        return [request for name in names if (request := self._request(name)) is not None]
 
-    def _order(self, batch_id: str) -> BatchRequest | None:
-        if batch_id not in self._orders:
-            if not ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
+    def _request(self, batch_id: str) -> BatchRequest | None:
+        if batch_id not in self._requests:
+            if not _ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
                 return None
-            self._orders[batch_id] = BatchRequest.from_dict(values)
-        return self._orders[batch_id]
+            self._requests[batch_id] = BatchRequest.from_dict(values)
+        return self._requests[batch_id]
 
     def _batch(self, request: BatchRequest) -> Batch:
         progress = self._progress.get(request.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
-            stored = self._end(request.id) or self._load_progress(request.id)
+            stored = self._load("ends", request.id) or self._load("progress", request.id) or BatchProgress()
             if self.is_scheduling:  # progress saved since then is newer
                 progress = self._progress.setdefault(request.id, stored)
             else:
@@ -469,13 +424,9 @@ class BatchStore(FileStore):
         cancelling_at = self._cancelling_at(request.id) if may_be_cancelled else None
         return Batch(request=request, progress=progress, cancelling_at=cancelling_at)
 
-    def _end(self, batch_id: str) -> BatchProgress | None:
-        values = read_json(self.root / "ends" / f"{batch_id}.json")
+    def _load(self, folder: str, batch_id: str) -> BatchProgress | None:
+        values = read_json(self.root / folder / f"{batch_id}.json")
         return None if values is None else BatchProgress.from_dict(values)
-
-    def _load_progress(self, batch_id: str) -> BatchProgress:
-        values = read_json(self.root / "progress" / f"{batch_id}.json")
-        return BatchProgress() if values is None else BatchProgress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:
@@ -491,28 +442,50 @@ def output_id(batch: Batch, kind: str) -> str:
     return f"{FILE_PREFIX}{batch.id.removeprefix(BATCH_PREFIX)}-{kind}"
 
 
-def _output_file(
-    batch: Batch, kind: str, at: str, num_bytes: int, created_at: float, expires_at: float | None
-) -> StoredFile:
-    request = batch.request
-    return StoredFile(
-        id=output_id(batch, kind),
-        owner=request.key.name,
-        filename=f"{request.id}_{kind}.jsonl",
-        purpose=OUTPUT,
-        num_bytes=num_bytes,
-        created_at=created_at,
-        at=at,
-        expires_at=expires_at,
-        batch_id=request.id,
-    )
-
-
-_MAX_THREADS = 32
-_Answer = TypeVar("_Answer")
-_threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="files")
-
-
 async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answer:
     """Run a blocking function in the thread pool for files."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))
+
+
+def read_json(path: Place) -> dict[str, Any] | None:
+    """Return the JSON in a file, or None if it does not exist."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return values
+
+
+def _descend(root: Place, at: str) -> Place:
+    for name in at.split("/"):
+        root = root / name
+    return root
+
+
+def forget_prompts(run: Place) -> None:
+    """Delete a run's copies of its input. The API's output and error files stay."""
+    _empty(run / "data")
+    _empty(run / "failed")
+    _empty(run / "suspects")
+    for name in _OTHER_EXPORTS:
+        _empty(run / "export" / name)
+
+
+def forget_answers(run: Place) -> None:
+    """Delete a run's output and copies of it."""
+    _empty(run / "data")
+    for name in (_EXPORT, *_OTHER_EXPORTS):
+        _empty(run / "export" / name, but=_ERRORS)
+
+
+def forget_errors(run: Place) -> None:
+    """Delete a run's errors and copies of them."""
+    _empty(run / "failed")
+    for name in (_EXPORT, *_OTHER_EXPORTS):
+        remove(run / "export" / name / _ERRORS)
+
+
+def _empty(folder: Place, but: str | None = None) -> None:
+    for path in list(folder.glob("*")):
+        if path.name != but:
+            remove(path)

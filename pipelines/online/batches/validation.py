@@ -4,8 +4,9 @@ Each request is checked like a single request (`admission.check`). Errors that o
 error file.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,15 +66,15 @@ def check_input(path: str, rules: Rules) -> Checked:
     """Validate the file. Stops after 100 errors."""
     reader = _Reader(rules)
     try:
-        for number, line in _numbered(path):
-            if line.strip():
-                reader.read(number, line)
-            if len(reader.errors) >= _MAX_ERRORS:
-                break
+        with contextlib.closing(Lines(path)) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    reader.read(number, line)
+                if len(reader.errors) >= _MAX_ERRORS:
+                    break
     except InputError as error:
-        reader.note(
-            None, _Wrong("invalid_file", error.message.replace(f"input {path}", "the file").replace(path, "it"))
-        )
+        message = error.message.replace(f"input {path}", "the file").replace(path, "it")
+        reader.note(None, _Wrong("invalid_file", message))
     except _Wrong as wrong:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
@@ -85,14 +86,6 @@ def check_input(path: str, rules: Rules) -> Checked:
         output_tokens=reader.output_tokens,
         errors=tuple(reader.errors),
     )
-
-
-def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
-    lines = Lines(path)
-    try:
-        yield from enumerate(lines, start=1)
-    finally:
-        lines.close()
 
 
 class _Reader:
@@ -118,9 +111,9 @@ class _Reader:
             self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
 
     def note(self, number: int | None, wrong: _Wrong) -> None:
-        message = (
-            wrong.message if len(wrong.message) <= _MAX_MESSAGE_CHARS else wrong.message[:_MAX_MESSAGE_CHARS] + "..."
-        )
+        message = wrong.message
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = message[:_MAX_MESSAGE_CHARS] + "..."
         self.errors.append({"code": wrong.code, "message": message, "param": wrong.param, "line": number})
 
     def _read(self, number: int, line: bytes) -> None:
