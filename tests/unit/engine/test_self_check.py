@@ -91,7 +91,7 @@ def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
     ],
 )
 def test_who_is_refused_is_told_what_may_be_tried(spec: EngineSpec, ways: str) -> None:
-    with pytest.raises(EngineError, match=r"its answers are not its target's: token 0 of .* is ' a'") as refused:
+    with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
         require_passed(check(Engine(8.0), spec))
     assert refused.value.hint.endswith(f": {ways}")
 
@@ -99,7 +99,7 @@ def test_who_is_refused_is_told_what_may_be_tried(spec: EngineSpec, ways: str) -
 def test_a_ledger_tells_of_the_engine_that_was_refused() -> None:
     passed, failed = check(Engine()).to_json(), check(Engine(8.0), DRAFTING).to_json()
     require_none_failed([passed, ""])
-    with pytest.raises(EngineError, match="its answers are not its target's") as refused:
+    with pytest.raises(EngineError, match="failed its self-check") as refused:
         require_none_failed([passed, "", failed])
     assert "--drafter none" in refused.value.hint
 
