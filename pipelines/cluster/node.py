@@ -78,7 +78,7 @@ def beside_ray(spec: EngineSpec) -> dict[str, str]:
     Variables that are already set are unchanged.
 
     Intel's OpenMP yields the core while it waits for its other threads, and then gets it back late from a busy
-    process: docs/bulk.md, "What it costs".
+    process: benchmarks/bulk/OVERHEAD.md.
     """
     return {} if spec.max_num_seqs < _MANY_SEQS or _YIELD in os.environ else {_YIELD: "0"}
 

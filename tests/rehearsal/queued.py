@@ -130,9 +130,9 @@ def _check_training(config: Any) -> None:
 
 def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
     if name == "generate":
-        from pipelines.batch.resolve import resolve
+        from tests.resolved_runs import resolve_run
 
-        run = resolve(config, hardware, ["prompt"], announce=lambda _: None)
+        run = resolve_run(config, machine=hardware)
         yield run.drafter.name or "none", run.spec, run.model
     else:
         from pipelines.online.app import resolve as resolve_served

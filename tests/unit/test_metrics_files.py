@@ -1,4 +1,4 @@
-"""The files for Prometheus and Grafana, and the table in docs/online.md, name the metrics that there are.
+"""The files for Prometheus and Grafana, and the table in docs/metrics.md, name the metrics that there are.
 
 Where promtool is on the PATH (Debian's package prometheus has it), it checks each expression and each alert.
 """
@@ -102,7 +102,7 @@ def test_the_table_in_the_docs_has_every_metric():
         for metric in METRICS.values()
     ]
     table = markdown([("metric", "type", "labels", "unit", "what"), *rows])
-    assert "\n".join(table) in (ROOT / "docs" / "online.md").read_text()
+    assert "\n".join(table) in (ROOT / "docs" / "metrics.md").read_text()
 
 
 @needs_promtool

@@ -72,7 +72,7 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
     is_wrong = False
     assert outcome().outcome == "passed"
     is_wrong = True
-    with pytest.raises(EngineError, match="its answers are not its target's"):
+    with pytest.raises(EngineError, match="failed its self-check"):
         outcome()
     assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
     said = capfd.readouterr().err

@@ -1,12 +1,12 @@
 """Runs that follow a profile."""
 
 import pytest
+from resolved_runs import resolve_run
 
 from peagle import hardware
 from peagle.profiles.measurements import NONE
 from peagle.profiles.profile import MeasuredCell, Profile, Tuned, write_profile
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
 
 HERE = hardware.detect()
 
@@ -45,7 +45,7 @@ def resolved(file):
     def make(**keys):
         values = {"num_speculative_tokens": 3} | keys
         config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, profile=file, **values)
-        return resolve(config, HERE, ["prompt"], announce=print)
+        return resolve_run(config)
 
     return make
 
@@ -61,7 +61,7 @@ def test_a_run_uses_the_profile(resolved):
 
 
 def test_a_losing_drafter_has_one_warning(resolved):
-    watch = resolved().drafter_watch
+    watch = resolved().drafter_watch()
     assert watch.needed == pytest.approx(1.28)  # 1.6 x 40 / 50
     assert watch.new(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new(num_drafts=1000, acceptance_length=1.1)

@@ -4,6 +4,7 @@ from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, Uni
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.metrics import METRICS, UsageMetrics, exported
 from pipelines.online.replica.account import EngineAccount
+from pipelines.online.wire import Context
 
 MODEL = ("m", "")
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5)
@@ -71,7 +72,7 @@ def test_the_dollars_of_an_engine_are_those_of_its_seconds_by_state(told, clock,
     clock.now += 10
     account.ready(compile_s=4)
     clock.now += 5
-    running = account.begin("1", "alice")
+    running = account.begin(Context(request_id="1", key="alice"))
     clock.now += 3
     running.finish("ok")
     running.write("ok")

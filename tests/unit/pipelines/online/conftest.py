@@ -1,4 +1,4 @@
-"""A ledger with an engine's account, on a clock that tests move."""
+"""An engine's account with a ledger and a clock that tests advance."""
 
 import pytest
 
