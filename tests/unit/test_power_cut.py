@@ -11,27 +11,24 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from usage_records import unit_usage
 
 from peagle import files
 from peagle.corpus.rows import Span
 from peagle.economics.ledger import append_request, requests_file
-from peagle.economics.usage import RequestUsage, UnitUsage
+from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
 from peagle.files import GroupSync
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import hold_lease, read_lease
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
-from peagle.speculation import SpeculationStats
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, BatchRequest, StoredFile, new_id
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.gateway.keys import edit_keys, new_key, read_keys
 from tests.power_cut import recording
 
-USAGE = UnitUsage(
-    session_id="s", num_rows=1, num_failed_rows=1, num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1,
-    busy_s=0.1, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-)  # fmt: skip
+USAGE = unit_usage(num_failed_rows=1, num_prompt_tokens=1, num_output_tokens=1, busy_s=0.1)
 TABLE = pa.table({"id": ["000000000"], "response": ["a"]})
 LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
 

@@ -8,17 +8,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pyarrow as pa
+from usage_records import engine_session, unit_usage
 
 from peagle.corpus.rows import Span
 from peagle.economics.baseline import Baseline, Step
 from peagle.economics.ledger import append_beat, append_request, write_session
 from peagle.economics.prices import PriceTable
 from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import RequestUsage
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 
+NO_DRAFTS = SpeculationStats.empty()
 H100 = 6.88 / 3600
 """USD a second."""
 
@@ -27,20 +29,11 @@ def at(month, day, hour, minute=0):
     return datetime(2026, month, day, hour, minute, tzinfo=UTC).timestamp()
 
 
-def a_unit(
-    session_id: str,
-    *,
-    busy_s: float,
-    tokens: int,
-    finished_at: float,
-    num_rows: int = 1,
-    cached: int = 0,
-    drafted: SpeculationStats = SpeculationStats.empty(),  # noqa: B008 - it is frozen
-) -> UnitUsage:
-    return UnitUsage(
-        session_id=session_id, num_rows=num_rows, num_failed_rows=0, num_prompt_tokens=tokens // 2,
-        num_cached_tokens=cached, num_output_tokens=tokens, busy_s=busy_s, speculation=drafted,
-        started_at=finished_at - busy_s, finished_at=finished_at,
+def a_unit(session_id, *, busy_s, tokens, finished_at, num_rows=1, cached=0, drafted=NO_DRAFTS):
+    return unit_usage(
+        session_id, num_rows=num_rows, num_prompt_tokens=tokens // 2, num_cached_tokens=cached,
+        num_output_tokens=tokens, busy_s=busy_s, speculation=drafted, started_at=finished_at - busy_s,
+        finished_at=finished_at,
     )  # fmt: skip
 
 
@@ -54,18 +47,17 @@ def a_request(key, *, usd, tags=NO_TAGS, **usage):
     """A request of an engine that is called "serving"."""
     return RequestUsage(
         request_id=f"{key}-{usage['finished_at']}", key=key, model="gpt-oss-20b", drafter="head", outcome="ok",
-        ttft_s=None, usd=usd, usage=a_unit("serving", **usage), tags=tags,  # type: ignore[arg-type]
+        ttft_s=None, usd=usd, usage=a_unit("serving", **usage), tags=tags,
     )  # fmt: skip
 
 
 STEPS = Baseline(
     source="the example's steps", steps=(Step(concurrency=1, step_s=0.005, plain_step_s=0.004, error=0.05),)
 )
-SERVING = EngineSession(
-    session_id="serving", engine_index=0, hostname="h", num_devices=1, device="accelerator",
-    started_at=at(11, 3, 22), last_seen_at=at(11, 4, 2), load_s=600.0, compile_s=0.0, busy_s=5700.0, idle_s=8100.0,
-    num_output_tokens=3_000_000, ended=True, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge",
-    provider="aws", region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}', num_speculative_tokens=4,
+SERVING = engine_session(
+    "serving", device="accelerator", started_at=at(11, 3, 22), load_s=600.0, busy_s=5700.0, idle_s=8100.0,
+    num_output_tokens=3_000_000, model="gpt-oss-20b", drafter="head", instance_type="p5.4xlarge", provider="aws",
+    region="us-east-1", usd_per_device_s=H100, tags='{"team": "search"}', num_speculative_tokens=4,
     market="on_demand", baseline=STEPS.to_text(),
 )  # fmt: skip
 AT_MIDNIGHT = replace(
@@ -92,10 +84,9 @@ def write_endpoint(state):
     append_request(ledger, bob)
 
 
-BULK = EngineSession(
-    session_id="bulk", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=at(11, 30, 20),
-    last_seen_at=at(12, 1, 6), load_s=360.0, compile_s=0.0, busy_s=34_200.0, idle_s=1440.0,
-    num_output_tokens=4_000_000, ended=True,
+BULK = engine_session(
+    "bulk", num_devices=2, started_at=at(11, 30, 20), load_s=360.0, busy_s=34_200.0, idle_s=1440.0,
+    num_output_tokens=4_000_000,
 )  # fmt: skip
 
 

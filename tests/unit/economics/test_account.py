@@ -2,53 +2,26 @@ import dataclasses
 import random
 
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.account import Shares, account, shares_by_period
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import PeagleError, PriceError
-from peagle.speculation import SpeculationStats
 
 # 0.10 USD per vCPU-hour, to make the examples easy to follow.
 PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
-NO_DRAFTS = SpeculationStats.empty()
 
 
-def unit(session_id="a", *, busy_s, tokens, **changes):
-    base = UnitUsage(
-        session_id=session_id,
-        num_rows=10,
-        num_failed_rows=0,
-        num_prompt_tokens=1000,
-        num_cached_tokens=100,
-        num_output_tokens=tokens,
-        busy_s=busy_s,
-        speculation=NO_DRAFTS,
-        started_at=1030.0,
-        finished_at=1090.0,
+def unit(session_id="a", *, busy_s, tokens, finished_at=1090.0):
+    return unit_usage(
+        session_id, num_rows=10, num_output_tokens=tokens, busy_s=busy_s, started_at=1030.0, finished_at=finished_at
     )
-    return dataclasses.replace(base, **changes)
 
 
-def session(session_id="a", *, states, tokens, **changes):
-    load_s, compile_s, busy_s, idle_s = states
-    started_at = float(changes.pop("started_at", 1000.0))
-    base = EngineSession(
-        session_id=session_id,
-        engine_index=0,
-        hostname="node",
-        num_devices=2,
-        device="vcpu",
-        started_at=started_at,
-        last_seen_at=started_at + sum(states),
-        load_s=load_s,
-        compile_s=compile_s,
-        busy_s=busy_s,
-        idle_s=idle_s,
-        num_output_tokens=tokens,
-        ended=True,
-    )
-    return dataclasses.replace(base, **changes)
+def session(session_id="a", *, states, tokens, **values):
+    seconds = dict(zip(("load_s", "compile_s", "busy_s", "idle_s"), states, strict=True))
+    values = {"started_at": 1000.0, "num_devices": 2} | seconds | values
+    return engine_session(session_id, num_output_tokens=tokens, **values)
 
 
 def test_the_worked_example_of_the_docstring():

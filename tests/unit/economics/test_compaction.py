@@ -5,6 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from usage_records import engine_session
 
 from peagle.economics import compaction
 from peagle.economics.compaction import compact
@@ -19,7 +20,6 @@ from peagle.economics.ledger import (
     write_session,
 )
 from peagle.economics.request_work import WorkReader, read_work
-from peagle.economics.usage import EngineSession
 from peagle.errors import PeagleError
 from peagle.storage import place, write_atomic
 from tests.unit.pipelines.online.ledgers import a_request
@@ -33,11 +33,8 @@ class Killed(BaseException):
 
 
 def a_session(session_id, *, end, life_s=120.0, ended=True):
-    return EngineSession(
-        session_id=session_id, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=end - life_s,
-        last_seen_at=end, load_s=0.0, compile_s=0.0, busy_s=life_s, idle_s=0.0, num_output_tokens=int(life_s),
-        ended=ended, usd_per_device_s=0.01,
-    )  # fmt: skip
+    times = {"started_at": end - life_s, "last_seen_at": end, "busy_s": life_s}
+    return engine_session(session_id, num_output_tokens=int(life_s), ended=ended, usd_per_device_s=0.01, **times)
 
 
 def write_engine(folder, session_id, *, end, num_requests=5, ended=True):

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics import ledger
 from peagle.economics.ledger import (
@@ -18,20 +19,13 @@ from peagle.economics.ledger import (
     session_at_time,
     write_session,
 )
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
-from peagle.speculation import SpeculationStats
+from peagle.economics.usage import RequestUsage
 
-SESSION = EngineSession(
-    session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1000.0, last_seen_at=1060.0,
-    load_s=0.0, compile_s=0.0, busy_s=60.0, idle_s=0.0, num_output_tokens=600, ended=False,
-)  # fmt: skip
+SESSION = engine_session(started_at=1000.0, busy_s=60.0, num_output_tokens=600, ended=False)
 
 
 def request(request_id, session_id="s"):
-    usage = UnitUsage(
-        session_id=session_id, num_rows=1, num_failed_rows=0, num_prompt_tokens=1, num_cached_tokens=0,
-        num_output_tokens=10, busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-    )  # fmt: skip
+    usage = unit_usage(session_id, num_prompt_tokens=1, num_output_tokens=10)
     return RequestUsage(
         request_id=request_id, key="k", model="m", drafter=None, outcome="ok", ttft_s=None, usd=1.0, usage=usage
     )

@@ -1,6 +1,7 @@
 from datetime import UTC, datetime
 
 import pytest
+from usage_records import engine_session
 
 from peagle.economics.shared_budgets import (
     Draw,
@@ -12,7 +13,6 @@ from peagle.economics.shared_budgets import (
     read_draws,
     write_draw,
 )
-from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.records import record_of
 
@@ -55,9 +55,5 @@ def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
 
 
 def test_engine_time_is_divided_by_day():
-    session = EngineSession(
-        session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=MIDNIGHT - 600,
-        last_seen_at=MIDNIGHT + 86_400 + 300, load_s=0.0, compile_s=0.0, busy_s=87_300.0, idle_s=0.0,
-        num_output_tokens=0, ended=False, usd_per_device_s=0.001,
-    )  # fmt: skip
+    session = engine_session(num_devices=2, started_at=MIDNIGHT - 600, busy_s=87_300.0, usd_per_device_s=0.001)
     assert engines_usd([session, session]) == pytest.approx({DAY - 1: 2.4, DAY: 345.6, DAY + 1: 1.2})

@@ -7,6 +7,7 @@ from datetime import date
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
@@ -23,8 +24,7 @@ from peagle.economics.spending import (
     node_charges,
 )
 from peagle.economics.statement import statement
-from peagle.economics.usage import EngineSession, UnitUsage, Work, session_at
-from peagle.speculation import SpeculationStats
+from peagle.economics.usage import Work, session_at
 from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
@@ -32,14 +32,15 @@ ALL = Days()
 KINDS = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
 
 
-def session(session_id="s", *, started_at=0.0, load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, **changes):
-    one = EngineSession(
-        session_id=session_id, engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=started_at,
-        last_seen_at=started_at + load_s + compile_s + busy_s + idle_s, load_s=load_s, compile_s=compile_s,
-        busy_s=busy_s, idle_s=idle_s, num_output_tokens=0, ended=True, model="m", drafter="head",
-        instance_type="i", usd_per_device_s=0.01,
-    )  # fmt: skip
-    return replace(one, **changes)
+def session(session_id="s", **values):
+    values = {
+        "num_devices": 2,
+        "model": "m",
+        "drafter": "head",
+        "instance_type": "i",
+        "usd_per_device_s": 0.01,
+    } | values
+    return engine_session(session_id, **values)
 
 
 def ledger(sessions, work, then=lambda one, moment: session_at(moment, None, one)):
@@ -62,20 +63,8 @@ def ledgers(draw):
         for _ in range(draw(st.integers(0, 4))):
             finished_at = one.started_at + draw(st.floats(0, 1)) * (one.last_seen_at - one.started_at)
             busy_s = draw(st.floats(0, 1)) * one.busy_s / draw(st.integers(1, 4))
-            units.append(
-                UnitUsage(
-                    session_id=one.session_id,
-                    num_rows=1,
-                    num_failed_rows=0,
-                    num_prompt_tokens=3,
-                    num_cached_tokens=0,
-                    num_output_tokens=draw(st.integers(0, 99)),
-                    busy_s=busy_s,
-                    speculation=SpeculationStats.empty(),
-                    started_at=0.0,
-                    finished_at=finished_at,
-                )
-            )
+            times = {"busy_s": busy_s, "started_at": 0.0, "finished_at": finished_at}
+            units.append(unit_usage(one.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
     return sessions, units
 
 

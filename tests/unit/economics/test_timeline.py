@@ -1,45 +1,21 @@
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.timeline import MAX_ENGINES, NUM_STEPS, UnitTimes
-from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.speculation import SpeculationStats
 
 PRICE = Price.fixed(usd_per_hour=36.0, device="vcpu", num_devices=1)  # a cent a second
 
 
 def session(name="a", engine=0, *, at=1000.0, load=20.0, compile_s=10.0, busy=50.0, idle=20.0, ended=True):
-    return EngineSession(
-        session_id=name,
-        engine_index=engine,
-        hostname="h",
-        num_devices=1,
-        device="vcpu",
-        started_at=at,
-        last_seen_at=at + load + compile_s + busy + idle,
-        load_s=load,
-        compile_s=compile_s,
-        busy_s=busy,
-        idle_s=idle,
-        num_output_tokens=0,
-        ended=ended,
-    )
+    times = {"started_at": at, "load_s": load, "compile_s": compile_s, "busy_s": busy, "idle_s": idle}
+    return engine_session(name, engine_index=engine, ended=ended, **times)
 
 
 def unit(name, start, end, *, tokens=100, busy_s=None):
-    return UnitUsage(
-        session_id=name,
-        num_rows=1,
-        num_failed_rows=0,
-        num_prompt_tokens=1,
-        num_cached_tokens=0,
-        num_output_tokens=tokens,
-        busy_s=end - start if busy_s is None else busy_s,
-        speculation=SpeculationStats.empty(),
-        started_at=start,
-        finished_at=end,
-    )
+    busy_s = end - start if busy_s is None else busy_s
+    return unit_usage(name, num_output_tokens=tokens, busy_s=busy_s, started_at=start, finished_at=end)
 
 
 def made(units, sessions):

@@ -2,9 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
+from usage_records import engine_session
 
 from peagle.catalog.cards import load_catalog
-from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
 from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, break_evens, read_benchmark
 
@@ -12,11 +12,7 @@ MEASURED = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-2
 
 
 def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
-    return EngineSession(
-        session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=0.0, last_seen_at=0.0,
-        load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, num_output_tokens=0, ended=True, model=model,
-        drafter=drafter, num_speculative_tokens=k,
-    )  # fmt: skip
+    return engine_session(num_devices=2, model=model, drafter=drafter, num_speculative_tokens=k)
 
 
 def test_baseline_of_cells_by_concurrency(cells):

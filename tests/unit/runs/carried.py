@@ -5,15 +5,14 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 from resolved_runs import resolve_run
+from usage_records import unit_usage
 
-from peagle.economics.usage import UnitUsage
 from peagle.engine.interface import Generation
 from peagle.hardware import Hardware
 from peagle.runs.audit import audit_unit, expected_schema
 from peagle.runs.export import export
 from peagle.runs.plan import make_plan, unit_to_json
 from peagle.runs.rows import PreparedUnit, decode_rows, require_storable
-from peagle.speculation import SpeculationStats
 from peagle.storage import open_to_read
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.streaming import prepare_units
@@ -66,11 +65,12 @@ class Carried:
 
     def _commit(self, unit):
         answers = {index: ANSWER for index, prompt in enumerate(unit.prompts) if prompt is not None}
-        usage = UnitUsage(
-            session_id="s", num_rows=len(answers), num_failed_rows=len(unit.dead_letters),
-            num_prompt_tokens=2 * len(answers), num_cached_tokens=0, num_output_tokens=len(answers), busy_s=1.0,
-            speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-        )  # fmt: skip
+        usage = unit_usage(
+            num_rows=len(answers),
+            num_failed_rows=len(unit.dead_letters),
+            num_prompt_tokens=2 * len(answers),
+            num_output_tokens=len(answers),
+        )
         assert self.run.commit(unit.unit.unit, unit.output(answers, "m", None), usage, unit.letters())
 
     def _unit_table(self, unit):

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from usage_records import engine_session
 
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse, StorageError
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import hold_lease
@@ -101,20 +102,8 @@ def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
 
 def test_sessions_are_replaced_by_their_next_heartbeat(run):
     def session(busy_s):
-        return EngineSession(
-            session_id="s",
-            engine_index=0,
-            hostname="h",
-            num_devices=2,
-            device="vcpu",
-            started_at=10.0,
-            last_seen_at=15.0 + busy_s,
-            load_s=5.0,
-            compile_s=0.0,
-            busy_s=busy_s,
-            idle_s=0.0,
-            num_output_tokens=3,
-            ended=False,
+        return engine_session(
+            num_devices=2, started_at=10.0, load_s=5.0, busy_s=busy_s, num_output_tokens=3, ended=False
         )
 
     run.write_session(session(1.0))

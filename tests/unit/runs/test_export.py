@@ -8,10 +8,10 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from usage_records import unit_usage
 
 from jobs import cli
 from peagle.corpus.rows import Span
-from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError
 from peagle.runs import export as export_module
 from peagle.runs.directory import RunDirectory
@@ -19,17 +19,19 @@ from peagle.runs.export import describe_answers, export
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.rows import OUTPUT_SCHEMA
-from peagle.speculation import SpeculationStats
 from peagle.storage import atomic_file, s3_files, write_atomic
 
 NUM_UNITS, ROWS = 3, 2
 
 
 def usage(unit):
-    return UnitUsage(
-        session_id="s", num_rows=ROWS, num_failed_rows=int(unit == 1), num_prompt_tokens=8, num_cached_tokens=0,
-        num_output_tokens=6, busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=100.5 + unit,
-    )  # fmt: skip
+    return unit_usage(
+        num_rows=ROWS,
+        num_failed_rows=int(unit == 1),
+        num_prompt_tokens=8,
+        num_output_tokens=6,
+        finished_at=100.5 + unit,
+    )
 
 
 def output(ids, **columns):
@@ -316,10 +318,7 @@ def test_answers_have_numbers_for_log_probabilities_and_nothing_that_json_has_no
         assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
-USAGE = UnitUsage(
-    session_id="s", num_rows=1, num_failed_rows=0, num_prompt_tokens=8, num_cached_tokens=0, num_output_tokens=6,
-    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-)  # fmt: skip
+USAGE = unit_usage(num_prompt_tokens=8, num_output_tokens=6)
 
 
 def run_with(root, responses):

@@ -1,13 +1,10 @@
-from peagle.economics.usage import EngineSession
+from usage_records import engine_session
+
 from peagle.runs.liveness import Heartbeats, engines_at_work, seen_alive, tokens_per_s
 
 
-def session(name="s", *, engine_index=0, started_at=100.0, busy_s=8.0, num_output_tokens=0, ended=False):
-    return EngineSession(
-        session_id=name, engine_index=engine_index, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
-        last_seen_at=started_at + 2.0 + busy_s, load_s=2.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0,
-        num_output_tokens=num_output_tokens, ended=ended,
-    )  # fmt: skip
+def session(name="s", *, started_at=100.0, busy_s=8.0, ended=False, **values):
+    return engine_session(name, started_at=started_at, load_s=2.0, busy_s=busy_s, ended=ended, **values)
 
 
 def test_engines_have_a_speed_once_one_of_them_works():

@@ -1,13 +1,9 @@
 import pytest
+from usage_records import unit_usage
 
-from peagle.economics.usage import UnitUsage
 from peagle.runs.progress import Tally, seconds_left
-from peagle.speculation import SpeculationStats
 
-UNIT = UnitUsage(
-    session_id="s", num_rows=8, num_failed_rows=2, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=400,
-    busy_s=4.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=5.0,
-)  # fmt: skip
+UNIT = unit_usage(num_rows=8, num_failed_rows=2, num_output_tokens=400, busy_s=4.0, finished_at=5.0)
 
 
 def test_no_time_is_left_out_before_a_heartbeat_has_told_of_the_work():

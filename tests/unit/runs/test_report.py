@@ -1,7 +1,7 @@
 import pytest
+from usage_records import engine_session
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
 from peagle.errors import CapacityError
 from peagle.runs import report
 from peagle.runs.directory import RunDirectory
@@ -25,23 +25,7 @@ def test_the_engines_of_a_report_are_those_that_lived_at_once(
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run.create({"price": price.to_dict(), "run": {"num_engines": asked_for}, "created_at": 1.0}, one_unit_plan)
     for number in range(lived):
-        run.write_session(
-            EngineSession(
-                session_id=f"s{number}",
-                engine_index=number,
-                hostname="h",
-                num_devices=1,
-                device="vcpu",
-                started_at=1.0,
-                last_seen_at=9.0,
-                load_s=0.0,
-                compile_s=0.0,
-                busy_s=8.0,
-                idle_s=0.0,
-                num_output_tokens=0,
-                ended=True,
-            )
-        )
+        run.write_session(engine_session(f"s{number}", engine_index=number, started_at=1.0, busy_s=8.0))
     told = {}
     monkeypatch.setattr(report, "report_dict", lambda _, information: told.update(information) or {"notes": []})
     monkeypatch.setattr(report, "render_html", lambda _: "")

@@ -3,15 +3,14 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs import row_figures
 from peagle.runs.directory import RunDirectory
 from peagle.runs.report import make_report
 from peagle.runs.row_figures import failures, histogram
 from peagle.runs.rows import OUTPUT_SCHEMA
-from peagle.speculation import SpeculationStats
 
 EVIL = "<script>alert(1)</script>"
 
@@ -24,20 +23,13 @@ def run(tmp_path, one_unit_plan):
     about = {"model": "fake", "num_engines": 1}
     manifest = {"price": price.to_dict(), "run": about, "config": {"engine": "fake"}, "created_at": 1.0}
     run.create(manifest, one_unit_plan)
-    run.write_session(
-        EngineSession(
-            session_id="a", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=1.0,
-            last_seen_at=9.0, load_s=1.0, compile_s=0.0, busy_s=7.0, idle_s=0.0, num_output_tokens=9, ended=True,
-        )
-    )  # fmt: skip
+    run.write_session(engine_session("a", started_at=1.0, load_s=1.0, busy_s=7.0, num_output_tokens=9))
     return run
 
 
 def commit(run, rows, *, unit=0, letters=()):
-    usage = UnitUsage(
-        session_id="a", num_rows=len(rows), num_failed_rows=len(letters), num_prompt_tokens=9, num_cached_tokens=0,
-        num_output_tokens=9, busy_s=5.0, speculation=SpeculationStats.empty(), started_at=2.0, finished_at=7.0,
-    )  # fmt: skip
+    times = {"busy_s": 5.0, "started_at": 2.0, "finished_at": 7.0}
+    usage = unit_usage("a", num_rows=len(rows), num_failed_rows=len(letters), num_output_tokens=9, **times)
     schema = pa.schema([("prompt", pa.string()), ("weight", pa.float64()), *OUTPUT_SCHEMA])
     table = pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema)
     assert run.commit(unit, table, usage, letters)

@@ -3,9 +3,9 @@ import datetime
 import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
+from usage_records import unit_usage
 
 from peagle.corpus.rows import RawRow, Span
-from peagle.economics.usage import UnitUsage
 from peagle.engine.fake import ByteTokenizer
 from peagle.engine.interface import Generation
 from peagle.errors import InputError
@@ -26,10 +26,7 @@ from peagle.runs.rows import (
 from peagle.speculation import SpeculationStats
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
-USAGE = UnitUsage(
-    session_id="s", num_rows=0, num_failed_rows=2, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0,
-    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-)  # fmt: skip
+USAGE = unit_usage(num_rows=0, num_failed_rows=2)
 SCHEMA = pa.schema([("prompt", pa.string()), ("id", pa.int64())])
 
 

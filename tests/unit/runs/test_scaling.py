@@ -1,15 +1,11 @@
 import pytest
+from usage_records import engine_session
 
-from peagle.economics.usage import EngineSession
 from peagle.runs.scaling import EngineRange, is_worth_loading, most_at_once
 
 
 def session(*, started_at=0.0, load_s=60.0, busy_s=100.0):
-    return EngineSession(
-        session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
-        last_seen_at=started_at + load_s + busy_s, load_s=load_s, compile_s=0.0, busy_s=busy_s, idle_s=0.0,
-        num_output_tokens=1, ended=False,
-    )  # fmt: skip
+    return engine_session(started_at=started_at, load_s=load_s, busy_s=busy_s, num_output_tokens=1, ended=False)
 
 
 @pytest.mark.parametrize("text", ["0", "3:2", "0:2", "-1", "1:2:3", "a", "1:", ""])

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+from usage_records import engine_session, unit_usage
 
 from jobs import cli
 from peagle.corpus.rows import Span
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import PeagleError
 from peagle.runs import lease as lease_module
 from peagle.runs.directory import RunDirectory
@@ -22,20 +22,21 @@ from peagle.storage import write_atomic, write_json
 SPECULATION = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(5, 0, 0))
 
 
-def session(name, *, engine_index=0, num_output_tokens=0, age_s=0.0, ended=False):
-    started_at = time.time() - age_s
-    return EngineSession(
-        session_id=name, engine_index=engine_index, hostname="h", num_devices=1, device="vcpu", started_at=started_at,
-        last_seen_at=started_at + 10.0, load_s=2.0, compile_s=0.0, busy_s=7.0, idle_s=1.0,
-        num_output_tokens=num_output_tokens, ended=ended,
-    )  # fmt: skip
+def session(name, *, age_s=0.0, ended=False, **values):
+    times = {"started_at": time.time() - age_s, "load_s": 2.0, "busy_s": 7.0, "idle_s": 1.0}
+    return engine_session(name, ended=ended, **times, **values)
 
 
 def commit(run, unit, *, session_id="now", num_failed_rows=0):
-    usage = UnitUsage(
-        session_id=session_id, num_rows=2 - num_failed_rows, num_failed_rows=num_failed_rows, num_prompt_tokens=4,
-        num_cached_tokens=0, num_output_tokens=20, busy_s=2.0, speculation=SPECULATION, started_at=1.0, finished_at=2.0,
-    )  # fmt: skip
+    usage = unit_usage(
+        session_id,
+        num_rows=2 - num_failed_rows,
+        num_failed_rows=num_failed_rows,
+        num_prompt_tokens=4,
+        num_output_tokens=20,
+        busy_s=2.0,
+        speculation=SPECULATION,
+    )
     letters = [{"id": f"{unit * 2 + n:09d}", "reason": "refused"} for n in range(num_failed_rows)]
     assert run.commit(unit, pa.table({"id": ["x"] * (2 - num_failed_rows)}), usage, letters)
 

@@ -1,28 +1,14 @@
 import pytest
+from usage_records import engine_session
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
 from peagle.runs.status import Spending
 
 PRICE = Price.fixed(usd_per_hour=7200, device="vcpu", num_devices=2)  # a dollar for each second of a vCPU
 
 
 def session(name, life_s, *, num_devices=1, ended=False):
-    return EngineSession(
-        session_id=name,
-        engine_index=0,
-        hostname="h",
-        num_devices=num_devices,
-        device="vcpu",
-        started_at=1000.0,
-        last_seen_at=1000.0 + life_s,
-        load_s=life_s,
-        compile_s=0.0,
-        busy_s=0.0,
-        idle_s=0.0,
-        num_output_tokens=0,
-        ended=ended,
-    )
+    return engine_session(name, num_devices=num_devices, started_at=1000.0, load_s=life_s, ended=ended)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """Reports of invented runs, in the proportions of real ones."""
 
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.data import report_dict
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 
 PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
@@ -31,8 +31,8 @@ def make_report():
         drafts = SpeculationStats(
             num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
         )
-        unit = UnitUsage(
-            session_id="a",
+        unit = unit_usage(
+            "a",
             num_rows=40,
             num_failed_rows=num_failed_rows,
             num_prompt_tokens=8000,
@@ -43,20 +43,16 @@ def make_report():
             started_at=started_at + 30,
             finished_at=started_at + 30 + busy_s,
         )
-        session = EngineSession(
-            session_id="a",
-            engine_index=0,
-            hostname="node",
+        session = engine_session(
+            "a",
             num_devices=2,
             device=price.device,
             started_at=started_at,
-            last_seen_at=started_at + 30 + busy_s + lost_s + idle_s,
             load_s=20.0,
             compile_s=10.0,
             busy_s=busy_s + lost_s,
             idle_s=idle_s,
             num_output_tokens=tokens + round(tokens * lost_s / busy_s),
-            ended=True,
         )
         return report_dict(account([unit], [session], price), {"model": "smollm2-135m", **run})
 

@@ -2,8 +2,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from usage_records import engine_session, unit_usage
 
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.runs.progress import Tally
 from peagle.speculation import SpeculationStats
 from pipelines.batch import metrics
@@ -29,19 +29,19 @@ def make(decided):
 
 
 def unit(num_rows, num_failed_rows=0):
-    return UnitUsage(
-        session_id="s", num_rows=num_rows, num_failed_rows=num_failed_rows, num_prompt_tokens=5, num_cached_tokens=0,
-        num_output_tokens=30, busy_s=1.0, started_at=1.0, finished_at=2.0,
+    return unit_usage(
+        num_rows=num_rows,
+        num_failed_rows=num_failed_rows,
+        num_prompt_tokens=5,
+        num_output_tokens=30,
         speculation=SpeculationStats(num_drafts=10, num_draft_tokens=20, accepted_per_position=(6, 3)),
-    )  # fmt: skip
+    )
 
 
 def beat(life_s):
-    return EngineSession(
-        session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=0.0, last_seen_at=life_s,
-        load_s=1.0, compile_s=0.0, busy_s=life_s - 1.0, idle_s=0.0, num_output_tokens=0, ended=False,
-        usd_per_device_s=0.5,
-    )  # fmt: skip
+    return engine_session(
+        num_devices=2, last_seen_at=life_s, load_s=1.0, busy_s=life_s - 1.0, ended=False, usd_per_device_s=0.5
+    )
 
 
 def test_committed_units_are_counted_with_their_rows_dead_letters_tokens_and_acceptance(told, make):

@@ -6,13 +6,12 @@ import pyarrow as pa
 import pytest
 from moving_hub import FIRST, SECOND
 from rich.console import Console
+from usage_records import unit_usage
 
-from peagle.economics.usage import UnitUsage
 from peagle.engine.fake import ByteTokenizer
 from peagle.errors import CapacityError, ConfigError, InputError, PriceError, StoppedEarly
 from peagle.hardware import Hardware
 from peagle.runs.progress import RunProgress
-from peagle.speculation import SpeculationStats
 from pipelines.batch import decide as decide_module
 from pipelines.batch import run as run_module
 from pipelines.batch.config import GenerateConfig
@@ -21,10 +20,7 @@ from pipelines.batch.run import begin_or_continue
 from pipelines.cluster import ray
 
 COMMAND = ["peagle", "generate"]
-USAGE = UnitUsage(
-    session_id="s", num_rows=12, num_failed_rows=0, num_prompt_tokens=24, num_cached_tokens=0, num_output_tokens=24,
-    busy_s=1.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-)  # fmt: skip
+USAGE = unit_usage(num_rows=12, num_prompt_tokens=24, num_output_tokens=24)
 MODEL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152, "max_position_embeddings": 8192}
 HEAD = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
 

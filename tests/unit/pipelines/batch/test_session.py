@@ -5,18 +5,15 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+from usage_records import engine_session
 
 from peagle.corpus.rows import Span
-from peagle.economics.usage import EngineSession
 from peagle.runs.liveness import Heartbeats
 from peagle.runs.plan import Plan, WorkUnit
 from pipelines.batch import session
 from pipelines.batch.session import Admission, work_by_unit
 
-SESSION = EngineSession(
-    session_id="now", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=160.0,
-    load_s=60.0, compile_s=0.0, busy_s=100.0, idle_s=0.0, num_output_tokens=1, ended=False,
-)  # fmt: skip
+SESSION = engine_session("now", load_s=60.0, busy_s=100.0, num_output_tokens=1, ended=False)
 BEFORE = replace(SESSION, session_id="before")
 
 

@@ -3,11 +3,10 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 from resolved_runs import corpus_plan, resolve_run
+from usage_records import engine_session, unit_usage
 
 from peagle import hardware
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, StoppedEarly, StorageError, TooManyFailedRows
-from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
@@ -17,30 +16,13 @@ HERE = hardware.detect()
 COMMAND = ["peagle", "generate", "--output", "runs/a"]
 
 
-def session(name, *, engine_index=0, num_output_tokens=0, life_s=1.0):
-    return EngineSession(
-        session_id=name,
-        engine_index=engine_index,
-        hostname="h",
-        num_devices=1,
-        device="accelerator" if HERE.platform == "cuda" else "vcpu",
-        started_at=1.0,
-        last_seen_at=1.0 + life_s,
-        load_s=0.0,
-        compile_s=0.0,
-        busy_s=life_s,
-        idle_s=0.0,
-        num_output_tokens=num_output_tokens,
-        ended=True,
-    )
+def session(name, *, life_s=1.0, **values):
+    device = "accelerator" if HERE.platform == "cuda" else "vcpu"
+    return engine_session(name, device=device, started_at=1.0, busy_s=life_s, **values)
 
 
 def usage(num_rows, num_failed_rows):
-    return UnitUsage(
-        session_id="earlier", num_rows=num_rows, num_failed_rows=num_failed_rows, num_prompt_tokens=0,
-        num_cached_tokens=0, num_output_tokens=1, busy_s=0.5, speculation=SpeculationStats.empty(), started_at=1.0,
-        finished_at=2.0,
-    )  # fmt: skip
+    return unit_usage("earlier", num_rows=num_rows, num_failed_rows=num_failed_rows, num_output_tokens=1, busy_s=0.5)
 
 
 @pytest.fixture

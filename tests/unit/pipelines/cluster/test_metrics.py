@@ -1,6 +1,7 @@
 import pytest
+from usage_records import engine_session, unit_usage
 
-from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, RequestUsage
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.metrics import METRICS, UsageMetrics, exported
 from pipelines.online.replica.account import EngineAccount
@@ -12,11 +13,15 @@ STATS = SpeculationStats(num_drafts=3, num_draft_tokens=9, accepted_per_position
 
 
 def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, duration_s=6.0):
-    usage = UnitUsage(
-        session_id="s", num_rows=1, num_failed_rows=0, num_prompt_tokens=7, num_cached_tokens=4,
-        num_output_tokens=num_output_tokens, busy_s=2.0, speculation=STATS, started_at=100.0,
+    usage = unit_usage(
+        num_prompt_tokens=7,
+        num_cached_tokens=4,
+        num_output_tokens=num_output_tokens,
+        busy_s=2.0,
+        speculation=STATS,
+        started_at=100.0,
         finished_at=100.0 + duration_s,
-    )  # fmt: skip
+    )
     return RequestUsage(
         request_id="1", key="alice", model="m", drafter=None, outcome=outcome, ttft_s=ttft_s, usd=0.25, usage=usage,
         num_choices=num_choices,
@@ -87,13 +92,7 @@ def test_the_dollars_of_an_engine_are_those_of_its_seconds_by_state(told, clock,
 def test_an_older_heartbeat_that_comes_late_counts_nothing_and_sessions_count_apart(told):
     metrics = UsageMetrics("m", None)
     for name, busy_s in (("a", 4.0), ("a", 3.0), ("a", 5.0), ("b", 1.0)):
-        metrics.heartbeat(
-            EngineSession(
-                session_id=name, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
-                last_seen_at=busy_s, load_s=0.0, compile_s=0.0, busy_s=busy_s, idle_s=0.0, num_output_tokens=0,
-                ended=False, usd_per_device_s=0.5,
-            )
-        )  # fmt: skip
+        metrics.heartbeat(engine_session(name, busy_s=busy_s, ended=False, usd_per_device_s=0.5))
     assert told["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 

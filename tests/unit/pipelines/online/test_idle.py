@@ -2,10 +2,10 @@ import threading
 import time
 
 import pytest
+from usage_records import engine_session
 
 from peagle.economics.ledger import write_session
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
 from pipelines.online import idle
 from pipelines.online.config import ServeConfig
 from pipelines.online.idle import IdleWatch, ended_when_idle, engines_usd
@@ -15,20 +15,8 @@ PRICE = Price.fixed(usd_per_hour=3600, device="vcpu", num_devices=2)  # 0.5 USD 
 
 def session(folder, *, busy_s=0.0, idle_s=0.0, started_at=1000.0, session_id="s"):
     """Write the heartbeat of an engine that loaded for 10 s."""
-    one = EngineSession(
-        session_id=session_id,
-        engine_index=0,
-        hostname="h",
-        num_devices=2,
-        device="vcpu",
-        started_at=started_at,
-        last_seen_at=started_at + 10 + busy_s + idle_s,
-        load_s=10.0,
-        compile_s=0.0,
-        busy_s=busy_s,
-        idle_s=idle_s,
-        num_output_tokens=0,
-        ended=False,
+    one = engine_session(
+        session_id, num_devices=2, started_at=started_at, load_s=10.0, busy_s=busy_s, idle_s=idle_s, ended=False
     )
     folder.mkdir(exist_ok=True)
     write_session(folder, one)

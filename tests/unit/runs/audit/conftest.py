@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from resolved_runs import COMMAND, resolve_run
+from usage_records import engine_session, unit_usage
 
-from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.engine.fake import FakeEngine
 from peagle.requests.prompts import RowError
 from peagle.runs.plan import make_plan
@@ -17,10 +17,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import manifest
 
-SESSION = EngineSession(
-    session_id="engine", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0, last_seen_at=9.0,
-    load_s=0.0, compile_s=0.0, busy_s=9.0, idle_s=0.0, num_output_tokens=0, ended=True,
-)  # fmt: skip
+SESSION = engine_session("engine", busy_s=9.0)
 
 
 class FakeRun:
@@ -50,17 +47,13 @@ class FakeRun:
                 prepared.refuse(index, RowError(reason="refused", message="no"))
         generations = asyncio.run(self._generate(prepared))
         drafts = [g.speculation for g in generations.values() if g.speculation]
-        usage = UnitUsage(
-            session_id="engine",
+        usage = unit_usage(
+            "engine",
             num_rows=len(generations),
             num_failed_rows=len(prepared.dead_letters),
             num_prompt_tokens=sum(g.num_prompt_tokens for g in generations.values()),
-            num_cached_tokens=0,
             num_output_tokens=sum(g.num_output_tokens for g in generations.values()),
-            busy_s=1.0,
             speculation=sum(drafts, start=SpeculationStats.empty()),
-            started_at=1.0,
-            finished_at=2.0,
         )
         table = prepared.output(generations, self.resolved.model.name, self.resolved.drafter.name)
         assert self.run.commit(unit.unit, table, usage, prepared.letters())

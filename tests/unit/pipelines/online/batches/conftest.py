@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from usage_records import engine_session, unit_usage
 
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import RequestUsage
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from peagle.requests.fields import CHAT_URL
-from peagle.speculation import SpeculationStats
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, WINDOW_S, BatchRequest, StoredFile, new_id
 from pipelines.online.batches.settings import BatchModel, BatchSettings
@@ -135,11 +135,7 @@ def make_session():
     """The session of an engine that loaded for 30 s and costs a cent per second."""
 
     def make(**changes):
-        one = EngineSession(
-            session_id="s", engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
-            last_seen_at=40.0, load_s=10.0, compile_s=20.0, busy_s=10.0, idle_s=0.0, num_output_tokens=0, ended=False,
-            model="m", usd_per_device_s=0.01,
-        )  # fmt: skip
+        one = engine_session(load_s=10.0, compile_s=20.0, busy_s=10.0, ended=False, model="m", usd_per_device_s=0.01)
         return replace(one, **changes)
 
     return make
@@ -148,11 +144,14 @@ def make_session():
 @pytest.fixture
 def make_result():
     def make(batch_id, reason=None, num_completed=3, num_failed=0):
-        usage = UnitUsage(
-            session_id=batch_id, num_rows=num_completed, num_failed_rows=num_failed, num_prompt_tokens=12,
-            num_cached_tokens=4, num_output_tokens=30, busy_s=1.0, speculation=SpeculationStats.empty(),
-            started_at=1.0, finished_at=2.0,
-        )  # fmt: skip
+        usage = unit_usage(
+            batch_id,
+            num_rows=num_completed,
+            num_failed_rows=num_failed,
+            num_prompt_tokens=12,
+            num_cached_tokens=4,
+            num_output_tokens=30,
+        )
         record = RequestUsage(
             request_id=batch_id, key="alice", model="m", drafter=None, outcome="ok", ttft_s=None, usd=0.5, usage=usage
         )

@@ -3,10 +3,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from usage_records import engine_session, unit_usage
 
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.speculation import SpeculationStats
 from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.records import Batch, BatchProgress
@@ -20,17 +19,13 @@ PRICE = Price(
 
 
 def usage_of(session_id):
-    return UnitUsage(
-        session_id=session_id, num_rows=3, num_failed_rows=0, num_prompt_tokens=12, num_cached_tokens=4,
-        num_output_tokens=30, busy_s=4.0, speculation=SpeculationStats.empty(), started_at=1.0, finished_at=2.0,
-    )  # fmt: skip
+    return unit_usage(
+        session_id, num_rows=3, num_prompt_tokens=12, num_cached_tokens=4, num_output_tokens=30, busy_s=4.0
+    )
 
 
 def session_of(session_id):
-    return EngineSession(
-        session_id=session_id, engine_index=0, hostname="h", num_devices=1, device="vcpu", started_at=0.0,
-        last_seen_at=10.0, load_s=2.0, compile_s=0.0, busy_s=8.0, idle_s=0.0, num_output_tokens=60, ended=True,
-    )  # fmt: skip
+    return engine_session(session_id, load_s=2.0, busy_s=8.0, num_output_tokens=60)
 
 
 @pytest.fixture
