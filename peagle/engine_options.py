@@ -1,9 +1,6 @@
-"""Engine options: from a user's keys to an EngineSpec.
+"""Engine options (model, drafter, K, precision, slots, memory), and the EngineSpec they resolve to.
 
-They are model, drafter, K, precision, slots and memory.
-
-Bulk runs and the endpoint share it, so that equal keys are equal engines. It starts nothing, and knows nothing of how
-many engines there are or where they are placed.
+Bulk runs and the endpoint share them, so that equal options are equal engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,35 +33,32 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
 SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
-# Rows, usage and reports must never name a model that did not answer.
+# Rows, usage and reports must never name a real model for output of the fake engine.
 FAKE_MODEL = ResolvedModel(
     name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192, "vocab_size": 256}
 )
 
 
 class EngineKeys(TargetKeys):
-    """The keys of an engine, among those of commands that run engines."""
+    """The options of an engine, for commands that run engines."""
 
     profile: Path | None = Field(
-        None, description="YAML of `peagle tune`: it sets engine keys that flags, environment and --config leave open"
+        None, description="YAML of `peagle tune`; sets engine keys that flags, environment and --config leave open"
     )
     drafter: str = Field(
         "auto",
         description="auto (the catalog's advice for this concurrency), none, a head of the catalog, a folder "
-        "(s3:// too) or a Hugging Face id",
+        "(also s3://) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
+        None, ge=1, le=64, description="draft tokens per step (K); default: the catalog's value for this concurrency"
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
+        None, ge=1, description="concurrent requests of an engine; default: 8 on CPU, 256 on GPU"
     )
-    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
+    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="token slots of one step; default: from K and max_num_seqs"
+        None, ge=1, description="token slots per step; default: from K and max_num_seqs"
     )
 
     @model_validator(mode="before")
@@ -77,7 +71,7 @@ class EngineKeys(TargetKeys):
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens cannot be used with drafter: none")
         if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
-            raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
+            raise ValueError("draft_kv_cache_precision and draft_attention_backend cannot be used with drafter: none")
         if self.drafter == "none" and self.draft_lookup == "on":
             raise ValueError("draft_lookup needs a head, so it cannot be used with drafter: none")
         return self
@@ -85,12 +79,12 @@ class EngineKeys(TargetKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedEngine:
-    """An engine, decided.
+    """A resolved engine.
 
     Attributes:
-        spec: its models by names that any node can resolve, its precision never `auto`.
-        precision: what it computes in on this hardware.
-        profile: where it comes from, None where it was not tuned.
+        spec: its models by names that any node can resolve; its precision is never `auto`.
+        precision: the number formats on this hardware.
+        profile: None if it was not tuned.
     """
 
     spec: EngineSpec
@@ -101,19 +95,15 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether it drafts as its profile says.
-
-        Otherwise the profile's acceptance says nothing of it.
-        """
+        """Whether its drafter is the profile's, so that the profile's measurements apply."""
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
 
     def break_even(self, hardware: Hardware) -> dict[int, float]:
-        """The acceptance lengths below which its drafter costs more than it saves.
+        """Return, by concurrency, the acceptance length below which the drafter costs more than it saves.
 
-        By requests at once: from the profile that it follows, else from its card's measurements with the card's own
-        head. Empty where there are none.
+        From the profile if it applies, else from the card's measurements of its own head; empty if there are none.
         """
         if self.follows_profile and (profile := self.profile) is not None:
             return break_evens(profile.chosen, _alike(profile))
@@ -123,11 +113,7 @@ class ResolvedEngine:
         return table.break_even(drafter.method, drafter.num_speculative_tokens)
 
     def baseline(self, hardware: Hardware) -> Baseline | None:
-        """The times of its steps, measured on hardware like this.
-
-        None where there are none. They are from where `break_even` has its lengths. A ratio may hold on other
-        hardware, and seconds do not.
-        """
+        """Return step times measured on the same hardware, or None. The sources are those of `break_even`."""
         if self.follows_profile and (profile := self.profile) is not None:
             if profile.hardware != hardware.describe():
                 return None
@@ -139,10 +125,7 @@ class ResolvedEngine:
         return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
 
     def _step_table(self, hardware: Hardware) -> StepTable | None:
-        """The card's table of steps for this engine.
-
-        It holds for compiled engines, without a drafter or with the card's own head.
-        """
+        """Return the card's step times for this engine: compiled, without a drafter or with the card's own head."""
         drafter, card = self.spec.drafter, self.model.card
         if card is None or self.spec.enforce_eager:
             return None
@@ -153,38 +136,37 @@ class ResolvedEngine:
         return next((table for table in card.steps if (table.platform, table.precision) == here), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
-        """The watch over its drafter.
-
-        None for an engine without a drafter, and for one that follows its profile: that is watched instead.
+        """Return a watch over the drafter; None without a drafter.
 
         Args:
-            concurrency: as `DrafterWatch` takes it.
+            concurrency: as for `DrafterWatch`.
         """
         if self.spec.drafter is None:
             return None
         return DrafterWatch(self.break_even(hardware), concurrency)
 
     def profile_notes(self, hardware: Hardware) -> list[str]:
-        """Return the profile's decision, and in what this engine differs from it. Empty without a profile."""
+        """Return the profile's decision, and how this engine differs from it; empty without a profile."""
         profile = self.profile
         if profile is None:
             return []
         notes = [f"profile: {profile.decision}"]
         if not self.follows_profile:
-            notes.append("the drafter is not the profile's, so its measurements do not apply")
+            notes.append("the drafter differs from the profile's, so its measurements do not apply")
         head = profile.chosen.head_fingerprint if self.follows_profile else None
         before = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, self.model.fingerprint),
             **({"head": (head, self.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
-        if differs := [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]:
-            notes.append(f"the profile was made elsewhere ({'; '.join(differs)}): its speeds may not apply here")
+        differences = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
+        if differences:
+            notes.append(f"the profile was made elsewhere ({'; '.join(differences)}): its speeds may not apply here")
         return notes
 
 
 def _alike(profile: Profile) -> list[MeasuredCell]:
-    """The measurements in the precision that the profile chose."""
+    """Return the measurements with the chosen precision."""
     return [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
 
 
@@ -197,15 +179,15 @@ def resolve_engine(
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> ResolvedEngine:
-    """Decide everything about an engine, and that the hardware can hold it.
+    """Resolve an engine, and check that the hardware can hold it.
 
     Args:
-        num_nodes: on which the engine's ranks lie.
-        commits: by hub id, the commits of a run that goes on, or of the engine that this one is to equal.
-        announce: told what takes long, such as converting a model.
+        num_nodes: nodes of the engine's ranks.
+        commits: commits by hub id, of a run to resume or an engine to reproduce.
+        announce: called before slow steps such as converting a model.
 
     Raises:
-        ConfigError: of the kind that fits (model, drafter, precision).
+        ConfigError: the model, the drafter or the precision cannot be used.
         CapacityError: the hardware cannot hold that many engines.
     """
     require_usable(hardware)
@@ -225,19 +207,17 @@ def resolve_engine(
 
 
 def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
-    """The engine that stands in for one: no model, and a drafter where K is given.
+    """Return a fake engine: no model, and a drafter if K is set.
 
     Raises:
-        ConfigError: a drafter is asked for, or what `compose_engine` refuses.
+        ConfigError: a drafter is configured, or as `compose_engine`.
     """
     if keys.drafter not in ("auto", "none"):
-        raise ConfigError(
-            "engine: fake loads no drafter", hint="leave out drafter, and set only num_speculative_tokens"
-        )
+        raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
     k = keys.num_speculative_tokens
     spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
     name = FAKE_MODEL.name if k else None
-    note = "engine: fake; no model answers, and its speed is not a measurement"
+    note = "engine: fake; the text is not from a model, and the speed is not a measurement"
     drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
     return compose_engine(keys, hardware, FAKE_MODEL, drafter)
 
@@ -245,22 +225,21 @@ def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
 def compose_engine(
     keys: EngineKeys, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
-    """The engine of a model and a drafter that are decided already.
+    """Return the engine of a resolved model and drafter.
 
     Raises:
-        PrecisionError: the hardware cannot run it.
-        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU; token slots that leave
-            prompts none.
+        PrecisionError: the hardware does not support the precision.
+        ConfigError: pipeline stages with a drafter, or without compiling on a CPU; or no token slots for prompts.
     """
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
+        # vLLM 0.29's models pass on only the hidden states that the next stage needs, not those that a drafter reads.
         raise ConfigError(
-            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
-            " pipeline stages: vLLM keeps only the last stage's",
+            f"drafter {drafter.name} needs hidden states of all layers, but with {keys.pipeline_parallel_size}"
+            " pipeline stages vLLM keeps only those of the last stage",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29 makes the buffers between stages when it compiles, and its later stages fail without them.
+        # vLLM 0.29 allocates the buffers between stages when it compiles.
         raise ConfigError(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
@@ -282,19 +261,19 @@ def compose_engine(
 
 
 Settled = dict[str, tuple[Any, str]]
-"""Values by key, each with where it came from."""
+"""Values by key, each with its source."""
 
 
 def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
-    """Values for keys left open, from the catalog, the model and the machine.
+    """Return the values of keys left open, from the catalog, the model and the machine.
 
     Args:
-        is_here: the machine was looked at; else it is as the price table has it.
+        is_here: the hardware was detected, not taken from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
     k = spec.drafter.num_speculative_tokens if spec.drafter else None
-    found: Settled = {
+    values: Settled = {
         "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
         "num_speculative_tokens": (k, "the drafter's" if k else "no drafter"),
         "precision": (spec.precision, machine),
@@ -303,20 +282,17 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
         "max_model_len": (spec.max_model_len, "the model's own"),
         "max_num_batched_tokens": (max_num_batched_tokens(spec, hardware), "from max_num_seqs and K"),
     }
-    return {name: found[name] for name in found if getattr(keys, name) in (None, "auto")}
+    return {name: value for name, value in values.items() if getattr(keys, name) in (None, "auto")}
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """The footprint of a model that may not be on this disk, by store or card."""
+    """Return the footprint of a model, from its store or card, if it is known."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)
 
 
 def _reference(name: str, model: ResolvedModel) -> str:
-    """A name that any node can resolve: its folder or hub id.
-
-    A packaged model keeps its name, since each node converts its own.
-    """
+    # Each node converts a packaged model itself, so that only its name is valid everywhere.
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from peagle import hardware
 from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import MeasurementKeys
 from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, with_engine
@@ -26,7 +25,7 @@ from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
-from peagle.machine import identified
+from peagle.machine import detect_machine
 from peagle.requests.prompts import Tokenizer
 
 TokenizerOf = Callable[[str, str | None], Tokenizer]
@@ -126,7 +125,7 @@ class Measurement(ABC):
         """
         rows = read_dataset(config)
         model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
-        plan = cls.make_plan(config, identified(hardware.detect()), model)
+        plan = cls.make_plan(config, detect_machine(), model)
         assert plan.spec.max_model_len is not None, "target_spec() sets it"
         tokenizer = tokenizer_of(model.path, model.revision)
         column = plan.category_column

@@ -46,8 +46,7 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, voca
 from peagle.drafter.workers import Workers
 from peagle.errors import DivergedError
 from peagle.files import sha256, write_atomic, writing
-from peagle.hardware import detect
-from peagle.machine import identified
+from peagle.machine import detect_machine
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight",
@@ -138,7 +137,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         CapacityError: the disk is full.
         PriceError: a price is required but unknown.
     """
-    on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
+    on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), detect_machine()
     num_devices = 1 if on_gpu else hardware.num_cpus
     with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:
 

@@ -212,7 +212,7 @@ def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progre
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()
-        with stop_on_signal(request.stop, last_words=request.killed_message):
+        with stop_on_signal(request.stop, message=request.killed_message):
             ray.require_capacity(
                 resolved.placement,
                 request.config.engine_range.smallest,

@@ -43,16 +43,16 @@ def imports(*, in_functions: bool) -> dict[str, set[str]]:
     }
 
 
-def test_no_module_is_longer_than_one_subject_needs() -> None:
+def test_module_length() -> None:
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_import_circles() -> None:
     TopologicalSorter(imports(in_functions=True)).prepare()  # raises CycleError, which names the circle
 
 
-def test_no_chain_of_imports_is_too_long_to_follow() -> None:
+def test_length_of_import_chains() -> None:
     graph = imports(in_functions=False)
     chains: dict[str, list[str]] = {}
     for name in TopologicalSorter(graph).static_order():
@@ -61,7 +61,7 @@ def test_no_chain_of_imports_is_too_long_to_follow() -> None:
     assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
 
 
-def test_a_public_class_shares_its_name_with_no_other():
+def test_public_class_names_are_unique():
     homes = defaultdict(list)
     for name, tree in trees().items():
         for node in tree.body:

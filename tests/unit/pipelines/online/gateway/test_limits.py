@@ -326,7 +326,7 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     ) as caught:
         tagged(limits, bob, "2")
     assert caught.value.code == "rate_limit_exceeded"
-    assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "what was refused holds nothing of its key's budget"
+    assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "what was refused has nothing of its key's budget"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
         tagged(limits, bob, "4")

@@ -8,7 +8,7 @@ from pipelines.online.replica import server
 
 
 @pytest.mark.parametrize(("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1")])
-def test_threads_of_an_engine_with_many_requests_keep_their_cores(monkeypatch, set_by_user, max_num_seqs, expected):
+def test_openmp_variables_of_an_engine(monkeypatch, set_by_user, max_num_seqs, expected):
     """As of a bulk engine; the threads that Ray sets do not hold."""
 
     class Replica(server.PeagleServer):
