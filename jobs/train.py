@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             hint="copy finished responses to this machine, and use --responses given and --workers 1",
         )
     if config.responses == "regenerate":
-        from peagle.drafter.checks import check_training
+        from peagle.drafter.pipeline import check_training
         from peagle.runs.progress import RunProgress
 
         check_training(config, say)  # the trainer checks the same, but only hours later

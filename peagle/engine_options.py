@@ -1,6 +1,6 @@
-"""Engine options (model, drafter, K, precision, slots, memory), and the EngineSpec they resolve to.
+"""Resolve a user's engine options into an EngineSpec: model, drafter, K, precision, slots and memory.
 
-Bulk runs and the endpoint share them, so that equal options are equal engines.
+Bulk runs and the endpoint share this, so that equal options mean equal engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from peagle.catalog.cards import StepTable
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.step_times import StepTable
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
@@ -33,14 +33,14 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
 SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
-# Rows, usage and reports must never name a real model for output of the fake engine.
+# Rows, usage and reports must not name a real model.
 FAKE_MODEL = ResolvedModel(
     name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192, "vocab_size": 256}
 )
 
 
 class EngineKeys(TargetKeys):
-    """The options of an engine, for commands that run engines."""
+    """The engine options of commands that run engines."""
 
     profile: Path | None = Field(
         None, description="YAML of `peagle tune`; sets engine keys that flags, environment and --config leave open"
@@ -82,9 +82,9 @@ class ResolvedEngine:
     """A resolved engine.
 
     Attributes:
-        spec: its models by names that any node can resolve; its precision is never `auto`.
-        precision: the number formats on this hardware.
-        profile: None if it was not tuned.
+        spec: names its models so that any node can resolve them; its precision is never `auto`.
+        precision: the formats on this hardware.
+        profile: the tuning that it uses, or None.
     """
 
     spec: EngineSpec
@@ -95,15 +95,16 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether its drafter is the profile's, so that the profile's measurements apply."""
+        """Whether its drafter is the profile's; otherwise the profile's acceptance does not apply."""
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
 
     def break_even(self, hardware: Hardware) -> dict[int, float]:
-        """Return, by concurrency, the acceptance length below which the drafter costs more than it saves.
+        """Return the break-even acceptance lengths by concurrency.
 
-        From the profile if it applies, else from the card's measurements of its own head; empty if there are none.
+        They come from the profile that it follows, or from its card's measurements with the card's own head. Empty if
+        unknown.
         """
         if self.follows_profile and (profile := self.profile) is not None:
             return break_evens(profile.chosen, _alike(profile))
@@ -113,7 +114,9 @@ class ResolvedEngine:
         return table.break_even(drafter.method, drafter.num_speculative_tokens)
 
     def baseline(self, hardware: Hardware) -> Baseline | None:
-        """Return step times measured on the same hardware, or None. The sources are those of `break_even`."""
+        """Return step times measured on the same hardware, from the same source as `break_even`; None if there are
+        none.
+        """
         if self.follows_profile and (profile := self.profile) is not None:
             if profile.hardware != hardware.describe():
                 return None
@@ -125,7 +128,7 @@ class ResolvedEngine:
         return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
 
     def _step_table(self, hardware: Hardware) -> StepTable | None:
-        """Return the card's step times for this engine: compiled, without a drafter or with the card's own head."""
+        """Return the card's step times for a compiled engine without a drafter or with the card's own head, or None."""
         drafter, card = self.spec.drafter, self.model.card
         if card is None or self.spec.enforce_eager:
             return None
@@ -136,7 +139,7 @@ class ResolvedEngine:
         return next((table for table in card.steps if (table.platform, table.precision) == here), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
-        """Return a watch over the drafter; None without a drafter.
+        """Return a watch over its drafter; None without a drafter.
 
         Args:
             concurrency: as for `DrafterWatch`.
@@ -166,7 +169,7 @@ class ResolvedEngine:
 
 
 def _alike(profile: Profile) -> list[MeasuredCell]:
-    """Return the measurements with the chosen precision."""
+    """Return the measurements in the precision that the profile chose."""
     return [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
 
 
@@ -183,11 +186,11 @@ def resolve_engine(
 
     Args:
         num_nodes: nodes of the engine's ranks.
-        commits: commits by hub id, of a run to resume or an engine to reproduce.
-        announce: called before slow steps such as converting a model.
+        commits: pinned commits by hub id, for a run that continues or an engine that must equal another one.
+        announce: called before something slow, such as converting a model.
 
     Raises:
-        ConfigError: the model, the drafter or the precision cannot be used.
+        ConfigError: model, drafter or precision is invalid.
         CapacityError: the hardware cannot hold that many engines.
     """
     require_usable(hardware)
@@ -207,10 +210,10 @@ def resolve_engine(
 
 
 def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
-    """Return a fake engine: no model, and a drafter if K is set.
+    """Return the fake engine: without a model, and with a pretended drafter if K is given.
 
     Raises:
-        ConfigError: a drafter is configured, or as `compose_engine`.
+        ConfigError: a drafter is requested, or as `compose_engine`.
     """
     if keys.drafter not in ("auto", "none"):
         raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
@@ -228,18 +231,18 @@ def compose_engine(
     """Return the engine of a resolved model and drafter.
 
     Raises:
-        PrecisionError: the hardware does not support the precision.
-        ConfigError: pipeline stages with a drafter, or without compiling on a CPU; or no token slots for prompts.
+        PrecisionError: the hardware cannot run it.
+        ConfigError: pipeline stages with a drafter, or without compilation on a CPU; no token slots for prompts.
     """
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29's models pass on only the hidden states that the next stage needs, not those that a drafter reads.
+        # vLLM 0.29 does not pass the hidden states that a drafter reads from stage to stage.
         raise ConfigError(
             f"drafter {drafter.name} needs hidden states of all layers, but with {keys.pipeline_parallel_size}"
             " pipeline stages vLLM keeps only those of the last stage",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29 allocates the buffers between stages when it compiles.
+        # vLLM 0.29 creates the buffers between stages when it compiles; later stages fail without them.
         raise ConfigError(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
@@ -265,10 +268,10 @@ Settled = dict[str, tuple[Any, str]]
 
 
 def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
-    """Return the values of keys left open, from the catalog, the model and the machine.
+    """Return values for options that are not set, from the catalog, the model and the machine.
 
     Args:
-        is_here: the hardware was detected, not taken from the price table.
+        is_here: whether the machine was detected; otherwise it comes from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
@@ -286,13 +289,16 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return the footprint of a model, from its store or card, if it is known."""
+    """Return the footprint of a model that may not be on this disk, from its store or card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)
 
 
 def _reference(name: str, model: ResolvedModel) -> str:
-    # Each node converts a packaged model itself, so that only its name is valid everywhere.
+    """Return a name that any node can resolve: a folder or hub id.
+
+    A packaged model keeps its name, because each node converts its own copy.
+    """
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path

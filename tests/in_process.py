@@ -18,7 +18,7 @@ import uvicorn
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.batches.settings import BatchModel, BatchSettings
@@ -65,7 +65,7 @@ class _Method:
     async def _parts(self, request, info):
         def begin():
             context = Context.of(info.headers)
-            return self._account.begin(context.request_id, context.key)
+            return self._account.begin(Context(request_id=context.request_id, key=context.key))
 
         async for part in relay(
             _in_lists(self._answer(request)), begin, shown_usage=Context.of(info.headers).shown_usage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.deploy.workload import Workload
-from peagle.economics.offers import Offer
+from peagle.economics.prices import Offer
 
 FOLDER = "/mnt/peagle"
 """Mount path of the shared volume: weights, and what the configuration stores there."""

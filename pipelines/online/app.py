@@ -16,9 +16,9 @@ from peagle.economics.ledger import read_sessions
 from peagle.economics.machines import names_accelerators
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import EngineFacts
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware
@@ -62,11 +62,7 @@ class Served:
 
 
 def build(arguments: ServeConfig) -> Any:
-    """Return the application for Serve's CLI: `import_path: pipelines.online.app:build`.
-
-    Raises:
-        PeagleError: invalid configuration, or the cluster has no token.
-    """
+    """Return the application for Serve's CLI: `import_path: pipelines.online.app:build`."""
     if arguments.tls_cert is not None:
         raise ConfigError(
             "tls_cert: an application cannot configure Serve's proxy",
@@ -95,11 +91,7 @@ def _inspect(config: ServeConfig) -> Hardware:
 
 
 def prepare_batches(config: ServeConfig) -> None:
-    """Create the folder of batches, if configured.
-
-    Raises:
-        ConfigError: not writable, or the file system allows two writers to create the same file.
-    """
+    """Create the folder of batches, if configured."""
     if config.batches is not None:
         BatchStore(config.batches).prepare()
 
@@ -107,12 +99,7 @@ def prepare_batches(config: ServeConfig) -> None:
 def resolve(
     config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
 ) -> list[Served]:
-    """Resolve all models.
-
-    Raises:
-        ConfigError: invalid configuration.
-        CapacityError: the maximum numbers of engines do not fit together (`placements`).
-    """
+    """Resolve all models, and check that their engines fit together."""
     placed = placements(config, hardware, num_nodes=num_nodes)
     served = []
     for keys in config.served:
@@ -122,16 +109,15 @@ def resolve(
         else:
             num_engines = placement.num_engines_on_node
             engine = resolve_engine(keys, hardware, num_engines_on_node=num_engines, announce=announce)
-        served.append(Served(keys=keys, engine=_with_media(engine, keys), placement=placement))
+        # Batches only support text.
+        domains = tuple(keys.allowed_media_domains)
+        spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
+        served.append(Served(keys=keys, engine=replace(engine, spec=spec), placement=placement))
     return served
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
-    """Return the price of the endpoint's engines, which must match its ledger.
-
-    Raises:
-        PriceError: unknown, or for another kind of device than the engines or the ledger have.
-    """
+    """Return the price of the endpoint's engines, which must match their devices and its ledger."""
     price = resolve_price(config, hardware)
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.keys.served_name}")
@@ -146,11 +132,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
 
 
 def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
-    """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM.
-
-    Raises:
-        ConfigError: the endpoint would be open to others without keys, or has no matching price.
-    """
+    """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM."""
     from ray import serve
     from ray.serve.llm import build_llm_deployment
 
@@ -201,11 +183,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
 
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
-    """Return the settings of the gate.
-
-    Raises:
-        ConfigError: there are no keys and the address is not local, or the budgets cannot be read.
-    """
+    """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
     fixed = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
     read_budgets(_state(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
@@ -239,7 +217,6 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
 
 
 def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> Any:
-    """Return the configuration of a model's replicas."""
     from pipelines.online.replica.fake import fake_settings
     from pipelines.online.replica.server import ReplicaJob
 
@@ -309,28 +286,22 @@ def _parsers_of(model: Served) -> frozenset[str]:
     names = ("tool_call_parser", "reasoning_parser")
     if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
         return frozenset(names)
-    configured = {"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()
-    return frozenset(configured.union(name for name in names if getattr(model.keys, name)))
-
-
-def _with_media(engine: ResolvedEngine, keys: ServedModelKeys) -> ResolvedEngine:
-    """Return the engine with this model's media options. Batches only support text."""
-    domains = tuple(keys.allowed_media_domains)
-    spec = replace(engine.spec, limit_mm_per_prompt=keys.limit_mm_per_prompt, allowed_media_domains=domains)
-    return replace(engine, spec=spec)
+    configured = {name for name in names if getattr(model.keys, name)}
+    return frozenset(configured | ({"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()))
 
 
 def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """Return a model's entry in `/v1/models`: OpenAI's fields, and its engines' settings under `peagle`."""
     spec, keys = model.engine.spec, model.keys
+    drafter = spec.drafter
     ours = {
         "target": name_of(model.engine.model.name),
         "stand_in": keys.engine == "fake",
         "precision": model.engine.precision.describe(),
         "drafter": model.engine.drafter.name,
-        "method": spec.drafter.method if spec.drafter else None,
-        "num_speculative_tokens": spec.drafter.num_speculative_tokens if spec.drafter else None,
-        "draft_lookup": spec.drafter is not None and spec.drafter.lookup,
+        "method": drafter.method if drafter else None,
+        "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
+        "draft_lookup": drafter is not None and drafter.lookup,
         "break_even_acceptance_length": model.engine.break_even(hardware),  # by concurrency
         "max_model_len": spec.max_model_len,
         "max_replicas": keys.max_replicas,

@@ -42,8 +42,7 @@ class Endpoint:
     Attributes:
         folder: contains its record, configuration and log.
         state: its `--state`.
-        pid, born_at: of its process; the creation time detects a reused pid.
-        started_at: Unix time.
+        born_at: the creation time of its process, which detects a reused pid.
         stop_s: maximum time to stop.
     """
 
@@ -78,11 +77,7 @@ class Endpoint:
         return "up" if self._price() else "starting"
 
     def usd(self) -> float | None:
-        """Return the cost of its engines in US dollars since its start, or None if it is not up yet.
-
-        Raises:
-            PeagleError: its ledger cannot be read.
-        """
+        """Return the cost of its engines in US dollars since its start, or None if it is not up yet."""
         price = self._price()
         return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
 
@@ -95,17 +90,11 @@ class Endpoint:
         return Price.from_dict(told["price"]) if told["up_at"] >= self.started_at else None
 
     def write(self) -> None:
-        """Save the record."""
         record = asdict(self) | {"folder": str(self.folder), "state": str(self.state)}
         write_json(self.folder / _RECORD, record)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Load a record.
-
-        Raises:
-            PeagleError: damaged.
-        """
         try:
             record = json.loads((folder / _RECORD).read_bytes())
             return cls(**{**record, "folder": folder, "state": Path(record["state"])})
@@ -124,11 +113,7 @@ def endpoints() -> list[Endpoint]:
 
 
 def find(name: str | None) -> Endpoint:
-    """Return the endpoint with this name, or the only running one.
-
-    Raises:
-        ConfigError: not found, or several are running.
-    """
+    """Return the endpoint with this name, or the only running one."""
     all_endpoints = endpoints()
     if name is not None:
         found = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
@@ -152,11 +137,7 @@ def find(name: str | None) -> Endpoint:
 
 
 def start(config: ServeConfig, *, port: int) -> Endpoint:
-    """Start `peagle serve` in the background.
-
-    Raises:
-        ConfigError: an endpoint with this name is running.
-    """
+    """Start `peagle serve` in the background."""
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
         raise ConfigError(
@@ -191,11 +172,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
 
 
 def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
-    """Wait until it is up, and print its output.
-
-    Raises:
-        EngineError: it ended instead.
-    """
+    """Wait until it is up, and print its output. Raises EngineError if it ends instead."""
     lines = _new_lines(endpoint.log)
     while (status := endpoint.status()) == "starting":
         for line in next(lines):
@@ -208,11 +185,7 @@ def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
 
 
 def end(endpoint: Endpoint) -> None:
-    """Stop it like Ctrl-C, and wait until it has ended.
-
-    Raises:
-        EngineError: it did not end in time.
-    """
+    """Stop it like Ctrl-C, and wait until it has ended."""
     process = endpoint.process()
     if process is not None:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended in the meantime

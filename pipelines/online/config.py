@@ -83,12 +83,10 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients."""
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
     def parsers(self) -> dict[str, Any]:
-        """vLLM's arguments for parsing tool calls and reasoning."""
         tools = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
         return (tools if self.tool_call_parser else {}) | (
             {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
@@ -129,11 +127,7 @@ class ServedModelKeys(StandInKeys, EngineKeys):
 
 
 class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
-    """The configuration of the endpoint. Field descriptions are the help texts; unknown keys are errors.
-
-    Attributes:
-        is_behind_sagemaker: whether it runs in a SageMaker container (`sagemaker.py`).
-    """
+    """The configuration of the endpoint. Field descriptions are the help texts; unknown keys are errors."""
 
     is_behind_sagemaker: ClassVar[bool] = False
 
@@ -253,10 +247,6 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @model_validator(mode="after")
     def _names_have_no_colon(self) -> Self:
-        """Refuse names with a colon.
-
-        Ray's ingress takes what follows a colon as the id of a LoRA adapter, and finds no model.
-        """
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
                 f"the model name {wrong[0]} contains a colon: Ray would read the part after it as the id of "
@@ -271,7 +261,6 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @property
     def url(self) -> str:
-        """The base URL of the API."""
         return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}/v1"
 
     @property

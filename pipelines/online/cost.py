@@ -18,16 +18,14 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
-from peagle.economics.usage import UnitUsage
-from peagle.economics.work import Work
+from peagle.economics.usage import UnitUsage, Work
 from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats
 from pipelines.online.errors import ApiError, overloaded
 from pipelines.online.gateway.budget_watch import budget_of
-from pipelines.online.gateway.shared import Payer
-from pipelines.online.ledger_totals import MINUTE_S, RequestGroup, Sums, coarsen
-from pipelines.online.totals import totals_of
+from pipelines.online.gateway.keys import Payer
+from pipelines.online.totals import MINUTE_S, RequestGroup, Sums, coarsen, totals_of
 
 
 class CostView:
@@ -45,19 +43,12 @@ class CostView:
         Args:
             key: only the requests of this key, without the engines' account; None for all.
             window_s: only the last seconds, rounded to minutes; None for all time.
-
-        Raises:
-            PeagleError: the ledger cannot be read.
         """
         with self.totals.snapshot():
             return self._report(key, window_s)
 
     def spent_usd(self, account: str) -> float | None:
-        """Return the total spend of an account, or None while the ledger is read for the first time.
-
-        Raises:
-            OSError: the ledger cannot be read.
-        """
+        """Return the total spend of an account, or None while the ledger is read for the first time."""
         if not self.totals.is_loaded:
             self.totals.read_in_background()
             return None
@@ -65,11 +56,7 @@ class CostView:
         return self.totals.budgets.spent_usd(account)
 
     def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
-        """Return the state of all budgets by name.
-
-        Raises:
-            OSError: the ledger cannot be read.
-        """
+        """Return the state of all budgets by name."""
         with self.totals.snapshot():
             budgets = self.totals.budgets
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
@@ -79,9 +66,6 @@ class CostView:
 
         Args:
             key: only what this key was billed; None for all, including overhead and losses.
-
-        Raises:
-            PeagleError: the ledger cannot be read.
         """
         with self.totals.snapshot():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
@@ -98,11 +82,7 @@ class CostView:
         return work
 
     async def require(self) -> None:
-        """Wait shortly for the first read of the ledger.
-
-        Raises:
-            ApiError: 503, it is large and has no checkpoint.
-        """
+        """Wait shortly for the first read of the ledger; raise 503 if it takes longer."""
         if not await self.totals.wait_until_loaded():
             raise overloaded("the ledger is being read; try again")
 
@@ -144,11 +124,7 @@ class CostView:
 def asked_period(
     start: date | None, end: date | None, by: str | None, window_s: float | None
 ) -> tuple[tuple[str, ...], Days]:
-    """Return the requested dimensions and days.
-
-    Raises:
-        ApiError: 400, unknown dimension, the period ends before it starts, or a window is given as well.
-    """
+    """Return the requested dimensions and days, or raise 400."""
     if window_s is not None:
         raise ApiError(400, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
     try:

@@ -1,6 +1,7 @@
-"""Errors in the format of OpenAI's API.
+"""Errors in the format of OpenAI's API, and the conversion of Ray's and vLLM's exceptions.
 
-Internal details are logged. Clients only get what they can act on.
+Internal details are logged. Clients only get what they can act on. Exceptions are recognized by class name: not every
+process that imports this has Ray and vLLM, and Ray wraps a replica's exceptions in subclasses of the originals.
 """
 
 import math
@@ -28,8 +29,6 @@ class ApiError(Exception):
     """An error response.
 
     Args:
-        status: of the HTTP response.
-        message: for people.
         code: for programs, such as "model_not_found".
         param: the invalid field of the request.
         retry_after_s: when to retry; 0 if unknown.
@@ -63,11 +62,7 @@ class ApiError(Exception):
         return error_body(message, kind=kind, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the response.
-
-        Retry-After if waiting helps, X-Should-Retry if retrying does not, Allow for a 405, and `Connection: close` if
-        more of the refused request would arrive.
-        """
+        """Return the headers of the response: how to retry, allowed methods, and whether the connection is closed."""
         headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.retry_after_s else {}
         headers |= {} if self.is_retryable else {"x-should-retry": "false"}
         headers |= {"allow": self.allow} if self.allow else {}
@@ -92,3 +87,53 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
     is_type = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "json_invalid")
     status, code = (422, "invalid_type") if is_type else (400, "invalid_value")
     return ApiError(status, f"{where or 'body'}: {text}", code=code, param=where or None)
+
+
+# vLLM raises these while validating a body; they are not ValueErrors, so pydantic does not catch them.
+_OF_THE_REQUEST = {"VLLMNotFoundError": 404, "VLLMUnprocessableEntityError": 422, "VLLMClientError": 400}
+_UNAVAILABLE = (
+    "EngineUnavailable",
+    "BackPressureError",
+    "DeploymentUnavailableError",
+    "RayActorError",
+    "ActorDiedError",
+    "EngineDeadError",
+)
+_ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
+
+
+class EngineUnavailable(Exception):  # noqa: N818 - it says nothing about the request
+    """The engine was already dead when the request arrived, so the request cannot be the cause."""
+
+
+def is_engine_death(error: BaseException) -> bool:
+    """Return whether the engine crashed while it ran the request."""
+    return any(name in _ENGINE_DEATHS for name in _names(error))
+
+
+def is_engine_unavailable(error: BaseException) -> bool:
+    """Return whether the request never reached a live engine."""
+    return EngineUnavailable.__name__ in _names(error)
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """Return the API error for an exception. Contains its text only if it is meant for clients."""
+    if isinstance(error, ApiError):
+        return error
+    names = _names(error)
+    if any(name in _UNAVAILABLE for name in names):
+        return overloaded("all engines are busy or starting; try again")
+    if refused := next((name for name in _OF_THE_REQUEST if name in names), None):
+        param = getattr(error, "parameter", None)
+        return ApiError(
+            _OF_THE_REQUEST[refused], str(error.args[0] if error.args else error), code="invalid_value", param=param
+        )
+    status = getattr(error, "status_code", None)
+    text = getattr(error, "detail", None) or getattr(error, "message", None)
+    if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
+        return ApiError(status, text, code="not_found" if status == 404 else None)
+    return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+
+
+def _names(error: BaseException) -> list[str]:
+    return [kind.__name__ for kind in type(error).mro()]

@@ -23,12 +23,7 @@ from pipelines.online.placement import num_accelerators, size_of
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointForecast:
-    """An endpoint as it would be started.
-
-    Attributes:
-        is_here: the engines would run on this machine, whose hardware was detected.
-        requires_key: clients need an API key.
-    """
+    """An endpoint as it would be started; `is_here` if the engines would run on this machine."""
 
     config: ServeConfig
     hardware: Hardware
@@ -39,7 +34,6 @@ class EndpointForecast:
     requires_key: bool
 
     def access(self) -> str:
-        """Return who can send requests."""
         if self.requires_key:
             return "required"
         if self.config.is_behind_sagemaker:
@@ -58,7 +52,6 @@ class EndpointForecast:
         return self.price.usd_per_device_s * 3600 * num_devices
 
     def lines(self) -> Lines:
-        """Return the facts with their labels."""
         least, most = (format_usd(self.usd_per_h(at_most=at_most)) for at_most in (False, True))
         models = [line for model in self.served for line in self._model(model)]
         return [
@@ -94,14 +87,7 @@ class EndpointForecast:
 
 
 def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointForecast:
-    """Resolve an endpoint without starting it.
-
-    Args:
-        announce: called with a message before slow steps.
-
-    Raises:
-        PeagleError: the endpoint would be refused, as far as this machine can detect.
-    """
+    """Resolve an endpoint without starting it, as far as this machine can detect."""
     here, is_here = machine_for(config, None, num_accelerators=max(map(size_of, config.served)))
     num_nodes = 1 if is_here else max(1, -(-num_accelerators(config) // here.num_accelerators))
     served = resolve(config, here, num_nodes=num_nodes, announce=announce)
@@ -120,9 +106,6 @@ def settled(config: ServeConfig) -> Settled:
     """Return the values of options that the configuration leaves open.
 
     With several models, names are prefixed by the model: "plain.drafter".
-
-    Raises:
-        PeagleError: the endpoint would be refused.
     """
     found = forecast(config, print)
     rows: Settled = {}

@@ -10,7 +10,7 @@ import datetime
 import functools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,47 +26,41 @@ from peagle.errors import shown
 from peagle.private import keep_private
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.cluster.metrics import exported
-from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
+from pipelines.online.batches.work import RayRunner
 from pipelines.online.cost import CostView, asked_period
-from pipelines.online.errors import ApiError, from_validation
+from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death, is_engine_unavailable
 from pipelines.online.gateway.budget_watch import BudgetWatch
 from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.keys import KeyRing
+from pipelines.online.gateway.keys import KeyRing, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Route, Rule, get, guarded_app, key_of, pass_of, post
-from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import MAX_WINDOW_S, LiveView, publish_break_even_forever
 from pipelines.online.serve.calls import NOTE, Answered, Cancelling
-from pipelines.online.serve.exceptions import from_exception, is_engine_death, is_engine_unavailable
 from pipelines.online.serve.ray_names import replica_counts
 from pipelines.online.serve.request_types import ChatBody, CompletionBody
 from pipelines.online.wire import PING_URL, Context, error_response, with_headers
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Make the application answer with OpenAI's errors."""
-    app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(HTTPException, _answer)
+    def response(error: ApiError) -> Response:
+        headers, body = error_response(error)
+        return Response(body, error.status, headers)
 
+    async def answer_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "only registered for it"
+        return response(from_validation(list(error.errors())))
 
-async def _answer(request: Request, error: Exception) -> Response:
-    return _response(from_exception(error))
+    async def answer(request: Request, error: Exception) -> Response:
+        return response(from_exception(error))
 
-
-async def _answer_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "only registered for it"
-    return _response(from_validation(list(error.errors())))
-
-
-def _response(error: ApiError) -> Response:
-    headers, body = error_response(error)
-    return Response(body, error.status, headers)
+    app.add_exception_handler(RequestValidationError, answer_validation)
+    app.add_exception_handler(HTTPException, answer)
 
 
 _MAX_DEAD_ENGINES = 3
@@ -105,7 +99,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
         self._shared = SharedBudgets(settings.ledger)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
-        self.batches = self._make_batches(_named(batches, self._deployments)) if batches else None
+        self.batches = self._make_batches(batches) if batches else None
         needed = {name: card["peagle"].get("break_even_acceptance_length", {}) for name, card in model_cards.items()}
         self._live = LiveView(self._cost, needed)
         self._start_metrics(has_break_even=any(needed.values()))
@@ -113,6 +107,9 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
+        if batches.lends:  # with Serve's names of the endpoint and its engines
+            app_name = serve.get_replica_context().app_name
+            batches = replace(batches, application=app_name, deployments=self._deployments)
         return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
@@ -188,24 +185,20 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         report = await asyncio.to_thread(self._live.report, None, window_s)
         state = request.app.state
         notes = [*report["notes"], *state.crashes.notes()]
-        return JSONResponse(report | {"notes": notes, "load": await asyncio.to_thread(self._loads, state.load)})
-
-    def _loads(self, load: Load) -> dict[str, dict[str, int]]:
-        return {
-            model: describe_load(self._cards[model]["peagle"], counts, load.num_running(model))
-            for model, counts in replica_counts(self._deployments).items()
+        counts = await asyncio.to_thread(replica_counts, self._deployments)
+        loads = {
+            model: describe_load(self._cards[model]["peagle"], replicas, state.load.num_running(model))
+            for model, replicas in counts.items()
         }
+        return JSONResponse(report | {"notes": notes, "load": loads})
 
     async def page(self) -> Response:
-        """Return the web page."""
         return get_page()
 
     async def page_file(self, name: str) -> Response:
-        """Return a file of the web page."""
         return get_page(name)
 
     async def schema(self, request: Request) -> JSONResponse:
-        """Return the OpenAPI schema."""
         schema = await asyncio.to_thread(request.app.openapi)
         prefix = request.scope.get("root_path", "").rstrip("/")
         return JSONResponse(schema | ({"servers": [{"url": prefix}]} if prefix else {}))
@@ -220,23 +213,14 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         The engines are not called: with full slots they would reply too late, and SageMaker would stop the container.
         """
         counts = await asyncio.to_thread(replica_counts, self._deployments)
-        return Response(status_code=200 if all(one["num_running_replicas"] for one in counts.values()) else 503)
-
-
-def _named(batches: BatchSettings, deployments: Mapping[str, str]) -> BatchSettings:
-    """Return the settings with Serve's names of the endpoint and its engines, if these lend slots."""
-    if not batches.lends:
-        return batches
-    return replace(batches, application=serve.get_replica_context().app_name, deployments=deployments)
+        is_up = all(replicas["num_running_replicas"] for replicas in counts.values())
+        return Response(status_code=200 if is_up else 503)
 
 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
-    """Return an engine's answer.
+    """Return an engine's answer; any failure is an ApiError.
 
     A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
-
-    Raises:
-        ApiError: for any failure; Ray's application would answer some of its errors in plain text.
     """
     asked_at, note, context = time.time(), pass_of(request).record_usage, Context.of(request.headers)
     assert note is not None, "the gate sets it on routes that engines answer"
@@ -250,7 +234,9 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         except Exception as error:
             if not is_engine_death(error):
                 raise
-        again = _again(request, replace(context, first_asked_at=asked_at))
+        # The second engine does not bill what the first one has billed.
+        headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
+        again = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
             try:
                 return await _until_started(handler, body, again)
@@ -279,22 +265,19 @@ async def _until_started(
     return await handler(body, request)
 
 
-def _again(request: Request, context: Context) -> Request:
-    """Return the request for the second engine, which does not bill what the first one has billed."""
-    headers = with_headers(request.scope["headers"], context.headers())
-    return Request({**request.scope, "headers": headers}, request.receive)
-
-
 def make_ingress(settings: GateSettings) -> Any:
-    """Return the class of the ingress deployment."""
     return make_fastapi_ingress(PeagleIngress, endpoint_map=_routes(settings), app=make_app(settings))
 
 
 def make_app(settings: GateSettings) -> FastAPI:
     """Return an application behind the gate without routes, with OpenAI's errors."""
+
+    def count_crash(suspect: Attempt) -> None:
+        _crash_counter().inc(1, {"model_name": suspect.model})
+
     app = guarded_app(title="peagle")
     answer_errors(app)
-    app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=_count_crash)
+    app.state.load, app.state.crashes = Load(), EngineCrashes(on_crash=count_crash)
     app.add_middleware(
         Gate,
         settings=settings,
@@ -305,15 +288,10 @@ def make_app(settings: GateSettings) -> FastAPI:
     return app
 
 
-def _count_crash(suspect: Attempt) -> None:
-    _crash_counter().inc(1, {"model_name": suspect.model})
-
-
 @functools.cache
 def _crash_counter() -> Any:
     return exported("peagle_engine_crashes_total")
 
 
 def _routes(settings: GateSettings) -> dict[str, Route]:
-    """Return the routes by the names of their handlers."""
     return _ROUTES | (_OF_SAGEMAKER if settings.is_behind_sagemaker else {})

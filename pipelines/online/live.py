@@ -22,8 +22,7 @@ from peagle.errors import PeagleError
 from peagle.profiles.watch import DrafterWatch, needed_at, reliable_length
 from peagle.speculation import note
 from pipelines.online.cost import CostView, totals
-from pipelines.online.ledger_totals import Sums
-from pipelines.online.totals import Totals
+from pipelines.online.totals import Sums, Totals
 
 STEP_S = 2
 NUM_POINTS = 30  # of a series, whatever its window
@@ -34,8 +33,6 @@ _NEEDED_WINDOW_S = 300
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """Requests that are always summed together."""
-
     key: str
     model: str
 
@@ -53,7 +50,7 @@ class LiveView:
     """The last minutes of a ledger.
 
     Args:
-        break_even: the acceptance length that a drafter needs, by model and concurrency, where known.
+        break_even: the acceptance length that a drafter needs, by model and concurrency, if known.
     """
 
     def __init__(
@@ -77,9 +74,6 @@ class LiveView:
         Args:
             key: only the requests of this key, without the endpoint's account; None for all.
             window_s: a multiple of 60, at most `MAX_WINDOW_S`.
-
-        Raises:
-            PeagleError: the ledger cannot be read.
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
@@ -107,11 +101,7 @@ class LiveView:
         }
 
     def needed(self) -> dict[str, float]:
-        """Return the break-even acceptance lengths by model, at the recent concurrency, where known.
-
-        Raises:
-            PeagleError, OSError: the ledger cannot be read.
-        """
+        """Return the break-even acceptance lengths by model at the recent concurrency, if known."""
         self._cost.totals.catch_up()
         with self._lock:
             by_model = self._report(None, _NEEDED_WINDOW_S)["by_model"]
@@ -133,7 +123,6 @@ class LiveView:
             self.on_ledger_record(request)
 
     def on_ledger_record(self, request: RequestUsage) -> None:
-        """Add a record."""
         with self._lock:
             self._add(request)
 
@@ -220,11 +209,7 @@ def watch_engines(
     *,
     every_s: float = 60.0,
 ) -> None:
-    """Check the last ten minutes of each drafter periodically until the endpoint stops.
-
-    Args:
-        watches: by the served name.
-    """
+    """Check the last ten minutes of each drafter periodically until the endpoint stops. `watches` are by model name."""
     while not stopped.wait(every_s):
         try:
             by_model = view.report(window_s=_WINDOW_S)["by_model"]
@@ -242,7 +227,6 @@ def watch_engines(
 
 
 def publish_break_even_forever(view: LiveView, publish: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
-    """Publish the break-even lengths every `every_s` seconds, as long as the process runs."""
     while True:
         with contextlib.suppress(PeagleError, OSError):  # the ledger cannot be read now; the thread must not end
             for model, length in view.needed().items():

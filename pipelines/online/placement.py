@@ -35,7 +35,6 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    """Return the accelerators of all engines together."""
     return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
 
 
@@ -83,7 +82,6 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
 
 
 def size_of(keys: ServedModelKeys) -> int:
-    """Return the accelerators per engine."""
     return keys.tensor_parallel_size * keys.pipeline_parallel_size
 
 

@@ -58,19 +58,12 @@ class SageMakerConfig(ServeConfig):
 
 
 def is_meant(env: Mapping[str, str]) -> bool:
-    """Return whether the variables say that SageMaker runs this container.
-
-    Raises:
-        ConfigError: PEAGLE_SAGEMAKER is neither true nor false.
-    """
+    """Return whether the variables say that SageMaker runs this container."""
     return switch(VARIABLE, env.get(VARIABLE, ""))
 
 
 def ignored_variables(env: Mapping[str, str]) -> str | None:
-    """Return a note on SageMaker's variables that are set and not read.
-
-    None if there are none. PEAGLE_SAGEMAKER=false says that this is intended.
-    """
+    """Return a note on SageMaker's variables that are set and not read, or None."""
     # The mode is not inferred from them, or from /opt/ml: it opens the port to everyone, without keys.
     names = sorted(name for name in env if name.startswith(PREFIX))
     if env.get(VARIABLE, "").strip() or not names:
@@ -83,14 +76,9 @@ def ignored_variables(env: Mapping[str, str]) -> str | None:
 
 
 def config_class(env: Mapping[str, str]) -> type[ServeConfig]:
-    """Return the configuration class of `peagle serve` for these variables."""
     return SageMakerConfig if is_meant(env) else ServeConfig
 
 
 def variables(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
-    """Return the keys that SageMaker's variables set. Empty outside its container.
-
-    Raises:
-        ConfigError: a variable has a value that peagle or vLLM does not take.
-    """
+    """Return the keys that SageMaker's variables set. Empty outside its container."""
     return serve_keys(env, model_folder=model_folder) if is_meant(env) else {}

@@ -42,8 +42,7 @@ class Context:
 
     Attributes:
         request_id: in the ledger. Ray and vLLM read it from their own header.
-        key: name of the API key.
-        account: of the key.
+        key, account: of the API key.
         tags: of the endpoint, the key and the request, as JSON.
         num_choices: over all prompts.
         cap_tokens: maximum output tokens of a chat without max_tokens; None is unlimited.
@@ -74,11 +73,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeAnswer:
-    """A non-streaming answer from a replica. It is not parsed again.
+    """A non-streaming answer from a replica, which is not parsed again: the client's JSON, and its usage.
 
-    Attributes:
-        body: the client's JSON.
-        reported: its `usage`, `metrics` and our summary.
+    `reported` has `usage`, `metrics` and our summary.
     """
 
     body: bytes
@@ -87,12 +84,7 @@ class WholeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnd:
-    """The end of a stream from a replica. It is not parsed again.
-
-    Attributes:
-        text: the client's last events, possibly empty.
-        reported: as in `WholeAnswer`.
-    """
+    """The end of a stream from a replica: the client's last events, if any, and the usage as in `WholeAnswer`."""
 
     text: str
     reported: dict[str, Any]
@@ -100,19 +92,15 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedRequest:
-    """A row of a batch for an engine of the endpoint with an idle slot.
+    """A row of a batch, for an engine of the endpoint with an idle slot.
 
     Attributes:
-        request_id: of this attempt, in the engine and the ledger.
-        key, account, tags: billed like in `Context`.
+        context: its request id is that of this attempt.
         cache_salt: of its key; None if keys share the prefix cache.
         sampling: as for `Engine.generate`.
     """
 
-    request_id: str
-    key: str
-    account: str
-    tags: str
+    context: Context
     cache_salt: str | None
     prompt_token_ids: list[int]
     sampling: dict[str, Any]
@@ -120,13 +108,11 @@ class BorrowedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedReply:
-    """An engine's reply to a `BorrowedRequest`.
-
-    The first says whether the engine accepts the row, the last has the result; others are signs of life.
+    """An engine's reply to a row. The first says whether the engine accepts the row, the last has the result.
 
     Attributes:
-        state: full: no idle slot; taken: running; returned: an interactive request needs the slot; done; refused.
-        generation: the result if done.
+        state: full: no idle slot; taken: running, repeated each minute; returned: an interactive request needs the
+            slot; done; refused.
         reason, message: of the dead letter if refused.
         engine_s: the row's share of busy seconds, as in the ledger.
     """
@@ -207,13 +193,11 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def header(scope: Scope, name: str) -> str | None:
-    """Return the first header with this name."""
     wanted = name.encode()
     return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
 
 
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers in ASGI's form."""
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
@@ -224,7 +208,6 @@ def with_headers(headers: Headers, reported: Mapping[str, str]) -> list[tuple[by
 
 
 def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:
-    """Return headers and body of an error response."""
     body = json.dumps(error.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     return headers, body

@@ -25,16 +25,14 @@ from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
 from pipelines.online.cost import CostView, asked_period
-from pipelines.online.errors import ApiError, overloaded
+from pipelines.online.errors import ApiError, from_exception, overloaded
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
-from pipelines.online.gateway.keys import KeyRecord
+from pipelines.online.gateway.keys import KeyRecord, SharedBudgets
 from pipelines.online.gateway.outgoing import Load, describe_load
 from pipelines.online.gateway.routes import Rule, get, key_of, pass_of, post
-from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.gateway.web_page import FOLDER, get_page
 from pipelines.online.live import LiveView
-from pipelines.online.serve.exceptions import from_exception
 from pipelines.online.wire import Context
 
 HEAD, PLAIN = "smollm2-135m", "plain"

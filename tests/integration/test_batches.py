@@ -15,10 +15,10 @@ from peagle.economics.ledger import RequestReader
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import read_lease
 from pipelines.cluster.placement import Neighbours, Placement
-from pipelines.online.batches.actors import RayRunner
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchModel, BatchSettings
+from pipelines.online.batches.work import RayRunner
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys

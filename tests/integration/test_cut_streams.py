@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace
@@ -109,7 +109,7 @@ def test_what_another_engine_has_billed_is_not_billed_where_it_is_asked_again(
     headers = Context(request_id="r", key="alice", first_asked_at=time.time() if is_asked_again else None).headers()
     died = EngineAccount(tmp_path / "ledger", ENGINE)
     died.ready()
-    request = died.begin("r", "alice")
+    request = died.begin(Context(request_id="r", key="alice"))
     time.sleep(0.01)
     request.write("ok")
     died.end()
@@ -151,7 +151,7 @@ def answered(replica, monkeypatch, *events, error):
     ],
 )
 def test_python_errors_of_vllm_have_its_status_and_not_their_text(replica, tmp_path, monkeypatch, error, code, type):
-    from pipelines.online.serve.exceptions import from_exception
+    from pipelines.online.errors import from_exception
 
     used, answer = answered(replica, monkeypatch, error=error)
     assert (used.text, used.reported["usage"]["completion_tokens"]) == ("", 0)

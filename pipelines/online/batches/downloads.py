@@ -50,11 +50,7 @@ class TransferLimit:
 
     @contextlib.contextmanager
     def hold(self, key: str, num_bytes: int) -> Iterator[None]:
-        """Reserve bytes.
-
-        Raises:
-            ApiError: 429 or 503, the limit is reached.
-        """
+        """Reserve bytes, or raise 429 or 503."""
         if self._held[key] + num_bytes > self.max_per_key:
             message = "this key has reached its limit of concurrent uploads and downloads"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
@@ -95,11 +91,7 @@ class Download(Response):
         super().__init__(status_code=206 if self._span.num_bytes < file.num_bytes else 200, headers=self._head(etag))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, and wait until the client has received it.
-
-        Raises:
-            ApiError: the file was deleted, the limit is reached, or the file must be fetched in parts.
-        """
+        """Send the file, and wait until the client has received it."""
         window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
         num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes
@@ -129,7 +121,6 @@ class Download(Response):
         return source
 
     def _reserved_bytes(self, num_bytes: int) -> int:
-        """Return the bytes to reserve."""
         limit = self._transfers.max_per_key
         if num_bytes + self._read_ahead_bytes > limit:
             raise ApiError(
@@ -157,9 +148,6 @@ class Download(Response):
 
 def span_of(header: str | None, num_bytes: int) -> ByteRange:
     """Return the range that a `Range` header requests; the whole file if it is invalid or has several ranges.
-
-    Raises:
-        ApiError: 416, outside of the file.
 
     >>> span_of("bytes=2-3", 10), span_of("bytes=-3", 10), span_of("bytes=8-99", 10)
     (ByteRange(first=2, end=4), ByteRange(first=7, end=10), ByteRange(first=8, end=10))

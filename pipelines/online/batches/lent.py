@@ -8,16 +8,16 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from peagle.engine.interface import FAILED, Generation, RequestFailed, RequestRefused
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
-from pipelines.online.serve.exceptions import from_exception
-from pipelines.online.wire import BorrowedReply, BorrowedRequest
+from pipelines.online.errors import from_exception
+from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
-_AGAIN_S = 0.25  # an attempt takes a few ms of CPU in both processes
+_RETRY_S = 0.25  # an attempt takes a few ms of CPU in both processes
 _UNAVAILABLE = 503
 
 
@@ -36,17 +36,14 @@ class EndpointLender:
 
     Attributes:
         deployment, application: Serve's names of the model's engines.
-        batch_id: prefix of the request ids.
-        key, account, tags, cache_salt: as in `BorrowedRequest`.
+        context: of the batch; its request id is the prefix of those of rows.
+        cache_salt: as in `BorrowedRequest`.
         num_slots: of all possible engines of the model.
     """
 
     deployment: str
     application: str
-    batch_id: str
-    key: str
-    account: str
-    tags: str
+    context: Context
     cache_salt: str | None
     num_slots: int
 
@@ -65,10 +62,7 @@ class EndpointLender:
     def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> BorrowedRequest:
         """Return a row as an engine receives it."""
         return BorrowedRequest(
-            request_id=f"{self.batch_id}-{name}",
-            key=self.key,
-            account=self.account,
-            tags=self.tags,
+            context=replace(self.context, request_id=f"{self.context.request_id}-{name}"),
             cache_salt=self.cache_salt,
             prompt_token_ids=prompt_token_ids,
             sampling=dict(sampling),
@@ -85,24 +79,24 @@ class LentEngine:
 
     def __init__(self, lender: EndpointLender, call: Callable[[BorrowedRequest], Call], meter: BilledMeter) -> None:
         self._lender, self._call, self._meter = lender, call, meter
-        self._door = asyncio.Lock()
-        self._num_answers = 0
+        self._searching = asyncio.Lock()  # one row at a time looks for a slot
+        self._num_replies = 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Implement `Engine.generate`. If the engine with the row crashes, raise EngineError."""
         for attempt in itertools.count(1):
             row = self._lender.row(f"{request_id}-{attempt}", prompt_token_ids, sampling)
-            answer = await self._ask(row)
-            self._meter.bill(answer.engine_s)
-            if answer.state == "refused":
-                raise (RequestFailed if answer.reason == FAILED else RequestRefused)(answer.message)
-            if answer.generation is not None:
-                return answer.generation
+            reply = await self._run(row)
+            self._meter.bill(reply.engine_s)
+            if reply.state == "refused":
+                raise (RequestFailed if reply.reason == FAILED else RequestRefused)(reply.message)
+            if reply.generation is not None:
+                return reply.generation
         raise AssertionError("unreachable")
 
     def signs_of_life(self) -> int:
         """Implement `Engine.signs_of_life`: every reply of an engine counts, also refusals."""
-        return self._num_answers
+        return self._num_replies
 
     def shutdown(self) -> None:
         """Do nothing: the engines belong to the endpoint."""
@@ -110,18 +104,13 @@ class LentEngine:
     def kill(self) -> None:
         """Do nothing: the engines belong to the endpoint."""
 
-    async def _ask(self, row: BorrowedRequest) -> BorrowedReply:
-        """Run a row in an engine and return the last reply.
-
-        Raises:
-            RequestFailed: the endpoint failed on this row.
-            EngineError: the engine crashed.
-        """
-        async with self._door:
-            call, words = await self._taken(row)
+    async def _run(self, row: BorrowedRequest) -> BorrowedReply:
+        """Run a row in an engine and return the last reply."""
+        async with self._searching:
+            call, replies = await self._find_slot(row)
         try:
-            while (answer := await anext(words)).state == "taken":
-                self._num_answers += 1
+            while (reply := await anext(replies)).state == "taken":
+                self._num_replies += 1
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -129,16 +118,16 @@ class LentEngine:
             if isinstance(error, EngineError) or from_exception(error).status == _UNAVAILABLE:
                 raise EngineError("the endpoint's engine crashed") from error
             raise RequestFailed(f"the endpoint failed on this request: {error!r}") from error
-        self._num_answers += 1
-        return answer
+        self._num_replies += 1
+        return reply
 
-    async def _taken(self, row: BorrowedRequest) -> tuple[Call, AsyncIterator[BorrowedReply]]:
+    async def _find_slot(self, row: BorrowedRequest) -> tuple[Call, AsyncIterator[BorrowedReply]]:
         """Retry until an engine accepts the row. If no engine is running, the endpoint starts one."""
         while True:
             call = self._call(row)
-            words = aiter(call)
+            replies = aiter(call)
             try:
-                is_taken = (await anext(words)).state == "taken"
+                is_taken = (await anext(replies)).state == "taken"
             except asyncio.CancelledError:
                 call.cancel()
                 raise
@@ -146,7 +135,7 @@ class LentEngine:
                 if from_exception(error).status != _UNAVAILABLE:
                     raise RequestFailed(f"the endpoint failed on this request: {error!r}") from error
                 is_taken = False
-            self._num_answers += 1
+            self._num_replies += 1
             if is_taken:
-                return call, words
-            await asyncio.sleep(_AGAIN_S)
+                return call, replies
+            await asyncio.sleep(_RETRY_S)

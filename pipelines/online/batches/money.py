@@ -1,18 +1,68 @@
-"""Budgets of batches.
+"""Costs of batches: the expected cost, and the reservations in budgets.
 
 A batch reserves the same amount in each budget that applies (key, tags, endpoint) until it ends, so it can cost at most
 what the smallest of them has left.
+
+Tokens are priced like recent requests of the same model, engine starts and shutdowns like the endpoint's. The estimate
+is not a limit: the reservation grows with the actual cost while the budgets last.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import RequestUsage
-from pipelines.online.batches.records import Batch
-from pipelines.online.batches.settings import BatchSettings
+from peagle.economics.usage import EngineSession, RequestUsage
+from peagle.runs.scaling import EngineRange
+from pipelines.batch.config import GenerateConfig
+from pipelines.batch.request import ending_s
+from pipelines.online.batches.records import Batch, BatchProgress
+from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.budgets import account_of, accounts_of
-from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.totals import totals_of
+from pipelines.online.gateway.keys import Payer, SharedBudgets
+from pipelines.online.totals import TokenPrice, totals_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEstimate:
+    """The expected cost of a batch in US dollars: of all tokens, and of starting and stopping engines."""
+
+    tokens_usd: float
+    overhead_usd: float
+
+    def wanted_usd(self, spent_usd: float) -> float:
+        """Return the amount to reserve after `spent_usd` were spent.
+
+        A run stops when the rest no longer covers its shutdown. Reserving twice the spend keeps it away from that point
+        between two ticks.
+        """
+        return max(self.tokens_usd, 2 * spent_usd) + self.overhead_usd
+
+
+def estimate(
+    progress: BatchProgress, batch_model: BatchModel, price: TokenPrice | None, sessions: Iterable[EngineSession]
+) -> BatchEstimate | None:
+    """Return the expected cost of a validated batch.
+
+    None if the model has not answered requests yet, or none of its engines has started.
+
+    Args:
+        price: of the model's tokens.
+        sessions: of the endpoint's engines.
+    """
+    tokens_usd = price and price.shared_price(
+        prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
+    )
+    started = [one for one in sessions if one.model == progress.model and (one.busy_s or one.idle_s)]
+    if not tokens_usd or not started:
+        return None
+    ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
+    loads = not batch_model.lent_slots
+    each_usd = max(
+        (loads * (one.load_s + one.compile_s) + ending) * one.num_devices * one.usd_per_device_s for one in started
+    )
+    return BatchEstimate(
+        tokens_usd=tokens_usd, overhead_usd=EngineRange.parse(batch_model.config["engines"]).largest * each_usd
+    )
 
 
 class BatchMoney:
@@ -65,10 +115,6 @@ class BatchMoney:
         return min((self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers), default=0.0)
 
     def settle(self, batch_id: str, record: RequestUsage | None) -> None:
-        """Replace the reservations of an ended batch by its cost.
-
-        Args:
-            record: as in the ledger; None if nothing ran.
-        """
+        """Replace the reservations of an ended batch by its cost; `record` is None if nothing ran."""
         accounts = accounts_of(account_of(record), record.tags, is_batch=True) if record else ()
         self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)

@@ -38,13 +38,10 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve room for a file until its record is written or the upload has failed.
+        """Reserve room for a file until its record is written or the upload has failed. Raises 413 if there is none.
 
         Yields a function that writes the record in a thread. If the client disconnects, the thread continues and keeps
         the reservation.
-
-        Raises:
-            ApiError: 413, quota exceeded.
         """
         self._arrive(key, num_bytes, 1)
         doing: list[asyncio.Task[Any]] = []
@@ -63,11 +60,7 @@ class Quota:
                 self._arrive(key, -num_bytes, -1)
 
     def require_room(self, key: KeyRecord) -> None:
-        """Require room for the outputs of another batch.
-
-        Raises:
-            ApiError: 413, quota exceeded.
-        """
+        """Require room for the outputs of another batch."""
         self._require(key, num_bytes=1, num_files=1)
 
     def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
@@ -122,28 +115,9 @@ class NewBatch(BaseModel):
     ) = None
     output_expires_after: ExpiresAfter | None = None
 
-    def to_request(self, key: KeyRecord, now: float, expires_at: float) -> BatchRequest:
-        """Return the record of a new batch of this key."""
-        expires = self.output_expires_after
-        return BatchRequest(
-            id=new_id(BATCH_PREFIX),
-            key=key.without_hash(),
-            endpoint=self.endpoint,
-            input_file_id=self.input_file_id,
-            completion_window=self.completion_window,
-            created_at=now,
-            expires_at=expires_at,
-            metadata=self.metadata,
-            output_expires_s=None if expires is None else expires.seconds,
-        )
-
 
 def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
-    """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files.
-
-    Raises:
-        ApiError: 400 or 422, with the invalid field.
-    """
+    """Return the upload, its name and its lifetime in seconds from the form of POST /v1/files."""
     upload, purpose = form.get("file"), form.get("purpose")
     if upload is None or isinstance(upload, str):
         raise _no_file()
@@ -152,7 +126,10 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
         raise ApiError(400, message, code="invalid_purpose", param="purpose")
     if upload.size == 0:
         raise ApiError(400, "file: the file is empty", code="empty_file", param="file")
-    return upload, _name_of(upload.filename or _DEFAULT_NAME), _expiry(form)
+    # The last part of a path, without unprintable characters.
+    name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
+    name = "".join(char if char.isprintable() else "_" for char in name)
+    return upload, name[-_MAX_NAME_CHARS:].strip() or _DEFAULT_NAME, _expiry(form)
 
 
 def _expiry(form: Mapping[str, Any]) -> int | None:
@@ -168,12 +145,9 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
 
 
 def require_form(content_type: str) -> None:
-    """Refuse bodies other than UTF-8 multipart forms.
+    """Refuse bodies other than UTF-8 multipart forms (400 or 415).
 
     Other bodies would be held in memory as a whole, and some of Python's encodings take minutes to decode.
-
-    Raises:
-        ApiError: 400 or 415.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -193,13 +167,6 @@ def upload_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
     return min(int(length), max_bytes) if length.isdecimal() and "transfer-encoding" not in headers else max_bytes
 
 
-def _name_of(filename: str) -> str:
-    """Return the last part of a path without unprintable characters."""
-    name = re.split(r"[/\\]", filename)[-1]
-    kept = "".join(char if char.isprintable() else "_" for char in name)
-    return kept[-_MAX_NAME_CHARS:].strip() or _DEFAULT_NAME
-
-
 _MAX_KEY_CHARS = 255
 _RETRY_S = 60.0
 
@@ -213,11 +180,7 @@ class BatchCreator:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
-        """Create a batch in a thread; one at a time per key.
-
-        Raises:
-            ApiError: as `create_now`.
-        """
+        """Create a batch in a thread; one at a time per key."""
         async with self._turns[key.name]:
             return await in_thread(self.create_now, body, key, idempotency_key)
 
@@ -234,9 +197,7 @@ class BatchCreator:
         if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_KEY_CHARS):
             message = f"Idempotency-Key: must have 1 to {_MAX_KEY_CHARS} printable characters"
             raise ApiError(400, message, code="invalid_value")
-        return self._create_once(body, key, hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest())
-
-    def _create_once(self, body: NewBatch, key: KeyRecord, name: str) -> Batch:
+        name = hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest()
         fields = body.model_dump(mode="json")
         with self._locks[key.name]:
             first = self._store.load_idempotent(name)
@@ -244,14 +205,11 @@ class BatchCreator:
                 self._store.save_idempotent(name, self._request(body, key), fields)
                 first = self._store.load_idempotent(name)
             assert first is not None, "it was written"
-            return self._create_from(first, fields)
-
-    def _create_from(self, first: dict[str, Any], fields: dict[str, Any]) -> Batch:
-        if first["asked"] != fields:
-            message = "Idempotency-Key: already used for a different request; use a new one for each request"
-            raise ApiError(422, message, code="idempotency_key_reused")
-        request = BatchRequest.from_dict(first["order"])
-        return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
+            if first["asked"] != fields:
+                message = "Idempotency-Key: already used for a different request; use a new one for each request"
+                raise ApiError(422, message, code="idempotency_key_reused")
+            request = BatchRequest.from_dict(first["order"])
+            return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
 
     def _request(self, body: NewBatch, key: KeyRecord) -> BatchRequest:
         stored = self._store.file(body.input_file_id, key.name)
@@ -259,10 +217,6 @@ class BatchCreator:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
         self._quota.require_room(key)
-        self._require_batch_limit(key)
-        return body.to_request(key, self._store.now(), self._store.clock.after(WINDOW_S))
-
-    def _require_batch_limit(self, key: KeyRecord) -> None:
         limit, batches = self._limits.of(key), self._store.batches(key.name)
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
@@ -270,3 +224,15 @@ class BatchCreator:
         if len(batches) >= limit.max_stored_files and not self._store.forget_oldest(batches):
             message = f"this key keeps {len(batches)} batches, of {limit.max_stored_files}: delete files of the oldest"
             raise ApiError(413, message, code="storage_quota_exceeded")
+        expires = body.output_expires_after
+        return BatchRequest(
+            id=new_id(BATCH_PREFIX),
+            key=key.without_hash(),
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=self._store.now(),
+            expires_at=self._store.clock.after(WINDOW_S),
+            metadata=body.metadata,
+            output_expires_s=None if expires is None else expires.seconds,
+        )

@@ -41,7 +41,6 @@ class StoredFile:
     Attributes:
         owner: name of the key.
         at: path of the contents, relative to the batch folder.
-        expires_at: None if it never expires.
         batch_id: the batch that wrote it; None for uploads.
     """
 
@@ -56,7 +55,6 @@ class StoredFile:
     batch_id: str | None = None
 
     def show(self) -> dict[str, Any]:
-        """Return OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -102,8 +100,7 @@ class BatchProgress:
     """The progress of a batch. Times are Unix times.
 
     Attributes:
-        num_requests: known after validation.
-        prompt_tokens, output_tokens: upper bounds, known after validation; 0 in older records.
+        num_requests, prompt_tokens, output_tokens: known after validation; tokens are upper bounds.
         usage: OpenAI's usage object, once the batch has ended.
         errors: OpenAI's error objects (code, message, param, line) of a failed batch.
     """
@@ -136,8 +133,6 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch with its progress."""
-
     request: BatchRequest
     progress: BatchProgress
     cancelling_at: float | None = None
@@ -148,11 +143,9 @@ class Batch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the batch has ended."""
         return self.progress.status in FINAL
 
     def show(self) -> dict[str, Any]:
-        """Return OpenAI's batch object."""
         request, progress = self.request, self.progress
         is_cancelling = self.cancelling_at is not None and not self.is_over
         times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")

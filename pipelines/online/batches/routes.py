@@ -15,7 +15,6 @@ from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFi
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore, in_thread
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.routes import Route, Rule, delete, get, key_of, post
 from pipelines.online.serve.flow import UPLOAD_WINDOW_BYTES
 from pipelines.online.wire import BATCHES_URL, FILES_URL
@@ -32,27 +31,19 @@ Item = TypeVar("Item", bound=_Shown)
 
 
 def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list.
-
-    Raises:
-        ApiError: `after` is not in the list.
-    """
-    begin = 0 if after is None else _index(items, after) + 1
-    shown = [item.show() for item in items[begin : begin + limit]]
+    """Return a page of a list."""
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
+    begin = 0 if after is None else ids.index(after) + 1
+    page = [item.show() for item in items[begin : begin + limit]]
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
         "has_more": begin + limit < len(items),
     }
-
-
-def _index(items: Sequence[_Shown], after: str) -> int:
-    for index, item in enumerate(items):
-        if item.id == after:
-            return index
-    raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
 
 
 _PIECE_BYTES = 1 << 20
@@ -89,11 +80,7 @@ ROUTES: dict[str, Route] = {
 
 
 class BatchRoutes:
-    """Handlers of the routes.
-
-    Attributes:
-        batches: None if batches are disabled.
-    """
+    """Handlers of the routes. `batches` is None if batches are disabled."""
 
     batches: Batches | None = None
 
@@ -101,20 +88,15 @@ class BatchRoutes:
         """Upload the input of a batch."""
         batches, key = self._enabled(), key_of(request)
         require_form(request.headers.get("content-type", ""))
-        with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
-            stored = await self._receive(request, key)
-        return JSONResponse(stored.show())
-
-    async def _receive(self, request: Request, key: KeyRecord) -> StoredFile:
-        batches = self._enabled()
         num_bytes = upload_bytes(request.headers, batches.settings.max_upload_bytes)
-        async with (
-            batches.quota.hold(key, num_bytes) as held,
-            request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
-        ):
-            upload, name, expires_s = read_form(fields)
-            stored: StoredFile = await held(_keep, batches.store, upload.file, key.name, name, expires_s)
-        return stored
+        with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
+            async with (
+                batches.quota.hold(key, num_bytes) as held,
+                request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
+            ):
+                upload, name, expires_s = read_form(fields)
+                stored: StoredFile = await held(_save, batches.store, upload.file, key.name, name, expires_s)
+        return JSONResponse(stored.show())
 
     async def list_files(
         self,
@@ -203,7 +185,7 @@ class BatchRoutes:
         return found
 
 
-def _keep(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
+def _save(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
     file_id, now = new_id(FILE_PREFIX), store.now()
     with store.writer(file_id) as (at, target):
         shutil.copyfileobj(upload, target, _PIECE_BYTES)

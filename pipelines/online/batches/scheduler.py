@@ -11,25 +11,176 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from peagle.economics.ledger import SessionReader, write_batch
+from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import UnitUsage
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs.directory import RunDirectory
-from pipelines.online.batches.actors import Handle, Runner
-from pipelines.online.batches.decisions import Errors, ended, fault, in_turn, make_rules, make_task
-from pipelines.online.batches.estimate import BatchEstimate, estimate
-from pipelines.online.batches.money import BatchMoney
-from pipelines.online.batches.records import Batch
+from pipelines.online.batches.lent import EndpointLender
+from pipelines.online.batches.money import BatchEstimate, BatchMoney, estimate
+from pipelines.online.batches.records import Batch, BatchProgress, BatchRequest, Status
 from pipelines.online.batches.settings import BatchSettings
-from pipelines.online.batches.store import BatchStore
-from pipelines.online.batches.validation import Checked
-from pipelines.online.batches.work import BUDGET, KEY_REVOKED, MODEL_WITHDRAWN, Reason, Result
-from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.shared import Payer
+from pipelines.online.batches.store import BatchStore, output_id
+from pipelines.online.batches.validation import Checked, Rules
+from pipelines.online.batches.work import (
+    BUDGET,
+    KEY_REVOKED,
+    MODEL_WITHDRAWN,
+    UNEXECUTED,
+    Handle,
+    Reason,
+    Result,
+    Runner,
+    Task,
+)
+from pipelines.online.gateway.admission import default_max_tokens
+from pipelines.online.gateway.keys import KeyRecord, Payer
 from pipelines.online.totals import totals_of
+from pipelines.online.wire import Context
+
+Errors = tuple[Mapping[str, Any], ...]
+_STATUS: Mapping[Reason | None, Status] = {
+    None: "completed",
+    "batch_cancelled": "cancelled",
+    "batch_expired": "expired",
+    "batch_failed": "failed",
+    BUDGET: "failed",
+    KEY_REVOKED: "cancelled",
+    MODEL_WITHDRAWN: "failed",
+}
+_OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
+"""These reasons also become errors of the batch itself, since the client did not ask for its end."""
+
+
+def fault(code: str, message: str) -> Errors:
+    """Return OpenAI's error object for a whole batch."""
+    return ({"code": code, "message": message, "param": None, "line": None},)
+
+
+def ended(
+    batch: Batch,
+    reason: Reason | None,
+    now: float,
+    *,
+    result: Result | None = None,
+    files: tuple[str | None, str | None] = (None, None),
+    errors: Errors = (),
+) -> BatchProgress:
+    """Return the final progress of a batch.
+
+    Args:
+        reason: why it ended early, or None.
+        result: None if nothing was run.
+        files: ids of the output and error files.
+    """
+    before, status = batch.progress, _STATUS[reason]
+    at: dict[str, Any] = {f"{status}_at": now}
+    if reason in _OF_THE_KEY:
+        errors = fault(reason, UNEXECUTED[reason])
+    progress = replace(before, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **at)
+    if result is None:
+        return progress
+    return replace(
+        progress,
+        num_completed=result.num_completed,
+        num_failed=result.num_failed,
+        finalizing_at=before.finalizing_at or now,
+        usage=None if result.usage is None else _usage(result.usage),
+    )
+
+
+def _usage(usage: UnitUsage) -> dict[str, Any]:
+    """Return OpenAI's usage object of a batch."""
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }
+
+
+def make_rules(request: BatchRequest, settings: BatchSettings) -> Rules:
+    return Rules(
+        endpoint=request.endpoint,
+        key=request.key,
+        models=tuple(batch_model.model for batch_model in settings.models.values()),
+        max_output_tokens=settings.max_output_tokens,
+        max_line_bytes=settings.max_line_bytes,
+    )
+
+
+def make_task(batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None) -> Task:
+    request, model = batch.request, batch.progress.model
+    assert model is not None, "its input was validated"
+    batch_model = settings.models.get(model)
+    return Task(
+        batch_id=request.id,
+        owner=request.key.name,
+        account=request.key.account,
+        model=model,
+        input=str(store.input_path(request)),
+        run=str(store.run_path(request.id)),
+        errors=str(store.root / "files" / f"{output_id(batch, 'errors')}.jsonl"),
+        config={} if batch_model is None else _run_config(request, settings, model),
+        neighbours=None if batch_model is None else batch_model.neighbours,
+        lender=None if batch_model is None or not batch_model.lent_slots else _lender(batch, settings, model),
+        commits={} if batch_model is None else batch_model.commits,
+        budget_usd=budget_usd,
+    )
+
+
+def _lender(batch: Batch, settings: BatchSettings, model: str) -> EndpointLender:
+    key = batch.request.key
+    tags = tags_to_text(settings.tags(model, key))
+    return EndpointLender(
+        deployment=settings.deployments[model],
+        application=settings.application,
+        context=Context(request_id=batch.id, key=key.name, account=key.account, tags=tags),
+        cache_salt=settings.cache_salt(key),
+        num_slots=settings.models[model].lent_slots,
+    )
+
+
+def _run_config(request: BatchRequest, settings: BatchSettings, model: str) -> dict[str, Any]:
+    """Return the bulk run's configuration, without input, output and budget. Requests are sampled as on the routes."""
+    batch_model = settings.models[model]
+    return {
+        **batch_model.config,
+        "input_format": "openai-batch",
+        "temperature": 1.0,  # OpenAI's default
+        "max_tokens": default_max_tokens(request.endpoint, request.key, batch_model.model, settings.max_output_tokens),
+        "tags": settings.tags(model, request.key),
+    }
+
+
+def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
+    """Return the batches in the order in which the scheduler handles them.
+
+    Running ones first, since they may free capacity. Then batches of the keys with the fewest running ones, of the key
+    that has waited longest, and the oldest.
+
+    Args:
+        batches: unfinished ones, oldest first.
+        running: ids of batches with running work.
+        began: sequence number of each key's latest start.
+    """
+    ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
+    ranks: dict[str, int] = {}
+    for batch in batches:
+        owner = batch.request.key.name
+        ranks[batch.id] = ahead[owner]
+        if batch.id not in running:
+            ahead[owner] += 1
+    return sorted(
+        batches,
+        key=lambda batch: (batch.id not in running, ranks[batch.id], began.get(batch.request.key.name, 0)),
+    )
+
 
 _LIGHT_AT_ONCE = 2  # processes that validate or collect
 _ATTEMPTS = 3
@@ -47,7 +198,6 @@ class _Work:
         has_engines: whether it counts toward `at_once`.
         estimate: set if the run reserves its expected cost rather than the rest of a budget.
         reason: why it was stopped, or why its results are only collected.
-        errors: errors of the batch.
     """
 
     handle: Handle[Any]
@@ -64,7 +214,6 @@ class Scheduler:
         spent_usd: as for `BatchMoney`.
         current_key: returns the key with its current limits, or None if revoked. By default keys never change.
         now: Unix time, only for display; expiry uses the store's clock.
-        monotonic: seconds, for delays.
     """
 
     def __init__(
@@ -99,7 +248,10 @@ class Scheduler:
         try:
             self._unfinished = self._store.unfinished()
             for batch in in_turn(self._unfinished, self._works, self._start_numbers):
-                self._try_to_advance(batch)
+                try:
+                    self._advance(batch)
+                except (PeagleError, OSError) as error:
+                    _log.error("batch %s: %s; it will be retried", batch.id, error)
             if self._monotonic() >= self._next_sweep:
                 self._next_sweep = self._monotonic() + _SWEEP_S
                 self._store.sweep()
@@ -113,12 +265,6 @@ class Scheduler:
         self._works.clear()
         self._ends.clear()
         self._attempts.clear()
-
-    def _try_to_advance(self, batch: Batch) -> None:
-        try:
-            self._advance(batch)
-        except (PeagleError, OSError) as error:
-            _log.error("batch %s: %s; it will be retried", batch.id, error)
 
     def _advance(self, batch: Batch) -> None:
         if key := self._current_key(batch.request.key):
@@ -167,8 +313,7 @@ class Scheduler:
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
         """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
 
-        Returns:
-            the reserved US dollars, 0 if the batch must wait; and the estimate.
+        Returns the reserved US dollars, 0 if the batch must wait; and the estimate.
         """
         if not self._is_its_turn(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return 0.0, None
@@ -188,10 +333,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as it spends, while its budgets last.
-
-        The cost of lent engines is already in the ledger, so it is not reserved.
-        """
+        """Increase a run's reservation as it spends, while its budgets last. Lent engines' cost is in the ledger."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from peagle.errors import RunInUse
 from peagle.runs.lease import Holding, hold_lease
-from pipelines.online.batches.actors import Runner
 from pipelines.online.batches.downloads import TransferLimit
 from pipelines.online.batches.ordering import BatchCreator, Quota
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore
+from pipelines.online.batches.work import Runner
 from pipelines.online.gateway.keys import KeyRecord
 
 _LEASE_S = 30.0
@@ -26,16 +26,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class Batches:
-    """The store and the scheduler of batches.
-
-    Args:
-        spent_usd, current_key: as for `Scheduler`.
-
-    Attributes:
-        transfers: limits concurrent uploads and downloads.
-        quota: limits stored files.
-        creator: creates batches.
-    """
+    """The store and the scheduler of batches."""
 
     def __init__(
         self,

@@ -62,15 +62,13 @@ class BatchSettings:
         folder: shared by all nodes, or `s3://`.
         models: by served name.
         at_once: batches that have engines at the same time.
-        ledger: the endpoint's.
         max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together.
         presigns: whether clients download from S3 directly.
         max_upload_bytes: of the request that uploads a file.
         max_line_bytes: of one request in a file.
         quota: the default limits of keys.
         cache_salt: returns a key's salt for the endpoint's engines.
-        application: Serve's name of the endpoint.
-        deployments: Serve's names of the engines by model, if they lend slots.
+        application, deployments: Serve's names of the endpoint, and of its engines by model, if they lend slots.
     """
 
     folder: str

@@ -1,31 +1,50 @@
 """The folder of files and batches, on a disk or in an object store.
 
-    files/              files of clients (`files.py`)
+    files/ID.json       a file's record
+    files/ID.jsonl      its contents, unless a run directory has them
     orders/ID.json      a `BatchRequest`; written once, by any ingress
     cancels/ID.json     the time of cancellation; written once, by any ingress
     progress/ID.json    progress; rewritten by the scheduler only
     ends/ID.json        the final progress; written once, so that a stopped scheduler cannot overwrite it
     ordered/HASH.json   a request with an `Idempotency-Key`; written once, kept for a day
     runs/ID/            the run directory
-    clock.json          a recent time (`files.py`)
+    clock.json          a recent time (`SteadyClock`)
     .lease/             the scheduling process (`peagle/runs/lease.py`)
 
-Immutable records are read once.
+Immutable records are read once. A run directory contains copies of prompts and answers:
+
+    data/            requests with their answers
+    failed/          failed requests
+    suspects/        notes about requests
+    export/FORMAT/   answers and errors; `openai-batch` has the files that clients download
+
+Configuration, plan, account and logs of a run contain no prompts and are kept.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 from peagle.errors import ConfigError
 from peagle.files import json_bytes
 from peagle.storage import (
+    READ_AHEAD_BYTES,
     Place,
+    atomic_file,
+    is_remote,
     make_folder,
+    open_to_read,
+    place,
+    presigned_url,
     remove,
     remove_temporaries,
     require_links,
@@ -33,7 +52,6 @@ from peagle.storage import (
     write_json,
     write_once,
 )
-from pipelines.online.batches.files import ID, FileStore, forget_answers, forget_errors, forget_prompts, read_json
 from pipelines.online.batches.records import (
     BATCH_PREFIX,
     FILE_PREFIX,
@@ -43,37 +61,124 @@ from pipelines.online.batches.records import (
     BatchProgress,
     BatchRequest,
     StoredFile,
+    created_at_of,
 )
 
-_FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
+BELIEVED_AFTER_S = 24 * 3600.0
 _KEEP_S = 24 * 3600.0
+_PRESIGNED_S = 300
+_FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
+_EXPORT = "openai-batch"
+_OTHER_EXPORTS = ("parquet", "jsonl")  # written by a manual `peagle export`
+_ERRORS = "errors.jsonl"
+_ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
+_TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_threads = ThreadPoolExecutor(32, thread_name_prefix="files")
+_Answer = TypeVar("_Answer")
 
 
-class BatchStore(FileStore):
+def boot_id() -> str | None:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
+
+
+class SteadyClock:
+    """Unix time that ignores jumps of the wall clock. Thread-safe.
+
+    It advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed virtual
+    machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is corrected
+    within a day expires nothing early; what expires during a suspension is deleted a day late. After a restart of the
+    process the clock continues from the saved time.
+
+    Args:
+        monotonic: comparable between processes of the same boot.
+        boot: id of the boot; None if unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        boot: str | None = None,
+    ) -> None:
+        self._wall, self._monotonic, self._boot = wall, monotonic, boot
+        self._lock = threading.Lock()
+        self._offset = wall() - monotonic()
+        self._doubted: tuple[float, float] | None = None  # a different offset, and since when it has been stable
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = self._monotonic()
+            offset = self._wall() - now
+            if _is_near(offset, self._offset):
+                self._offset, self._doubted = offset, None
+            elif self._doubted is None or not _is_near(offset, self._doubted[0]):
+                self._doubted = offset, now
+            elif now - self._doubted[1] >= BELIEVED_AFTER_S:
+                self._offset, self._doubted = offset, None
+            return now + self._offset
+
+    def after(self, seconds: float) -> float:
+        """Return the expiry time of something with this lifetime; rather late than early if clocks disagree."""
+        return max(self(), self._wall()) + seconds
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `resume`."""
+        now = self()
+        with self._lock:
+            return {"now": now, "monotonic": now - self._offset, "boot": self._boot, "doubted": self._doubted}
+
+    def resume(self, note: Mapping[str, Any]) -> None:
+        """Continue from the state of an earlier process."""
+        with self._lock:
+            self._doubted = None
+            if self._boot is not None and note["boot"] == self._boot:
+                self._offset = note["now"] - note["monotonic"]
+                self._doubted = note["doubted"] and (note["doubted"][0], note["doubted"][1])
+            else:
+                self._offset = note["now"] - self._monotonic()
+
+
+def _is_near(offset: float, other: float) -> bool:
+    return abs(offset - other) <= _TOLERANCE_S
+
+
+class BatchStore:
     """Files and batches of all keys.
 
     Args:
-        options: for `FileStore`.
+        now: Unix time, only for display.
+        monotonic: see `SteadyClock`.
 
     Attributes:
+        clock: decides when files and batches expire.
         is_scheduling: whether only this process writes progress, so that its cached progress is current.
     """
 
-    def __init__(self, root: str | Place, **options: Any) -> None:
-        super().__init__(root, **options)
+    def __init__(
+        self,
+        root: str | Place,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = place(root)
+        self.now = now
+        self.clock = SteadyClock(wall=now, monotonic=monotonic, boot=boot_id())
+        self.is_scheduling = False
         self._is_resumed = False
-        self._ordered_until: dict[str, float] = {}
-        self._orders: dict[str, BatchRequest] = {}
+        self._files: dict[str, StoredFile] = {}
+        self._idempotent_until: dict[str, float] = {}
+        self._requests: dict[str, BatchRequest] = {}
         self._progress: dict[str, BatchProgress] = {}
         self._cancelled: dict[str, float] = {}
-        self.is_scheduling = False
 
     def prepare(self) -> None:
-        """Create the folders.
-
-        Raises:
-            ConfigError: not writable, or the file system allows two writers to create the same file.
-        """
+        """Create the folders. Raises ConfigError if they are not writable or two writers could create the same file."""
         require_usable(self.root / ".lease")
         try:
             for name in _FOLDERS:
@@ -87,6 +192,79 @@ class BatchStore(FileStore):
 
     # --- files
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether every access is a network request."""
+        return is_remote(self.root)
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        """Memory used to read an open file."""
+        return READ_AHEAD_BYTES if self.is_remote else 0
+
+    def file(self, file_id: str, owner: str) -> StoredFile | None:
+        """Return a file of this key, or None."""
+        found = self._file(file_id)
+        return found if found is not None and found.owner == owner and self._is_current(found) else None
+
+    def files(self, owner: str) -> list[StoredFile]:
+        """Return the files of a key, newest first."""
+        mine = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
+        return sorted(mine, key=lambda file: (file.created_at, file.id), reverse=True)
+
+    def add_file(self, file: StoredFile) -> None:
+        """Write the record of a file whose contents exist."""
+        write_json(self.root / "files" / f"{file.id}.json", asdict(file))
+        self._files[file.id] = file
+
+    def contents_path(self, file: StoredFile) -> Place:
+        return _descend(self.root, file.at)
+
+    def open(self, file: StoredFile) -> BinaryIO:
+        """Open the file's contents. Raises FileNotFoundError if it was deleted."""
+        return open_to_read(self.contents_path(file))
+
+    def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
+        """Return a download URL of the object store, or None if the file is on a disk."""
+        return presigned_url(self.contents_path(file), _PRESIGNED_S, disposition)
+
+    @contextmanager
+    def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
+        """Yield the `at` of a new file's record, and a file object for its contents."""
+        at = f"files/{file_id}.jsonl"
+        with atomic_file(_descend(self.root, at)) as target:
+            yield at, target
+
+    def drop(self, file: StoredFile) -> None:
+        """Delete the contents and then the record, so that an interrupted deletion can be repeated."""
+        remove(self.contents_path(file))
+        remove(self.root / "files" / f"{file.id}.json")
+        self._files.pop(file.id, None)
+
+    def _drop_orphans(self) -> None:
+        """Delete uploads without a record, left by a crash a day ago."""
+        folder = self.root / "files"
+        records = {path.stem for path in folder.glob("*.json")}
+        for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
+            is_upload = _ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
+            if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > _KEEP_S:
+                remove(path)
+
+    def _is_current(self, file: StoredFile) -> bool:
+        return file.expires_at is None or file.expires_at > self.clock()
+
+    def _all_files(self) -> Iterator[StoredFile]:
+        for path in (self.root / "files").glob("*.json"):
+            if (file := self._file(path.stem)) is not None:
+                yield file
+
+    def _file(self, file_id: str) -> StoredFile | None:
+        if file_id not in self._files:
+            if not _ID.fullmatch(file_id) or (values := read_json(self.root / "files" / f"{file_id}.json")) is None:
+                return None
+            self._files[file_id] = StoredFile(**values)
+        return self._files[file_id]
+
     def add_outputs(
         self, batch: Batch, output: tuple[str, int] | None, errors_bytes: int, created_at: float
     ) -> tuple[str | None, str | None]:
@@ -96,18 +274,27 @@ class BatchStore(FileStore):
             output: path in the run directory and size in bytes of the output.
             errors_bytes: size of the error file.
         """
-        made = (
-            ("output", f"runs/{batch.id}/{output[0]}" if output else "", output[1] if output else 0),
-            ("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes),
-        )
         life_s = batch.request.output_expires_s
         expires_at = None if life_s is None else self.clock.after(life_s)
-        ids = []
-        for kind, at, num_bytes in made:
-            if num_bytes:
-                self.add_file(_output_file(batch, kind, at, num_bytes, created_at, expires_at))
-            ids.append(output_id(batch, kind) if num_bytes else None)
-        return ids[0], ids[1]
+
+        def add(kind: str, at: str, num_bytes: int) -> str:
+            file = StoredFile(
+                id=output_id(batch, kind),
+                owner=batch.request.key.name,
+                filename=f"{batch.id}_{kind}.jsonl",
+                purpose=OUTPUT,
+                num_bytes=num_bytes,
+                created_at=created_at,
+                at=at,
+                expires_at=expires_at,
+                batch_id=batch.id,
+            )
+            self.add_file(file)
+            return file.id
+
+        output_file = add("output", f"runs/{batch.id}/{output[0]}", output[1]) if output else None
+        errors_file = add("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes) if errors_bytes else None
+        return output_file, errors_file
 
     def remove_file(self, file: StoredFile) -> None:
         """Delete a file, after deleting the copies that runs keep of its contents."""
@@ -123,66 +310,55 @@ class BatchStore(FileStore):
 
     def sweep(self) -> None:
         """Delete expired files and leftovers, and save the clock. A file stays while a batch reads it."""
-        for file in self.overdue():
-            if not self.uses(file):
+        for file in list(self._all_files()):
+            if not (self._is_current(file) or self.uses(file)):
                 self.remove_file(file)
         for path in list((self.root / "ordered").glob("*.json")):
-            until = self._ordered_until.get(path.name) or float(
-                (self.load_idempotent(path.stem) or {"until": 0})["until"]
-            )
-            self._ordered_until[path.name] = until
-            if until <= self.clock():
+            if path.name not in self._idempotent_until:
+                stored = self.load_idempotent(path.stem) or {"until": 0}
+                self._idempotent_until[path.name] = float(stored["until"])
+            if self._idempotent_until[path.name] <= self.clock():
                 path.unlink(missing_ok=True)
-                del self._ordered_until[path.name]
+                del self._idempotent_until[path.name]
         remove_temporaries(self.root / "files", older_than_s=_KEEP_S)
-        self.drop_orphans(_KEEP_S)
+        self._drop_orphans()
         write_json(self.root / "clock.json", self.clock.state())
 
     # --- batches
 
     def batch(self, batch_id: str, owner: str) -> Batch | None:
         """Return a batch of this key, or None."""
-        request = self._order(batch_id)
+        request = self._request(batch_id)
         return self._batch(request) if request is not None and request.key.name == owner else None
 
     def batches(self, owner: str) -> list[Batch]:
         """Return the batches of a key, newest first."""
-        return [self._batch(request) for request in self._all_orders() if request.key.name == owner]
+        return [self._batch(request) for request in self._all_requests() if request.key.name == owner]
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches of all keys, oldest first."""
-        orders = reversed(self._all_orders())
-        return [batch for request in orders if not (batch := self._batch(request)).is_over]
+        requests = reversed(self._all_requests())
+        return [batch for request in requests if not (batch := self._batch(request)).is_over]
 
     def add_batch(self, request: BatchRequest) -> Batch:
         """Store a new batch."""
         write_json(self.root / "orders" / f"{request.id}.json", request.to_dict())
-        self._orders[request.id] = request
+        self._requests[request.id] = request
         return Batch(request=request, progress=BatchProgress())
 
     def save_idempotent(self, name: str, request: BatchRequest, body: Mapping[str, Any]) -> None:
-        """Store a request under its idempotency hash for a day. The first of several wins.
-
-        Args:
-            body: of the HTTP request.
-        """
+        """Store a request and the HTTP body under its idempotency hash for a day. The first of several wins."""
         kept = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
         write_once(self.root / "ordered" / f"{name}.json", json.dumps(kept).encode())
 
     def load_idempotent(self, name: str) -> dict[str, Any] | None:
-        """Return what `save_idempotent` stored."""
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def forget_oldest(self, batches: Sequence[Batch]) -> bool:
-        """Delete the record of the oldest batch that ended a day ago and whose files are deleted.
-
-        The run directory stays.
+        """Delete the record of the oldest batch that ended a day ago and whose files are deleted, if there is one.
 
         Args:
             batches: of a key, newest first.
-
-        Returns:
-            whether there was one.
         """
         for batch in reversed(batches):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)
@@ -190,12 +366,12 @@ class BatchStore(FileStore):
             if is_old and batch.is_over and not any(name and self.file(name, batch.request.key.name) for name in ids):
                 for name in ("cancels", "progress", "ends", "orders"):
                     remove(self.root / name / f"{batch.id}.json")
-                self._orders.pop(batch.id, None)
+                self._requests.pop(batch.id, None)
                 return True
         return False
 
     def cancel(self, batch: Batch) -> Batch:
-        """Ask for its end; asking twice changes nothing."""
+        """Record the time of cancellation. Idempotent."""
         at = {"cancelling_at": self.now()}
         write_once(self.root / "cancels" / f"{batch.id}.json", json.dumps(at).encode())
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
@@ -211,36 +387,35 @@ class BatchStore(FileStore):
             write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
         else:
             write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
-        self._progress[batch_id] = self._end(batch_id) or progress
+        self._progress[batch_id] = self._load("ends", batch_id) or progress
 
     def input_path(self, request: BatchRequest) -> Place:
         """Return the path of the input, which stays until the batch has ended."""
         return self.root / "files" / f"{request.input_file_id}.jsonl"
 
     def run_path(self, batch_id: str) -> Place:
-        """Return the run directory."""
         return self.root / "runs" / batch_id
 
     def uses(self, file: StoredFile) -> bool:
         """Return whether an unfinished batch reads this file."""
         return any(batch.request.input_file_id == file.id and not batch.is_over for batch in self.batches(file.owner))
 
-    def _all_orders(self) -> list[BatchRequest]:
+    def _all_requests(self) -> list[BatchRequest]:
         """Return the requests of all batches, newest first."""
         names = sorted((path.stem for path in (self.root / "orders").glob("*.json")), reverse=True)
-        return [request for name in names if (request := self._order(name)) is not None]
+        return [request for name in names if (request := self._request(name)) is not None]
 
-    def _order(self, batch_id: str) -> BatchRequest | None:
-        if batch_id not in self._orders:
-            if not ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
+    def _request(self, batch_id: str) -> BatchRequest | None:
+        if batch_id not in self._requests:
+            if not _ID.fullmatch(batch_id) or (values := read_json(self.root / "orders" / f"{batch_id}.json")) is None:
                 return None
-            self._orders[batch_id] = BatchRequest.from_dict(values)
-        return self._orders[batch_id]
+            self._requests[batch_id] = BatchRequest.from_dict(values)
+        return self._requests[batch_id]
 
     def _batch(self, request: BatchRequest) -> Batch:
         progress = self._progress.get(request.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
-            stored = self._end(request.id) or self._load_progress(request.id)
+            stored = self._load("ends", request.id) or self._load("progress", request.id) or BatchProgress()
             if self.is_scheduling:  # progress saved since then is newer
                 progress = self._progress.setdefault(request.id, stored)
             else:
@@ -249,13 +424,9 @@ class BatchStore(FileStore):
         cancelling_at = self._cancelling_at(request.id) if may_be_cancelled else None
         return Batch(request=request, progress=progress, cancelling_at=cancelling_at)
 
-    def _end(self, batch_id: str) -> BatchProgress | None:
-        values = read_json(self.root / "ends" / f"{batch_id}.json")
+    def _load(self, folder: str, batch_id: str) -> BatchProgress | None:
+        values = read_json(self.root / folder / f"{batch_id}.json")
         return None if values is None else BatchProgress.from_dict(values)
-
-    def _load_progress(self, batch_id: str) -> BatchProgress:
-        values = read_json(self.root / "progress" / f"{batch_id}.json")
-        return BatchProgress() if values is None else BatchProgress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
         if batch_id not in self._cancelled:
@@ -271,28 +442,50 @@ def output_id(batch: Batch, kind: str) -> str:
     return f"{FILE_PREFIX}{batch.id.removeprefix(BATCH_PREFIX)}-{kind}"
 
 
-def _output_file(
-    batch: Batch, kind: str, at: str, num_bytes: int, created_at: float, expires_at: float | None
-) -> StoredFile:
-    request = batch.request
-    return StoredFile(
-        id=output_id(batch, kind),
-        owner=request.key.name,
-        filename=f"{request.id}_{kind}.jsonl",
-        purpose=OUTPUT,
-        num_bytes=num_bytes,
-        created_at=created_at,
-        at=at,
-        expires_at=expires_at,
-        batch_id=request.id,
-    )
-
-
-_MAX_THREADS = 32
-_Answer = TypeVar("_Answer")
-_threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="files")
-
-
 async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answer:
     """Run a blocking function in the thread pool for files."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))
+
+
+def read_json(path: Place) -> dict[str, Any] | None:
+    """Return the JSON in a file, or None if it does not exist."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return values
+
+
+def _descend(root: Place, at: str) -> Place:
+    for name in at.split("/"):
+        root = root / name
+    return root
+
+
+def forget_prompts(run: Place) -> None:
+    """Delete a run's copies of its input. The API's output and error files stay."""
+    _empty(run / "data")
+    _empty(run / "failed")
+    _empty(run / "suspects")
+    for name in _OTHER_EXPORTS:
+        _empty(run / "export" / name)
+
+
+def forget_answers(run: Place) -> None:
+    """Delete a run's output and copies of it."""
+    _empty(run / "data")
+    for name in (_EXPORT, *_OTHER_EXPORTS):
+        _empty(run / "export" / name, but=_ERRORS)
+
+
+def forget_errors(run: Place) -> None:
+    """Delete a run's errors and copies of them."""
+    _empty(run / "failed")
+    for name in (_EXPORT, *_OTHER_EXPORTS):
+        remove(run / "export" / name / _ERRORS)
+
+
+def _empty(folder: Place, but: str | None = None) -> None:
+    for path in list(folder.glob("*")):
+        if path.name != but:
+            remove(path)

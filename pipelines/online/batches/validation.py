@@ -4,8 +4,9 @@ Each request is checked like a single request (`admission.check`). Errors that o
 error file.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,6 @@ class Checked:
     """The result of the validation.
 
     Attributes:
-        model: of all requests.
         prompt_tokens, output_tokens: upper bounds over all requests.
         errors: OpenAI's error objects (code, message, param, line); the batch fails if there are any.
     """
@@ -66,15 +66,15 @@ def check_input(path: str, rules: Rules) -> Checked:
     """Validate the file. Stops after 100 errors."""
     reader = _Reader(rules)
     try:
-        for number, line in _numbered(path):
-            if line.strip():
-                reader.read(number, line)
-            if len(reader.errors) >= _MAX_ERRORS:
-                break
+        with contextlib.closing(Lines(path)) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    reader.read(number, line)
+                if len(reader.errors) >= _MAX_ERRORS:
+                    break
     except InputError as error:
-        reader.note(
-            None, _Wrong("invalid_file", error.message.replace(f"input {path}", "the file").replace(path, "it"))
-        )
+        message = error.message.replace(f"input {path}", "the file").replace(path, "it")
+        reader.note(None, _Wrong("invalid_file", message))
     except _Wrong as wrong:
         reader.note(None, wrong)
     if not reader.num_requests and not reader.errors:
@@ -88,14 +88,6 @@ def check_input(path: str, rules: Rules) -> Checked:
     )
 
 
-def _numbered(path: str) -> Iterator[tuple[int, bytes]]:
-    lines = Lines(path)
-    try:
-        yield from enumerate(lines, start=1)
-    finally:
-        lines.close()
-
-
 class _Reader:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -106,11 +98,6 @@ class _Reader:
         self.errors: list[dict[str, Any]] = []
 
     def read(self, number: int, line: bytes) -> None:
-        """Validate a line.
-
-        Raises:
-            _Wrong: too many lines.
-        """
         if self.num_requests == MAX_REQUESTS:
             raise _Wrong("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
@@ -124,9 +111,9 @@ class _Reader:
             self.note(number, _Wrong("invalid_json_line", "this line is nested too deeply"))
 
     def note(self, number: int | None, wrong: _Wrong) -> None:
-        message = (
-            wrong.message if len(wrong.message) <= _MAX_MESSAGE_CHARS else wrong.message[:_MAX_MESSAGE_CHARS] + "..."
-        )
+        message = wrong.message
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = message[:_MAX_MESSAGE_CHARS] + "..."
         self.errors.append({"code": wrong.code, "message": message, "param": wrong.param, "line": number})
 
     def _read(self, number: int, line: bytes) -> None:

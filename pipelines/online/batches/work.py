@@ -1,17 +1,21 @@
-"""Runs a batch as a bulk run and collects its results, in a separate process.
+"""Processes that work on batches: Ray actors, on any node.
 
-The output and error files are the run's export. If a batch ends early, requests that were not executed are added to the
-error file, as OpenAI does.
+Each run has its own actor; validation and collection share one. A batch is run as a bulk run, and its output and error
+files are the run's export. If a batch ends early, requests that were not executed are added to the error file, as
+OpenAI does.
+
+When the ingress dies, Ray ends its actors and the engines that they started. The next ingress resumes the runs.
 """
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -20,7 +24,8 @@ from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
-from peagle.errors import StoppedEarly
+from peagle.errors import PeagleError, StoppedEarly
+from peagle.private import keep_private
 from peagle.requests.openai import error_line
 from peagle.runs import progress
 from peagle.runs.directory import RunDirectory
@@ -31,8 +36,10 @@ from peagle.storage import atomic_file, open_to_read, place
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
+from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import Neighbours
 from pipelines.online.batches.lent import EndpointLender
+from pipelines.online.batches.validation import Checked, Rules, check_input
 
 _Record = TypeVar("_Record", UnitUsage, EngineSession)
 
@@ -56,10 +63,8 @@ class Task:
     """Everything a process needs to work on a batch.
 
     Attributes:
-        owner: name of the key.
-        account: of the key.
+        owner, account: name and account of the key.
         model: its served name.
-        input, run, errors: paths.
         config, commits: of a new run; a resumed run keeps its own.
         lender: provides lent engines; None if the run starts its own.
         budget_usd: limit of the additional cost; None is unlimited.
@@ -113,13 +118,10 @@ class Counts(progress.RunProgress):
 
 
 def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) -> Result:
-    """Run or resume a batch, and collect its results.
+    """Run or resume a batch, and collect its results. A requested stop is not an error.
 
     Args:
         allowance: cost limit, which may change during the run.
-
-    Raises:
-        PeagleError: the run failed. A requested stop is not an error.
     """
     directory = RunDirectory(task.run)
     # A resumed run keeps its configuration, even if the endpoint's has changed.
@@ -161,11 +163,7 @@ class Stop:
 
 
 def collect(task: Task, reason: Reason | None) -> Result:
-    """Collect the files and figures of a finished or interrupted run.
-
-    Raises:
-        PeagleError: a file of the run is damaged, or a file cannot be written.
-    """
+    """Collect the files and figures of a finished or interrupted run."""
     directory = RunDirectory(task.run)
     exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
@@ -184,10 +182,7 @@ def collect(task: Task, reason: Reason | None) -> Result:
 def _write_errors(
     task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
-    """Write the error file unless it would be empty.
-
-    Returns the number of unexecuted requests and the size in bytes.
-    """
+    """Write the error file unless it would be empty. Returns the number of unexecuted requests and the size."""
     failed = place(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
     first = next(unexecuted, None)
@@ -261,3 +256,140 @@ def _usd(directory: RunDirectory, *, lent: bool) -> float:
 
 def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
     return (one for one in records if is_lent(one.session_id) is lent)
+
+
+Answer_co = TypeVar("Answer_co", covariant=True)
+_METHODS_AT_ONCE = 3  # the work, `counts`, `stop`
+_LIGHT_NICENESS = 10
+
+
+class Handle(Protocol[Answer_co]):
+    """Work in another process."""
+
+    def poll(self) -> Answer_co | None:
+        """Return the result, or None while the work is running. Raises PeagleError if it failed."""
+
+    def counts(self) -> tuple[int, int, float] | None:
+        """Return completed requests, failed requests and cost in US dollars; None until known."""
+
+    def allow(self, usd: float | None) -> None:
+        """Change the run's cost limit; None is unlimited."""
+
+    def stop(self, reason: Reason) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Runner(Protocol):
+    """Starts work on batches."""
+
+    def check(self, path: str, rules: Rules) -> Handle[Checked]: ...
+
+    def run(self, task: Task) -> Handle[Result]: ...
+
+    def collect(self, task: Task, reason: Reason) -> Handle[Result]: ...
+
+
+class RayRunner:
+    """Starts an actor for each run; validation and collection reuse an idle actor.
+
+    Starting a process takes seconds of CPU time, which tiny batches should not cost.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
+
+    def check(self, path: str, rules: Rules) -> Handle[Checked]:
+        return _ActorHandle(self._light_actor(), "check", path, rules, idle=self._idle)
+
+    def run(self, task: Task) -> Handle[Result]:
+        return _ActorHandle(_new_actor(), "run", task)
+
+    def collect(self, task: Task, reason: Reason) -> Handle[Result]:
+        return _ActorHandle(self._light_actor(), "collect", task, reason, idle=self._idle)
+
+    def _light_actor(self) -> Any:
+        return self._idle.pop() if self._idle else _new_actor(_LIGHT_NICENESS)
+
+
+def _new_actor(niceness: int = 0) -> Any:
+    import ray
+
+    options = {"num_cpus": 0, "max_concurrency": _METHODS_AT_ONCE, "max_restarts": 0}
+    return ray.remote(BatchActor).options(**options).remote(niceness)
+
+
+class BatchActor:
+    """A process for work on batches. `niceness` lowers its CPU priority."""
+
+    def __init__(self, niceness: int) -> None:
+        os.nice(niceness)
+        keep_private()
+        self._stop, self._counts, self._allowance = Stop(), Counts(), Allowance(usd=None)
+
+    def check(self, path: str, rules: Rules) -> Checked:
+        return check_input(path, rules)
+
+    def run(self, task: Task) -> Result:
+        return run_batch(task, self._stop, self._counts, self._allowance)
+
+    def collect(self, task: Task, reason: Reason) -> Result:
+        return collect(task, reason)
+
+    def stop(self, reason: Reason) -> None:
+        self._stop.ask(reason)
+
+    def allow(self, usd: float | None) -> None:
+        self._allowance.usd = usd
+
+    def counts(self) -> tuple[int, int, float]:
+        return self._counts.num_completed, self._counts.num_failed, self._counts.usd
+
+
+class _ActorHandle(Generic[Answer_co]):
+    """A task of an actor, which then returns to the `idle` pool unless that has one already, or is killed."""
+
+    def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
+        self._actor, self._idle = actor, idle
+        self._answer = getattr(actor, method).remote(*arguments)
+        self._asked: Any = None
+
+    def poll(self) -> Answer_co | None:
+        import ray
+
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return None
+        try:
+            answer: Answer_co = ray.get(self._answer)
+        except Exception as error:
+            self.kill()
+            raise explain(error, "the work failed", hint="", otherwise=PeagleError) from error
+        if self._idle == []:
+            self._idle.append(self._actor)
+        else:
+            self.kill()
+        return answer
+
+    def counts(self) -> tuple[int, int, float] | None:
+        import ray
+
+        self._asked = self._asked or self._actor.counts.remote()
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            counts: tuple[int, int, float] = ray.get(asked)
+        except ray.exceptions.RayError:  # the actor died; poll() raises the reason
+            return None
+        return counts
+
+    def stop(self, reason: Reason) -> None:
+        self._actor.stop.remote(reason)
+
+    def allow(self, usd: float | None) -> None:
+        self._actor.allow.remote(usd)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)

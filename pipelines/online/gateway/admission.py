@@ -1,23 +1,205 @@
-"""Validation of a request's body, and the maximum number of tokens of its answer.
+"""Validation of a request's body, and the maximum number of tokens and bytes of its answer.
 
-The gate checks what the endpoint needs to decide: model, key, stream and token counts. Other fields are validated by
-the API models of vLLM.
+The gate checks what the endpoint needs to decide (model, key, stream and token counts), and refuses everything that
+would make an engine fetch, execute or render data for a client. Other fields are validated by vLLM's API models.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from peagle.errors import did_you_mean, shown
 from peagle.plain_json import HalfSurrogate, finite_float, from_json
-from peagle.requests.bounds import token_id_error
+from peagle.requests.bounds import AnswerShape, bounds_error, request_error, token_id_error
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL, asks_nothing, refused_field
+from peagle.requests.messages import message_error
+from peagle.requests.openai import template_error
+from peagle.requests.sampling import MAX_LOGPROBS
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.bodies import REQUEST_LIMITS
-from pipelines.online.gateway.contents import TEMPLATE_TOKENS, answer_shape, check_contents, limit_output_tokens
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
+
+MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
+_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
+# vLLM infers the type of an untyped part from these. A uuid refers to media that another client may have sent.
+_MEDIA_KEYS = (
+    *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
+    *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
+)
+
+
+def check_contents(
+    values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
+) -> None:
+    """Refuse contents that engines must not receive.
+
+    Args:
+        max_messages: each message needs at least one token of the context.
+        media: maximum items per request of each modality; others are refused.
+        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
+    """
+    kwargs = values.get("chat_template_kwargs")
+    if kwargs is not None and (refused := template_error(kwargs)):
+        raise ApiError(
+            400, f"chat_template_kwargs: {refused}", code="unsupported_parameter", param="chat_template_kwargs"
+        )
+    _check_lists(values, max_messages)
+    _check_messages(values.get("messages"))
+    _check_media(values, media, media_domains)
+    if wrong := request_error(values):
+        field, reason = wrong
+        raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
+
+
+def _check_lists(values: Mapping[str, Any], max_messages: int) -> None:
+    messages = values.get("messages")
+    if isinstance(messages, list) and len(messages) > max_messages:
+        message = f"messages has {len(messages):,} entries, and may have {max_messages:,}"
+        raise ApiError(400, message, code="invalid_value", param="messages")
+    if wrong := bounds_error(values):
+        field, message = wrong
+        raise ApiError(400, message, code="invalid_value", param=field)
+
+
+def _check_messages(messages: Any) -> None:
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and isinstance(message.get("role"), str) and (wrong := message_error(message)):
+            raise ApiError(400, f"messages[{index}]: {wrong}", code="invalid_value", param="messages")
+
+
+def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:
+    counts = dict.fromkeys(MODALITIES, 0)
+    for where, part in _parts(values.get("messages")):
+        kind = part.get("type")
+        modality = next((name for name, kinds in MODALITIES.items() if kind in kinds), None)
+        is_plain = not any(part.get(name) is not None for name in _MEDIA_KEYS)
+        if modality is None and is_plain and kind in _TEXT_PARTS:
+            continue
+        allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
+        if modality is None or not allowed:
+            taken = ", ".join(["text", *(name for name, most in media.items() if most)])
+            message = f"{where} is {_shown(kind)}, but this model only takes {taken}"
+            raise ApiError(400, message, code="unsupported_content", param="messages")
+        counts[modality] += 1
+        if counts[modality] > allowed:
+            message = f"the request has more than {allowed} of {modality}"
+            raise ApiError(400, message, code="too_many_media", param="messages")
+        for url in _urls(part):
+            _check_url(url, where, domains)
+
+
+def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
+    if url[:5].lower() == "data:":
+        return
+    try:
+        split = urlsplit(url)
+        host = split.hostname
+    except ValueError:
+        host = None
+    if host is None or split.scheme not in ("http", "https") or host not in domains:
+        allowed = f"a data: URL, or one from {', '.join(sorted(domains))}" if domains else "a data: URL"
+        raise ApiError(400, f"{where}: its URL must be {allowed}", code="media_not_allowed", param="messages")
+
+
+def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict):
+                yield f"messages[{index}].content[{number}]", part
+
+
+def _urls(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all URLs of a part. Which one vLLM uses depends on the part's type."""
+    for name in ("image_url", "audio_url", "video_url"):
+        value = part.get(name)
+        value = value.get("url") if isinstance(value, dict) else value
+        if value is not None:
+            yield str(value)
+
+
+def _shown(kind: Any) -> str:
+    return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
+
+
+TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
+
+
+def answer_shape(
+    values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
+) -> AnswerShape:
+    """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
+    asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
+    if is_chat:
+        logprobs = 1 + max(_count(values.get("top_logprobs")), _length(values.get("logprob_token_ids")))
+        logprobs = logprobs if asks_logprobs else 0
+    else:
+        logprobs = (
+            0 if asks_logprobs is None else 1 + max(_count(asks_logprobs), _length(values.get("logprob_token_ids")))
+        )
+    requested = values.get("prompt_logprobs")
+    # vLLM always returns prompt logprobs for a chat with `echo`.
+    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * repeats
+    with_ids = bool(values.get("return_token_ids"))
+    comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
+    most = num_body_bytes + TEMPLATE_TOKENS
+    lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
+    each = num_choices // max(1, len(lengths))
+    return AnswerShape(
+        num_choices=num_choices,
+        prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        with_ids=with_ids,
+    )
+
+
+def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested: int | None, tokens: int) -> int:
+    """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
+
+    Args:
+        max_bytes: of the whole answer; None is unlimited.
+        requested: the request's own max_tokens, which is refused rather than lowered.
+        tokens: the limit from other rules.
+    """
+    if max_bytes is None:
+        return tokens
+    room = shape.most_output_tokens(max_bytes)
+    if room < 1 or (requested or 0) > room:
+        message = (
+            f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens and "
+            f"logprobs), but at most {max_bytes / 2**20:,.1f} are allowed; request less, or send several requests"
+        )
+        raise ApiError(400, message, code="answer_too_large")
+    return min(tokens, room)
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    is_one = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
+    return [prompt] if is_one else prompt
+
+
+def _prompt_length(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace")) + 1  # + 1 for the BOS token
+    return _length(prompt)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def _count(value: Any) -> int:
+    """Return a count as pydantic would parse it. Negative values and values above vLLM's limit become the limit."""
+    try:
+        number = int(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= MAX_LOGPROBS else MAX_LOGPROBS
+
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens for completions
 _MIN_OUTPUT_TOKENS = 1  # vLLM generates and counts one token per choice even if the request asks for none
@@ -75,11 +257,8 @@ class CheckedRequest:
         path: the API path; differs from the request's path on SageMaker.
         values: the body that the engine receives.
         shown_usage: the usage events that the client asked for in a stream.
-        num_choices: over all prompts.
-        prompt_tokens: upper bound over all choices.
-        output_tokens: upper bound over all choices.
-        cap_tokens: the limit for a chat without max_tokens. The answer may use what the context has left, up to this
-            limit.
+        num_choices, prompt_tokens, output_tokens: over all prompts; token counts are upper bounds.
+        cap_tokens: the limit for a chat without max_tokens, which may use what the context has left, up to this limit.
     """
 
     path: str
@@ -101,16 +280,13 @@ def check(
     max_output_tokens: int | None,
     cache_salt: str | None = None,
 ) -> CheckedRequest:
-    """Validate a request.
+    """Validate a request. Raises ApiError 400, 403, 404 or 422 with the invalid field.
 
     Streams always include usage in every event, so that the usage is known if the client disconnects. The replica
     removes usage that the client did not ask for (`relay.py`).
 
     Args:
         cache_salt: requests with the same salt share cached prefixes; None adds no salt.
-
-    Raises:
-        ApiError: 400, 403, 404 or 422, with the invalid field.
     """
     values = _parse(body)
     path = _detect_path(values) if path == INVOCATIONS_URL else path
@@ -198,11 +374,7 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
 
 
 def _drop_ignored_fields(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request without fields that have no effect or that the endpoint sets itself.
-
-    Raises:
-        ApiError: 400, a field is unknown or unsupported.
-    """
+    """Return the request without fields that have no effect or that the endpoint sets. Refuses unknown fields."""
     if refused := refused_field(path, values, in_bulk=False):
         code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
         raise ApiError(400, str(refused), code=code, param=refused.field)
@@ -212,13 +384,7 @@ def _drop_ignored_fields(path: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
-    """Refuse fields that need a parser which the model is served without.
-
-    vLLM would refuse them as well, but its message names vLLM's flags.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse fields that need a parser which the model is served without. vLLM's own message names vLLM's flags."""
     calls_tools = bool(values.get("tools")) and values.get("tool_choice", "auto") != "none"
     field = "tool_choice" if "tool_choice" in values else "tools"
     if calls_tools and "tool_call_parser" not in model.parsers:
@@ -251,7 +417,6 @@ class _FloatParser:
         self._num = 0
 
     def parse(self, digits: str) -> float:
-        """Return the float."""
         self._num += 1
         if self._num > _MAX_FLOATS:
             raise ApiError(400, f"the body has more than {_MAX_FLOATS:,} fractions", code="too_many_values")
@@ -284,11 +449,7 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
 def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
-    """Return the max_tokens of the request, or None.
-
-    Args:
-        limit: for all choices together.
-    """
+    """Return the max_tokens of the request, or None. `limit` is for all choices together."""
     field = (
         "max_tokens"
         if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None
@@ -315,7 +476,6 @@ def _max_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedM
 
 
 def _has_media(values: Mapping[str, Any]) -> bool:
-    """Return whether a message has a part that may not be text."""
     messages = values.get("messages")
     messages = messages if isinstance(messages, list) else []
     contents = (message.get("content") for message in messages if isinstance(message, dict))
@@ -324,11 +484,7 @@ def _has_media(values: Mapping[str, Any]) -> bool:
 
 
 def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int | None, num_choices: int = 1) -> int:
-    """Return the smallest applicable limit of output tokens per choice, for a request without max_tokens.
-
-    Raises:
-        ApiError: 400, there are more choices than tokens for all of them.
-    """
+    """Return the smallest applicable limit of output tokens per choice, for a request without max_tokens."""
     if path == COMPLETIONS_URL:
         of_each, of_all = min(COMPLETION_TOKENS, model.max_model_len), [limit]
     else:
@@ -341,11 +497,7 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
 
 
 def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
-    """Return the choices over all prompts. Each needs a slot of an engine.
-
-    Raises:
-        ApiError: 400, too many for one request.
-    """
+    """Return the choices over all prompts. Each needs a slot of an engine."""
     prompt = values.get("prompt")
     is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     num_prompts = len(prompt) if is_batch and prompt else 1

@@ -30,24 +30,14 @@ _PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # tak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """The maximum structure of a body.
-
-    Attributes:
-        num_containers: objects and lists.
-        num_members: of all objects together.
-        num_values: in all lists and objects together.
-    """
+    """The maximum number of containers (objects and lists), of their members, and of values in a body."""
 
     num_containers: int
     num_members: int
     num_values: int
 
     def check(self, body: bytes) -> None:
-        """Refuse a body that exceeds the limits.
-
-        Raises:
-            ApiError: 400, naming the limit.
-        """
+        """Refuse a body that exceeds the limits (400)."""
         if not self._excess(_counts(body)):
             return
         counts = [0, 0, 0]
@@ -102,11 +92,10 @@ class ParsePool:
     async def run(
         self, key: str, num_bytes: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> _T:
-        """Return the result of the function.
+        """Return the result of the function. Short bodies are processed immediately in the calling thread.
 
         Args:
             key: bodies of the same key wait for each other.
-            num_bytes: of the body; short ones are processed immediately in the calling thread.
         """
         if num_bytes <= _SHORT_BYTES:
             return function(*args, **kwargs)
@@ -131,11 +120,6 @@ class ParsePool:
 
 
 def parse(body: bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ApiError: 400, invalid JSON.
-    """
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -144,13 +128,7 @@ def parse(body: bytes) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class JsonBody:
-    """A parsed body.
-
-    Attributes:
-        values: None once they are validated, since they take many times the body's memory.
-        num_bytes: of the body.
-        key: its key's name.
-    """
+    """A parsed body. `values` is None once they are validated, since they take many times the body's memory."""
 
     values: Any
     num_bytes: int
@@ -168,22 +146,14 @@ def _too_large(limit: int) -> ApiError:
 
 
 def require_length(scope: Scope, limit: int) -> None:
-    """Refuse a body whose Content-Length is too large.
-
-    Raises:
-        ApiError: 413.
-    """
+    """Refuse a body whose Content-Length is too large (413)."""
     length = header(scope, "content-length") or "0"
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
 
 
 def require_plain(scope: Scope) -> None:
-    """Refuse a compressed or otherwise encoded body.
-
-    Raises:
-        ApiError: 415.
-    """
+    """Refuse a compressed or otherwise encoded body (415)."""
     encoding = ", ".join(Headers(scope=scope).getlist("content-encoding"))
     if {part.strip().lower() for part in encoding.split(",")} - {"", "identity"}:
         message = f"Content-Encoding {shown(encoding)} is not supported: send the body without it"
@@ -191,15 +161,12 @@ def require_plain(scope: Scope) -> None:
 
 
 class Upload:
-    """The `receive` of a request with a large body.
+    """The `receive` of a request with a large body; `is_whole` once the body was read to its end.
 
     Args:
         send: reports what was read to the proxy, see `serve/flow.py`.
         piece_timeout_s: for each piece.
         timeout_s: for the whole body.
-
-    Attributes:
-        is_whole: the body was read to its end.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:
@@ -210,11 +177,7 @@ class Upload:
         self.is_whole = False
 
     async def __call__(self) -> Message:
-        """Return the next piece; after the end of the body, the client's next message.
-
-        Raises:
-            ApiError: 408 or 413.
-        """
+        """Return the next piece; after the end of the body, the client's next message. Raises 408 or 413."""
         if self.is_whole:
             return await self._receive()
         left_s = self._give_up_at - time.monotonic()
@@ -231,14 +194,7 @@ class Upload:
 
 
 async def read_body(receive: Receive, send: Send, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the whole body of a request.
-
-    Args:
-        send: as for `Upload`.
-
-    Raises:
-        ApiError: 400, 408 or 413.
-    """
+    """Return the whole body of a request. Raises 400, 408 or 413."""
     upload, body = Upload(receive, send, max_bytes, timeout_s, timeout_s), bytearray()
     while not upload.is_whole:
         message = await upload()

@@ -17,8 +17,7 @@ from peagle.economics.shared_budgets import (
 )
 from peagle.economics.spending import today
 from pipelines.online.budgets import Budgets
-from pipelines.online.gateway.keys import KeyRecord, KeyRing
-from pipelines.online.gateway.shared import Payer, SharedBudgets
+from pipelines.online.gateway.keys import KeyRecord, KeyRing, Payer, SharedBudgets
 from pipelines.online.totals import Totals
 
 LEVELS = (0.5, 0.8, 1.0)
@@ -27,11 +26,10 @@ _log = logging.getLogger("ray.serve")
 
 
 def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
-    """Return the spend of an account, within its budget's period if there is one.
+    """Return the spend of an account as JSON, within its budget's period if there is one.
 
-    Returns:
-        `spent_usd`; with a budget also `left_usd`, `used` (a share), `alert` (the highest level reached, or None); with
-        a period also `reset`, the first day of the next one.
+    With a budget also `left_usd`, `used` (a share) and `alert` (the highest level reached, or None); with a period also
+    `reset`, the first day of the next one.
     """
     spent_usd = budgets.spent_usd(payer.account)
     if payer.budget_usd is None:
@@ -51,11 +49,7 @@ def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
 
 
 def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
-    """Update the budgets with the cost of engines and the spend and reservations of bulk runs.
-
-    Raises:
-        OSError, PeagleError: a file cannot be read.
-    """
+    """Update the budgets with the cost of engines and the spend and reservations of bulk runs."""
     spent, held = drawn(read_draws(totals.folder))
     totals.budgets.set_external_spend({**spent, ENDPOINT_ACCOUNT: engines_usd(sessions.all())}, held)
 

@@ -4,8 +4,6 @@ An engine that crashes takes all of its requests with it. One of them may be the
 as well. The suspects are the requests that had entered the engine last: they get an error and are not retried. The
 others are retried one by one, and only if they had no output yet. A request that was in two crashes is not retried
 again.
-
-The state is in the memory of the ingress, of which there is one.
 """
 
 import asyncio
@@ -31,7 +29,6 @@ class Attempt:
     """A request that an engine is running.
 
     Attributes:
-        started_at: monotonic seconds.
         num_crashes: engine crashes in which it was running without output.
     """
 
@@ -59,11 +56,7 @@ class _Crash:
 
 
 class EngineCrashes:
-    """Engine crashes of the last minutes, by model and by key.
-
-    Args:
-        on_crash: called once per crash, with the most likely cause.
-    """
+    """Engine crashes of the last minutes, by model and by key. `on_crash` is called once per crash."""
 
     def __init__(
         self,
@@ -78,16 +71,12 @@ class EngineCrashes:
         self._attributed: dict[str, list[float]] = {}  # by account: when, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
-        """Note that a request is sent to an engine."""
+        """Record that a request is sent to an engine."""
         return Attempt(request_id=request_id, key=key, account=account, model=model, started_at=self._monotonic())
 
     @contextlib.asynccontextmanager
     async def retry(self, attempt: Attempt) -> AsyncIterator[None]:
-        """Wait for the attempt's turn to be retried after its engine crashed.
-
-        Raises:
-            ApiError: 503, the request may have caused the crash.
-        """
+        """Wait for the attempt's turn to be retried after its engine crashed. Raises 503 like `report`."""
         await self.report(attempt)
         lock, loop = self._turns[attempt.model], asyncio.get_running_loop()
         await lock.acquire()
@@ -108,11 +97,7 @@ class EngineCrashes:
             release()
 
     async def report(self, attempt: Attempt) -> None:
-        """Report that the attempt's engine crashed, and return if the attempt may be retried.
-
-        Raises:
-            ApiError: 503, it may not, since it may have caused the crash.
-        """
+        """Report that the attempt's engine crashed. Raises 503 if the attempt may have caused the crash."""
         attempt.num_crashes += 1
         now = self._monotonic()
         crash = self._latest.get(attempt.model)
@@ -127,11 +112,7 @@ class EngineCrashes:
             raise _not_retried(attempt, is_prime=attempt is crash.suspects[0])
 
     def require_allowed(self, account: str) -> None:
-        """Refuse a key whose requests were in several crashes within minutes.
-
-        Raises:
-            ApiError: 429, with the time after which the key may try again.
-        """
+        """Refuse a key whose requests were in several crashes within minutes (429)."""
         if wait_s := self._limited_s(account):
             message = (
                 f"engines crashed {_MAX_CRASHES} times within {_WINDOW_S / 60:g} minutes while they ran requests of "
@@ -161,12 +142,10 @@ class EngineCrashes:
         self._on_crash(suspect)
 
     def _recent(self, account: str) -> list[float]:
-        """Return when engines crashed on this key's requests within the window, oldest first."""
         since = self._monotonic() - _WINDOW_S
         return [at for at in self._attributed.get(account, ()) if at > since]
 
     def _limited_s(self, account: str) -> float:
-        """Return the seconds for which a key is limited, 0 if it is not."""
         times = self._recent(account)
         if len(times) < _MAX_CRASHES:
             return 0.0

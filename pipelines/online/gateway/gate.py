@@ -14,8 +14,12 @@ Any ASGI application that answers like vLLM can be behind it. Answers are never 
 import asyncio
 import functools
 import hmac
+import json
 import logging
+import re
 import secrets
+import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +28,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from peagle.economics.tags import tags_to_text
-from pipelines.online.errors import ApiError
+from peagle.economics.tags import parse_tags, tags_to_text
+from peagle.files import append_line
+from pipelines.online.errors import ApiError, from_exception
 from pipelines.online.gateway.admission import ServedModel, check
 from pipelines.online.gateway.bodies import (
     CREATE_BATCH_LIMITS,
@@ -38,18 +43,18 @@ from pipelines.online.gateway.bodies import (
     require_plain,
 )
 from pipelines.online.gateway.crashes import EngineCrashes
-from pipelines.online.gateway.invocations import INVOCATIONS, at, to_api_request
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
-from pipelines.online.gateway.limits import KeyLimits, Permit
+from pipelines.online.gateway.limits import KeyLimits
 from pipelines.online.gateway.outgoing import Load, Outgoing, RefusalDelay, RefusalLog
-from pipelines.online.gateway.prompt_log import PromptLog
-from pipelines.online.gateway.routes import Route, Rule, find_route, head_as_get, require_local, with_pass
-from pipelines.online.gateway.tags import tags_of
-from pipelines.online.serve.exceptions import from_exception
+from pipelines.online.gateway.routes import Route, Rule, find_route, head_as_get, post, require_local, with_pass
+from pipelines.online.serve.http_names import route_path
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
+from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, header, path_refusal, with_headers
 
-_JSON_RULES = (Rule.GENERATION, Rule.CREATE_BATCH)
+_TAGS_HEADER = "x-peagle-tags"
+_ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
+_ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
+_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the API route answers
 _log = logging.getLogger("ray.serve")
 
 
@@ -58,15 +63,12 @@ class GateSettings:
     """The settings of the gate. Picklable.
 
     Attributes:
-        key_file: reloaded when it changes.
         fixed_keys: keys from the environment of `peagle serve`.
         requires_key: if False, only clients on this machine are served (in a SageMaker container: any client).
-        is_behind_sagemaker: whether SageMaker's `/invocations` route exists, see `invocations.py`.
         ledger: source of what keys spent before this process started.
-        prompts: folder for the prompt log; None disables it.
+        prompts: folder of the prompt log; None disables it.
         tags: added to every request.
         refusals_per_s: refusals per key that are sent without delay, after an initial burst.
-        shares_prefix_cache: whether keys share an engine's prefix cache.
         cache_secret: derives the cache salts; a new secret only invalidates cached prefixes.
     """
 
@@ -88,7 +90,7 @@ class GateSettings:
     cache_secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
 
     def cache_salt(self, key: KeyRecord) -> str | None:
-        """Return the salt that separates the key's cached prefixes, or None if the cache is shared."""
+        """Return the salt that separates the key's cached prefixes, or None if keys share the cache."""
         if self.shares_prefix_cache or not self.requires_key:
             return None
         return hmac.digest(self.cache_secret, key.name.encode(), "sha256").hex()
@@ -106,28 +108,8 @@ class _Request:
     answer: Outgoing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Admitted:
-    """A request as the application receives it.
-
-    Attributes:
-        model, permit: only set for requests that an engine answers.
-        body: the client's bytes, for the prompt log.
-    """
-
-    scope: Scope
-    receive: Receive
-    model: str | None = None
-    permit: Permit | None = None
-    body: bytes = b""
-
-
 class Gate:
-    """The gate in front of an application.
-
-    Args:
-        routes: all routes of the application. Other paths never reach it.
-    """
+    """The gate in front of an application. Paths that are not in `routes` never reach the application."""
 
     def __init__(
         self,
@@ -139,7 +121,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._settings = settings
-        self._routes = (*routes, INVOCATIONS) if settings.is_behind_sagemaker else tuple(routes)
+        self._routes = (*routes, _INVOCATIONS) if settings.is_behind_sagemaker else tuple(routes)
         self._load = load or Load()
         self._crashes = crashes or EngineCrashes()
         self._ring = KeyRing(settings.key_file, settings.fixed_keys)
@@ -150,7 +132,6 @@ class Gate:
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or answer it with an error."""
         if scope["type"] == "websocket":  # no route is a websocket, and the limits do not cover them
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -175,6 +156,8 @@ class Gate:
         await answer.fail(refusal)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: Outgoing, request_id: str) -> None:
+        if refusal := path_refusal(scope):
+            raise refusal
         route = self._route(scope)
         if isinstance(route, Route) and self._is_open(route):
             await self._app(with_pass(scope, route), receive, answer.send)
@@ -185,21 +168,23 @@ class Gate:
         if isinstance(route, ApiError):
             raise route
         request = _Request(route=route, key=key, request_id=request_id, scope=scope, receive=receive, answer=answer)
-        admitted = await self._admit(request)
-        try:
-            await self._forward(request, admitted)
-        finally:
-            if admitted.permit is not None:
-                self._limits.settle(admitted.permit, answer.used)
+        if route.rule is Rule.GENERATION:
+            await self._generate(request)
+            return
+        body = None
+        if route.rule in (Rule.CREATE_BATCH, Rule.UPLOAD):  # the cost arises later
+            await self._limits.require_budget(key, tags_to_text({**self._settings.tags, **key.tags}))
+        if route.rule is Rule.CREATE_BATCH:
+            content = await self._read(request)
+            CREATE_BATCH_LIMITS.check(content)
+            values = await self._parse_pool.run(key.name, len(content), parse, content)
+            body = self._json(request, content, values)
+        if route.rule is Rule.UPLOAD:
+            receive = self._upload(request)
+        await self._app(self._forwarded_scope(request, body=body), receive, answer.send)
 
     def _route(self, scope: Scope) -> Route | ApiError:
-        """Return the route, or the error that only a client with a valid key may see.
-
-        Raises:
-            ApiError: 400, the path contains unprintable characters. Sent to anyone.
-        """
-        if refusal := path_refusal(scope):
-            raise refusal
+        """Return the route, or the 404 or 405 that only a client with a valid key may see."""
         try:
             return find_route(self._routes, scope)
         except ApiError as error:
@@ -224,31 +209,13 @@ class Gate:
             raise ApiError(401, "this API key has expired", code="expired_api_key")
         return record
 
-    async def _admit(self, request: _Request) -> _Admitted:
-        """Read and validate what the route's rule requires, and reserve the maximum cost."""
-        rule, receive = request.route.rule, request.receive
-        if rule is Rule.GENERATION:
-            if self._settings.requires_key:
-                self._crashes.require_allowed(request.key.account)
-            return await self._admit_generation(request)
-        if rule in (Rule.CREATE_BATCH, Rule.UPLOAD):  # the cost arises later
-            tags = tags_to_text({**self._settings.tags, **request.key.tags})
-            await self._limits.require_budget(request.key, tags)
-        if rule is Rule.CREATE_BATCH:
-            body = await self._read(request)
-            CREATE_BATCH_LIMITS.check(body)
-            values = await self._parse_pool.run(request.key.name, len(body), parse, body)
-            return _Admitted(
-                scope=self._forwarded_scope(request, body=self._json(request, body, values)), receive=receive
-            )
-        if rule is Rule.UPLOAD:
-            receive = self._upload(request)
-        return _Admitted(scope=self._forwarded_scope(request), receive=receive)
-
-    async def _admit_generation(self, request: _Request) -> _Admitted:
+    async def _generate(self, request: _Request) -> None:
+        """Validate a request for an engine, reserve its maximum cost, forward it, and settle its usage."""
         settings, key = self._settings, request.key
+        if settings.requires_key:
+            self._crashes.require_allowed(key.account)
         tags, body = tags_of(request.scope, key, settings.tags), await self._read(request)
-        intake = await self._parse_pool.run(
+        checked = await self._parse_pool.run(
             key.name,
             len(body),
             check,
@@ -259,34 +226,56 @@ class Gate:
             max_output_tokens=settings.max_output_tokens,
             cache_salt=settings.cache_salt(key),
         )
-        if intake.path != request.route.path:
-            scope = at(request.scope, intake.path)
+        if checked.path != request.route.path:
+            scope = _with_path(request.scope, checked.path)
             request = replace(request, scope=scope, route=find_route(self._routes, scope))
         context = Context(
             request_id=request.request_id,
             key=key.name,
             account=key.account,
             tags=tags,
-            num_choices=intake.num_choices,
-            cap_tokens=intake.cap_tokens,
-            shown_usage=intake.shown_usage,
+            num_choices=checked.num_choices,
+            cap_tokens=checked.cap_tokens,
+            shown_usage=checked.shown_usage,
         )
         scope = self._forwarded_scope(
             request,
             context.headers(),
-            body=self._json(request, body, intake.values),
+            body=self._json(request, body, checked.values),
             record_usage=request.answer.record_usage,
         )
         permit = await self._limits.admit(
             key,
-            intake.model.name,
+            checked.model.name,
             request_id=request.request_id,
-            prompt_tokens=intake.prompt_tokens,
-            output_tokens=intake.output_tokens,
+            prompt_tokens=checked.prompt_tokens,
+            output_tokens=checked.output_tokens,
             tags=tags,
         )
-        request.answer.set_model(intake.model)
-        return _Admitted(scope=scope, receive=request.receive, model=intake.model.name, permit=permit, body=body)
+        request.answer.set_model(checked.model)
+        try:
+            await self._forward(request, scope, checked.model.name, body)
+        finally:
+            self._limits.settle(permit, request.answer.used)
+
+    async def _forward(self, request: _Request, scope: Scope, model: str, body: bytes) -> None:
+        """Call the application, with a timeout."""
+        answer, limit_s = request.answer, self._settings.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                if self._prompts:
+                    key, path = request.key.name, request.route.path
+                    await self._prompts.write(request_id=request.request_id, key=key, path=path, model=model, body=body)
+                with self._load.request(model):
+                    await self._app(scope, request.receive, answer.send)
+        except asyncio.CancelledError:
+            answer.abandon()
+            raise
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            answer.abandon()
+            raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
 
     async def _read(self, request: _Request) -> bytes:
         require_plain(request.scope)
@@ -311,55 +300,86 @@ class Gate:
         return upload
 
     def _forwarded_scope(self, request: _Request, headers: Mapping[str, str] | None = None, **fields: Any) -> Scope:
-        """Return the scope for the application, with the gate's pass.
-
-        Args:
-            headers: additional headers; the client cannot set them.
-            fields: for `with_pass`.
-        """
+        """Return the scope for the application, with the gate's pass and headers that the client cannot set."""
         own = {"x-request-id": request.request_id, **(headers or {})}
-        if request.route.rule in _JSON_RULES:
+        if request.route.rule in (Rule.GENERATION, Rule.CREATE_BATCH):
             own["content-type"] = "application/json"  # `curl -d` says that it is a form
         scope = {**request.scope, "headers": with_headers(_client_headers(request.scope), own)}
         return with_pass(scope, request.route, key=request.key, **fields)
 
-    async def _forward(self, request: _Request, admitted: _Admitted) -> None:
-        """Call the application, with a timeout if an engine answers."""
-        model, answer = admitted.model, request.answer
-        if model is None:
-            await self._app(admitted.scope, admitted.receive, answer.send)
-            return
-        limit_s = self._settings.request_timeout_s
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                if self._prompts:
-                    await self._prompts.write(
-                        request_id=request.request_id,
-                        key=request.key.name,
-                        path=request.route.path,
-                        model=model,
-                        body=admitted.body,
-                    )
-                with self._load.request(model):
-                    await self._app(admitted.scope, admitted.receive, answer.send)
-        except asyncio.CancelledError:
-            answer.abandon()
-            raise
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            answer.abandon()
-            raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
-
 
 def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the client's headers that are forwarded.
+    """Return the client's headers that are forwarded: none that begin with x-, and not the API key.
 
-    Headers that begin with x- are dropped: the application trusts the gate's own, and some crash vLLM or Ray
-    (X-Vllm-Priority, x_session_id). The API key is dropped, too.
+    The application trusts the gate's own x- headers, and some crash vLLM or Ray (X-Vllm-Priority, x_session_id).
     """
     return [
         (name, value)
         for name, value in scope.get("headers", [])
         if not name.lower().startswith((b"x-", b"x_")) and name.lower() != b"authorization"
     ]
+
+
+def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
+    """Return the tags of a request as the ledger stores them: the endpoint's, its key's and its own.
+
+    The request's header `X-Peagle-Tags: project=x, run=7` takes precedence over the key's tags, and these over the
+    endpoint's. Refuses an invalid header (400) and tags that the key's requests may not set (403).
+    """
+    text = header(scope, _TAGS_HEADER)
+    try:
+        own = parse_tags(text.split(",")) if text else {}
+    except ValueError as error:
+        raise ApiError(400, f"{_TAGS_HEADER}: {error}", code="invalid_value", param=_TAGS_HEADER) from error
+    if key != LOCAL and (refused := sorted(own.keys() - set(key.request_tags))):
+        message = f"requests with this key may not set the tag {refused[0]}"
+        raise ApiError(403, message, code="tag_not_allowed", param=_TAGS_HEADER)
+    return tags_to_text({**endpoint, **key.tags, **own})
+
+
+def to_api_request(scope: Scope) -> Scope:
+    """Map SageMaker's single route to a route of the API. Requests without a route keep their path.
+
+    SageMaker forwards the body and only headers that begin with X-Amzn-SageMaker-. So clients set
+    X-Amzn-SageMaker-Custom-Attributes as with AWS's own vLLM container: `route=/v1/completions`, `key=KEY` if the
+    endpoint has keys, and `method=GET` for reads. Without a route, the body determines the path.
+    """
+    if route_path(scope) != INVOCATIONS_URL:
+        return scope
+    attributes = dict(_ATTRIBUTE.findall(header(scope, _ATTRIBUTES_HEADER) or ""))
+    if "key" in attributes:
+        scope = {**scope, "headers": with_headers(scope["headers"], {"authorization": f"Bearer {attributes['key']}"})}
+    if "route" in attributes:
+        scope = {**_with_path(scope, attributes["route"]), "method": attributes.get("method", scope["method"])}
+    return scope
+
+
+def _with_path(scope: Scope, path: str) -> Scope:
+    whole = scope.get("root_path", "") + path
+    return {**scope, "path": whole, "raw_path": whole.encode()}
+
+
+class PromptLog:
+    """A log of admitted requests, one JSON line each, with the client's body and the name of its key.
+
+    Each start of the ingress writes its own file, readable only by its owner.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"prompts-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.jsonl"
+        self._lock = threading.Lock()
+
+    async def write(self, *, request_id: str, key: str, model: str, path: str, body: bytes) -> None:
+        """Log a request. If that fails, the request is served anyway."""
+        head = {"request_id": request_id, "received_at": time.time(), "key": key, "model": model, "path": path}
+        try:
+            await asyncio.to_thread(self._append, head, body)
+        except OSError as error:
+            _log.error("cannot write request %s to the prompt log: %s", request_id, error)
+
+    def _append(self, head: Mapping[str, object], body: bytes) -> None:
+        line = json.dumps({**head, "body": json.loads(body)}).encode()
+        with self._lock:  # a client that disconnects does not stop the thread
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+            append_line(self._path, line)

@@ -1,4 +1,4 @@
-"""API keys: created, stored as hashes, compared in constant time, revoked.
+"""API keys and budgets: created, stored in files, reloaded when these change.
 
 A key is 32 random bytes, so a single SHA-256 is a safe hash. A slow password hash would only slow down requests.
 """
@@ -7,22 +7,80 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from peagle.economics.shared_budgets import Every
+from peagle.economics.shared_budgets import (
+    BUDGETS_NAME,
+    ENDPOINT_ACCOUNT,
+    Every,
+    SharedBudget,
+    read_budgets,
+    tag_accounts,
+)
 from peagle.economics.tags import TagOptions
 from peagle.errors import ConfigError
 from peagle.files import changing, make_folder, write_atomic
 from peagle.private import SECRET_MODE
 from peagle.records import read_list, record_of
-from pipelines.online.gateway.watched import WatchedFile
+
+T = TypeVar("T")
+_RELOAD_S = 1.0
+_log = logging.getLogger("ray.serve")
+
+
+class WatchedFile(Generic[T]):
+    """The records of a file, reloaded when it changes.
+
+    While the file cannot be read, for example in the middle of an edit, the previous records stay valid. A deleted file
+    has no records.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Path], tuple[T, ...]]) -> None:
+        self._path = path
+        self._read = read
+        self._records: tuple[T, ...] = ()
+        self._version: tuple[int, int] | None = None
+        self._refused: tuple[int, int] | None = None
+        self._next_look = 0.0
+
+    def now(self) -> tuple[T, ...]:
+        """Return the records, at most a second old. Raises ConfigError if the file could never be read."""
+        if time.monotonic() >= self._next_look:
+            self._look()
+            self._next_look = time.monotonic() + _RELOAD_S
+        return self._records
+
+    def _look(self) -> None:
+        version = _version(self._path)
+        if version == self._version:
+            return
+        try:
+            self._records, self._version = self._read(self._path), version
+        except ConfigError as error:
+            if self._version is None:
+                raise
+            if version != self._refused:  # retried each time, but logged once
+                self._refused = version
+                _log.error("%s; the previous records stay valid", error.message)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        return -1, error.errno or 0
+    return status.st_mtime_ns, status.st_ino
+
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
@@ -37,12 +95,11 @@ class KeyRecord(TagOptions):
     Attributes:
         name: owner of the key, shown in usage and cost.
         sha256: of the key, hexadecimal.
-        models: names of the models that it may use.
         max_parallel_requests: concurrent requests to engines.
         budget_usd: for all its requests and batches together.
         budget_every: the budget's period; null is all time.
         max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default.
-        max_unfinished_batches: likewise.
+        max_unfinished_batches: null is the endpoint's default.
         expires_at: Unix time.
         is_operator: may read the usage of all keys.
         tags: added to all its requests and batches.
@@ -74,7 +131,6 @@ class KeyRecord(TagOptions):
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def describe_budget(self) -> str:
-        """Return the budget as text for messages."""
         period = f" a {self.budget_every}" if self.budget_every else ""
         return f"the budget of ${self.budget_usd or 0:g}{period} of this key"
 
@@ -87,11 +143,7 @@ class KeyRecord(TagOptions):
 
 
 def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
-    """Create a key. Returns the secret, which is not stored anywhere, and its record.
-
-    Raises:
-        ConfigError: invalid name or limits.
-    """
+    """Create a key. Returns the secret, which is not stored anywhere, and the record."""
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, _record({"name": name, "sha256": digest(key), "created_at": time.time(), **limits}, where="the key")
 
@@ -103,16 +155,11 @@ def rotate(record: KeyRecord) -> tuple[str, KeyRecord]:
 
 
 def with_limits(record: KeyRecord, **limits: Any) -> KeyRecord:
-    """Return the key with other limits; the secret and the spend stay.
-
-    Raises:
-        ConfigError: invalid limits.
-    """
+    """Return the key with other limits; the secret and the spend stay."""
     return _record({**record.model_dump(), **limits}, where="the key")
 
 
 def digest(key: str) -> str:
-    """Return the stored hash of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -126,21 +173,13 @@ def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """Return the keys of a file; none if it does not exist.
-
-    Raises:
-        ConfigError: invalid file.
-    """
+    """Return the keys of a file; none if it does not exist. Raises ConfigError if it is invalid."""
     values = read_list(path, "keys", hint="`peagle serve keys add` writes such files")
     return tuple(_record(value, where=f"keys {path}") for value in values)
 
 
 def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
-    """Replace the file, readable only by its owner.
-
-    Raises:
-        ConfigError: a name is used twice, or the file cannot be written.
-    """
+    """Replace the file, readable only by its owner. Raises ConfigError if a name is used twice."""
     names = [record.name for record in records]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"keys {path}: a key named {min(repeated)} already exists", hint="choose another name")
@@ -153,14 +192,7 @@ def write_keys(path: Path, records: Sequence[KeyRecord]) -> None:
 
 @contextlib.contextmanager
 def edit_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
-    """Lock a key file, yield its keys, and write them back at the end.
-
-    Args:
-        create: create the folder.
-
-    Raises:
-        ConfigError: as `read_keys` and `write_keys`.
-    """
+    """Lock a key file, yield its keys, and write them back at the end. `create` creates the folder."""
     with contextlib.ExitStack() as stack:
         try:
             if create:
@@ -174,11 +206,7 @@ def edit_keys(path: Path, *, create: bool = False) -> Iterator[list[KeyRecord]]:
 
 
 def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[KeyRecord, ...]:
-    """Return the keys in `PEAGLE_API_KEYS`, comma-separated NAME=KEY pairs; they have no limits.
-
-    Raises:
-        ConfigError: an entry is not a pair, or its key is too short.
-    """
+    """Return the keys in `PEAGLE_API_KEYS`, comma-separated NAME=KEY pairs; they have no limits."""
     records = []
     for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
         name, separator, key = (part.strip() for part in entry.partition("="))
@@ -191,7 +219,8 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 class KeyRing:
     """The valid keys: fixed ones, and those of a file that is reloaded when it changes.
 
-    While the file cannot be read, the keys that were read last remain valid, including revoked ones.
+    While the file cannot be read, the keys that were read last remain valid, including revoked ones. Raises ConfigError
+    if it could never be read.
     """
 
     def __init__(self, path: Path | None, fixed: Sequence[KeyRecord] = ()) -> None:
@@ -199,27 +228,13 @@ class KeyRing:
         self._fixed = tuple(fixed)
 
     def find(self, key: str) -> KeyRecord | None:
-        """Return the record of a key, or None if it is invalid.
-
-        Raises:
-            ConfigError: the file could never be read.
-        """
         return find(key, self._records())
 
     def all(self) -> tuple[KeyRecord, ...]:
-        """Return all keys.
-
-        Raises:
-            ConfigError: as `find`.
-        """
         return self._records()
 
     def current(self, key: KeyRecord) -> KeyRecord | None:
-        """Return the key of this name with its current limits and without its hash, or None if revoked or expired.
-
-        Raises:
-            ConfigError: as `find`.
-        """
+        """Return the key of this name with its current limits and without its hash, or None if revoked or expired."""
         if key == LOCAL:
             return LOCAL  # from when the endpoint had no keys; cannot be revoked
         for record in self._records():
@@ -242,3 +257,26 @@ def _record(values: Any, *, where: str) -> KeyRecord:
 
 LOCAL = KeyRecord(name=LOCAL_NAME, sha256=_NO_HASH, is_operator=True)
 """The client of an endpoint without keys."""
+
+
+Payer = KeyRecord | SharedBudget
+"""Anything with an account and a budget."""
+
+
+class SharedBudgets:
+    """The budgets of a ledger's tags and endpoint, reloaded when they change."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._file = WatchedFile(ledger / BUDGETS_NAME, read_budgets)
+
+    def all(self) -> tuple[SharedBudget, ...]:
+        return self._file.now()
+
+    def of_tags(self, tags: str) -> list[SharedBudget]:
+        """Return the budgets that apply to these tags, which are in the form of a ledger record."""
+        accounts = tag_accounts(tags)
+        return [budget for budget in self._file.now() if budget.account in accounts]
+
+    def of_endpoint(self) -> list[SharedBudget]:
+        """Return the endpoint's budget, if there is one."""
+        return [budget for budget in self._file.now() if budget.account == ENDPOINT_ACCOUNT]

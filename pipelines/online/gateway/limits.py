@@ -10,7 +10,7 @@ Tokens are reserved at their maximum until the actual number is known, so that a
 prompts the maximum is the body's size in bytes. That may be far too high, so the only running request of a key is
 admitted as long as the minute has any tokens left.
 
-Each budget reserves the request's maximum cost at recent prices (`ledger_totals.py`). The only running request may use
+Each budget reserves the request's maximum cost at recent prices (`totals.py`). The only running request may use
 whatever is left; a request of a model without a price can only run alone. So a budget is exceeded by at most one
 request, plus price errors. Tags reserve like keys. The endpoint's budget reserves nothing: its engines cost the same
 with or without a request.
@@ -30,10 +30,8 @@ from peagle.economics.tags import NO_TAGS
 from peagle.economics.usage import RequestUsage
 from pipelines.online.budgets import Refusal
 from pipelines.online.errors import ApiError, overloaded
-from pipelines.online.gateway.keys import KeyRecord
-from pipelines.online.gateway.shared import Payer, SharedBudgets
-from pipelines.online.ledger_totals import TokenPrice
-from pipelines.online.totals import Totals
+from pipelines.online.gateway.keys import KeyRecord, Payer, SharedBudgets
+from pipelines.online.totals import TokenPrice, Totals
 
 WINDOW_S = 60.0
 _BUSY_RETRY_S = 1.0  # if the wait depends on running requests
@@ -72,12 +70,7 @@ class MinuteWindow:
 
 @dataclass(slots=True)
 class TokenWindow:
-    """Tokens of the last minute.
-
-    Attributes:
-        counted: tokens of finished requests.
-        reserved: maximum tokens of running requests.
-    """
+    """Tokens of the last minute: of finished requests, and the maximum of running ones."""
 
     counted: MinuteWindow = field(default_factory=MinuteWindow)
     reserved: int = 0
@@ -88,7 +81,6 @@ class TokenWindow:
         return self.counted.total + self.reserved + tokens - limit
 
     def settle(self, now: float, reserved: int, used: int) -> None:
-        """Replace reserved tokens by used ones."""
         self.reserved -= reserved
         if used:
             self.counted.add(now, used)
@@ -120,8 +112,6 @@ class Permit:
 
 @dataclass(slots=True)
 class _Counts:
-    """The counters of one account."""
-
     requests: MinuteWindow = field(default_factory=MinuteWindow)
     polls: MinuteWindow = field(default_factory=MinuteWindow)
     prompt_tokens: TokenWindow = field(default_factory=TokenWindow)
@@ -130,11 +120,7 @@ class _Counts:
 
 
 class KeyLimits:
-    """The limits of all keys.
-
-    Args:
-        totals: of the ledger; read in the background.
-    """
+    """The limits of all keys. Reads the ledger's totals in the background."""
 
     def __init__(self, totals: Totals, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._totals, self._budgets = totals, totals.budgets
@@ -152,13 +138,10 @@ class KeyLimits:
         totals.read_in_background()
 
     def count_request(self, key: KeyRecord, *, is_poll: bool = False) -> None:
-        """Count a request against the rate limit. A request refused here does not count.
+        """Count a request against the rate limit, or refuse it (429). A refused request does not count.
 
         Args:
             is_poll: use the separate limit for the web page's polling.
-
-        Raises:
-            ApiError: 429, with a retry time.
         """
         if key.requests_per_min is None:
             return
@@ -173,14 +156,7 @@ class KeyLimits:
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
-        """Refuse actions without an immediate cost, such as uploads and new batches, if a budget is spent.
-
-        Args:
-            tags: as for `admit`.
-
-        Raises:
-            ApiError: 429 or 503, as for `admit`.
-        """
+        """Refuse actions without an immediate cost, such as uploads and new batches, if a budget is spent."""
         payers: list[Payer] = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
         await self._wait_for_spend(payers)
         self._require_budgets(payers, is_free=True)
@@ -202,8 +178,7 @@ class KeyLimits:
             tags: all of the request's tags, as in the ledger.
 
         Raises:
-            ApiError: 429, a limit is reached; 400, the request exceeds a limit on its own; 503, the spend is still
-                being read.
+            ApiError: 429, a limit is reached; 400, the request alone exceeds a limit; 503, the spend is not read yet.
         """
         payers: list[Payer] = [key, *self._shared.of_tags(tags)]
         endpoint = self._shared.of_endpoint()
@@ -264,7 +239,6 @@ class KeyLimits:
         """Ignore records from before the start: they only count for budgets."""
 
     def on_ledger_record(self, request: RequestUsage) -> None:
-        """Queue the record of a request that was admitted here."""
         if request.request_id in self._permits:
             self._ledger_records.append(request)
 
@@ -291,10 +265,7 @@ class KeyLimits:
             raise overloaded("the spend of this key is still being read; try again")
 
     def _poll_interval_s(self, now: float) -> float:
-        """Return the seconds between reads of the ledger.
-
-        Short if a record or the first price of a model is awaited.
-        """
+        """Return the seconds between reads of the ledger: few if a record or a model's first price is awaited."""
         is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
         return _POLL_S if is_awaited else _IDLE_POLL_S
 
@@ -320,11 +291,7 @@ class KeyLimits:
             self._counts[permit.account].num_running -= 1
 
     def _settle(self, request_id: str, used: ActualUsage | None) -> None:
-        """Replace a reservation by the usage.
-
-        Args:
-            used: None if it will never be known.
-        """
+        """Replace a reservation by the usage; `used` is None if it will never be known."""
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
         self._mark_answered(permit)
@@ -361,11 +328,7 @@ def _raise_refusal(payer: Payer, refusal: Refusal | None) -> None:
 
 
 def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens: int) -> None:
-    """Refuse a prompt that may exceed the limit. The only running request may use whatever is left.
-
-    Raises:
-        ApiError: 429, with a retry time.
-    """
+    """Refuse a prompt that may exceed the limit (429). The only running request may use whatever is left."""
     limit = key.input_tokens_per_min
     if limit is None or window.excess(now, tokens, limit) <= 0:
         return
@@ -376,11 +339,7 @@ def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens:
 
 
 def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output_tokens: int) -> None:
-    """Refuse an answer that may exceed the limit.
-
-    Raises:
-        ApiError: 429, with a retry time; 400, the request alone exceeds the limit.
-    """
+    """Refuse an answer that may exceed the limit: 429, or 400 if the request alone exceeds it."""
     limit = key.output_tokens_per_min
     if limit is None:
         return

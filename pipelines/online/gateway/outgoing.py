@@ -53,7 +53,6 @@ class RefusalDelay:
         self._num_delayed: Counter[str] = Counter()
 
     async def wait(self, account: str) -> None:
-        """Wait until the next refusal of this account is due."""
         now = self._monotonic()
         due_at = max(self._due_at.get(account, 0.0), now - _REFUSAL_BURST * self._interval_s)
         self._due_at[account] = min(due_at + self._interval_s, now + _MAX_DELAY_S)
@@ -75,7 +74,6 @@ class RefusalLog:
         self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def log(self, scope: Scope, error: ApiError) -> None:
-        """Log a refusal, and how many of the same address were not logged."""
         address = str((scope.get("client") or ("unknown",))[0])
         logged_at, num_more = self._logged.get(address, (-math.inf, 0))
         if self._monotonic() < logged_at + _LOG_INTERVAL_S:
@@ -91,11 +89,7 @@ class RefusalLog:
 
 
 class Outgoing:
-    """Sends the application's answer and records its usage.
-
-    Attributes:
-        used: None if the usage is not known yet or will not be known.
-    """
+    """Sends the application's answer and records its usage; `used` is None while or because it is unknown."""
 
     def __init__(self, send: Send, headers: Mapping[str, str], refusal_delay: RefusalDelay) -> None:
         self._send = send
@@ -113,7 +107,6 @@ class Outgoing:
         self._account = account
 
     def set_model(self, model: ServedModel) -> None:
-        """Add headers that describe the model."""
         self._headers["x-peagle-model"] = model.name
         self._headers["x-peagle-drafter"] = model.drafter or "none"
         if model.num_speculative_tokens:
@@ -142,7 +135,6 @@ class Outgoing:
                 self._headers[f"x-peagle-{name.replace('_', '-')}"] = str(summary[name])
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message of the application."""
         if message["type"] == "http.response.start":
             kind = dict(message.get("headers", [])).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
@@ -176,14 +168,13 @@ class Outgoing:
 
 
 class Load:
-    """The number of running requests per model."""
+    """The number of running requests per model, which wait for an engine or are in one."""
 
     def __init__(self) -> None:
         self._num_running: Counter[str] = Counter()
 
     @contextmanager
     def request(self, model: str) -> Iterator[None]:
-        """Count a request until it is answered."""
         self._num_running[model] += 1
         try:
             yield
@@ -191,7 +182,6 @@ class Load:
             self._num_running[model] -= 1
 
     def num_running(self, model: str) -> int:
-        """Return the requests that wait for an engine or are in one."""
         return self._num_running[model]
 
 

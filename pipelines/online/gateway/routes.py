@@ -55,7 +55,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One route; called with an application, it decorates a handler."""
+    """One route; called with an application, it decorates a handler, as Ray's `make_fastapi_ingress` expects."""
 
     method: str
     path: str
@@ -63,7 +63,6 @@ class Route:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, app: FastAPI) -> Callable[[Any], Any]:
-        """Register a handler; the interface of Ray's `make_fastapi_ingress`."""
         return app.api_route(self.path, methods=[self.method], **self.options)
 
     def matches(self, path: str) -> bool:
@@ -71,17 +70,14 @@ class Route:
 
 
 def get(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
-    """Return a GET route."""
     return Route(method="GET", path=path, rule=rule, options=options)
 
 
 def post(path: str, rule: Rule = Rule.KEY, **options: Any) -> Route:
-    """Return a POST route."""
     return Route(method="POST", path=path, rule=rule, options=options)
 
 
 def delete(path: str) -> Route:
-    """Return a DELETE route."""
     return Route(method="DELETE", path=path, rule=Rule.KEY)
 
 
@@ -103,22 +99,16 @@ class GatePass:
 
 
 def with_pass(scope: Scope, route: Route, **fields: Any) -> Scope:
-    """Return the scope of an admitted request.
-
-    Args:
-        fields: of `GatePass`.
-    """
+    """Return the scope of an admitted request. `fields` are those of `GatePass`."""
     return {**scope, PASS: GatePass(route=(route.method, route.path), **fields)}
 
 
 def pass_of(request: Request) -> GatePass:
-    """Return the gate's pass of a request."""
     gate_pass: GatePass = request.scope[PASS]
     return gate_pass
 
 
 def key_of(request: Request) -> KeyRecord:
-    """Return the key of a request."""
     key = pass_of(request).key
     assert key is not None, "the route needs no key"
     return key
@@ -128,10 +118,7 @@ class GuardedRoute(APIRoute):
     """A FastAPI route that requires the gate's pass, and validates bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler with a validated body.
-
-        FastAPI would validate it in the event loop and block all streams.
-        """
+        """Return FastAPI's handler with a validated body. FastAPI would block all streams while it validates."""
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
             return handle
@@ -145,11 +132,7 @@ class GuardedRoute(APIRoute):
         return check_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has the gate's pass for this route.
-
-        Raises:
-            ApiError: 500, it has none.
-        """
+        """Answer a request that has the gate's pass for this route; others get 500."""
         gate_pass = scope.get(PASS)
         is_gate_pass = (
             isinstance(gate_pass, GatePass)
@@ -164,11 +147,7 @@ class GuardedRoute(APIRoute):
 
 
 def require_known_parameters(scope: Scope, route: APIRoute) -> None:
-    """Refuse query parameters that the route does not have, since ignoring a typo would hide it.
-
-    Raises:
-        ApiError: 422, with the nearest known parameter.
-    """
+    """Refuse query parameters that the route does not have (422), since ignoring a typo would hide it."""
     known = {field.alias for field in route.dependant.query_params}
     for name in QueryParams(scope.get("query_string", b"")):
         if name not in known:
@@ -193,11 +172,7 @@ class _CheckedRequest(Request):
 
 
 def _checked(field: Any, values: Any) -> Any:
-    """Return the validated body.
-
-    Raises:
-        RequestValidationError: invalid; only the first error of each list is included.
-    """
+    """Return the validated body; an error only includes the first error of each list."""
     value, errors = validated(field, values)
     if errors:
         raise RequestValidationError(errors)
@@ -212,11 +187,7 @@ def guarded_app(**options: Any) -> FastAPI:
 
 
 def find_route(routes: Iterable[Route], scope: Scope) -> Route:
-    """Return the route of a request.
-
-    Raises:
-        ApiError: 404 or 405.
-    """
+    """Return the route of a request. Raises 404 or 405."""
     path, method = route_path(scope), scope["method"]
     found = [route for route in routes if route.matches(path)]
     for route in found:
@@ -253,11 +224,7 @@ _WHAT_TO_DO = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --k
 
 
 def require_local(scope: Scope) -> None:
-    """Refuse clients of other machines, and web pages of other sites.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Refuse clients of other machines, and web pages of other sites (403)."""
     if not _is_loopback(scope):
         raise _refusal("only answers clients on its own machine")
     headers = Headers(scope=scope)

@@ -44,11 +44,6 @@ HEADERS = {
 
 
 def get_page(name: str = _INDEX) -> Response:
-    """Return a file of the page.
-
-    Raises:
-        ApiError: 404.
-    """
     folder = Path(__file__).with_name("page")
     path = next((path for path in folder.iterdir() if path.name == name and path.suffix in _MEDIA_TYPES), None)
     if path is None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import EngineSession, Outcome, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.online.serve.sequences import Sequences
-from pipelines.online.wire import OURS, AnswerTally
+from pipelines.online.wire import OURS, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # maximum wait for a record to reach the disk
@@ -38,13 +36,10 @@ class EngineAccount:
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.
-        start_warnings: warnings of the engine's start.
 
     Args:
         folder: of the ledger; created if missing.
         heartbeat_s: interval between session records.
-        listener: receives what is written.
-        monotonic: clock for durations.
     """
 
     def __init__(
@@ -81,52 +76,26 @@ class EngineAccount:
         self.heartbeat()
 
     def begin(
-        self,
-        request_id: str,
-        key: str,
-        choices_per_prompt: int | None = None,
-        *,
-        account: str = "",
-        tags: str = NO_TAGS,
-        num_choices: int = 1,
-        first_asked_at: float | None = None,
-        is_row: bool = False,
+        self, context: Context, *, choices_per_prompt: int | None = None, is_row: bool = False
     ) -> "RequestAccount":
         """Start accounting for a request that enters the engine.
 
         Args:
+            context: `num_choices` are the slots that it uses, which determine its share of the busy seconds. If an
+                earlier engine has billed it (`first_asked_at`), this one does not.
             choices_per_prompt: of a completion with several prompts.
-            account: of the key.
-            tags: as JSON (`tags.py`).
-            num_choices: slots used by all choices; determines the request's share of the busy seconds.
-            first_asked_at: Unix time at which an earlier engine, which crashed, received the request. If that engine
-                has billed it, this one does not.
             is_row: whether it is a row of a batch, which the run reports to the listener's metrics.
         """
         number = next(self._numbers)
-        self._meter.start(number, num_choices)
-        return RequestAccount(
-            self,
-            number,
-            request_id,
-            key,
-            self._monotonic(),
-            AnswerTally(choices_per_prompt=choices_per_prompt),
-            key_account=account,
-            tags=tags,
-            num_choices=num_choices,
-            first_asked_at=first_asked_at,
-            is_row=is_row,
-        )
+        self._meter.start(number, context.num_choices)
+        return RequestAccount(self, number, context, AnswerTally(choices_per_prompt=choices_per_prompt), is_row=is_row)
 
     def end(self) -> None:
-        """Mark the end of the engine."""
         if not self._ended.is_set():
             self._ended.set()
             self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Write the session record."""
         session = self._meter.snapshot().to_session(
             self.session_id,
             self._engine,
@@ -148,7 +117,7 @@ class EngineAccount:
             with contextlib.suppress(OSError):  # the next heartbeat includes it
                 self.heartbeat()
 
-    def _keep(self, record: RequestUsage, *, first_asked_at: float | None, is_row: bool) -> bool:
+    def _write(self, record: RequestUsage, *, first_asked_at: float | None, is_row: bool) -> bool:
         """Write a record unless another engine has billed the request. Returns whether it was written."""
         if first_asked_at is not None and is_billed(
             self._folder, record.request_id, since=first_asked_at, session_id=self.session_id
@@ -167,25 +136,24 @@ class EngineAccount:
             _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
-        tally, engine = request.tally, self._engine
-        if outcome != "ok" and not (
-            tally.num_prompt_tokens or tally.num_output_tokens
-        ):  # the answer did not report its usage
+        tally, engine, context = request.tally, self._engine, request.context
+        if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):
+            # The answer did not report its usage.
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
-        self._meter.finish(request.number, tally.num_output_tokens, request.num_choices)
+        self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)
         busy_s = self._meter.take(request.number)
         return RequestUsage(
-            request_id=request.request_id,
-            key=request.key,
-            account=request.key_account,
-            tags=request.tags,
+            request_id=context.request_id,
+            key=context.key,
+            account=context.account,
+            tags=context.tags,
             model=engine.model,
             drafter=engine.drafter,
             outcome=outcome,
             ttft_s=request.ttft_s if outcome == "failed" else request.seconds_to_first_token(),
             usd=busy_s * engine.num_devices * engine.usd_per_device_s,
-            num_choices=request.num_choices,
+            num_choices=context.num_choices,
             usage=UnitUsage(
                 session_id=self.session_id,
                 num_rows=int(outcome != "failed"),
@@ -202,45 +170,22 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """Accounts for one request in the engine.
-
-    Attributes:
-        tally: usage in the answer.
-        num_choices: as for `EngineAccount.begin`.
-        sequences: the engine's own figures.
-    """
+    """Accounts for one request, by the usage in its answer (`tally`) and the engine's figures (`sequences`)."""
 
     def __init__(
-        self,
-        account: EngineAccount,
-        number: int,
-        request_id: str,
-        key: str,
-        began: float,
-        tally: AnswerTally,
-        *,
-        key_account: str,
-        tags: str,
-        num_choices: int,
-        first_asked_at: float | None,
-        is_row: bool,
+        self, account: EngineAccount, number: int, context: Context, tally: AnswerTally, *, is_row: bool
     ) -> None:
         self.number = number
-        self.request_id = request_id
-        self.key = key
-        self.key_account = key_account
-        self.tags = tags
+        self.context = context
         self.started_at = time.time()
         self.ttft_s: float | None = None
         self.tally = tally
-        self.num_choices = num_choices
         self.sequences = Sequences()
         self._account = account
-        self._began = began
-        self._first_asked_at = first_asked_at
+        self._began = account._monotonic()
         self._is_row = is_row
         self._record: RequestUsage | None = None
-        self._is_kept = False
+        self._is_written = False
 
     def first_token(self) -> None:
         """Record the time of the first token. Later calls have no effect."""
@@ -264,14 +209,14 @@ class RequestAccount:
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
-        self._is_kept = self._account._keep(record, first_asked_at=self._first_asked_at, is_row=self._is_row)
+        self._is_written = self._account._write(record, first_asked_at=self.context.first_asked_at, is_row=self._is_row)
 
     async def reach_disk(self) -> None:
         """Wait until the written record survives a power cut. Failures of the disk are logged.
 
         Requests that end at the same time share one `fdatasync`.
         """
-        if self._is_kept:
+        if self._is_written:
             await self._account._reach_disk()
 
 

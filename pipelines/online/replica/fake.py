@@ -29,11 +29,7 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeSettings:
-    """Settings of the fake engine.
-
-    Attributes:
-        num_speculative_tokens: K of the simulated drafter, 0 for none.
-    """
+    """Settings of the fake engine; `num_speculative_tokens` is K of the simulated drafter, 0 for none."""
 
     traits: FakeTraits = field(default_factory=FakeTraits)
     num_speculative_tokens: int = 0
@@ -47,11 +43,7 @@ def fake_settings(keys: ServedModelKeys) -> FakeSettings | None:
 
 
 class FakeServeEngine:
-    """The engine interface that Ray's `LLMServer` calls.
-
-    Args:
-        llm_config: the model's `LLMConfig`.
-    """
+    """The engine interface that Ray's `LLMServer` calls."""
 
     def __init__(self, settings: FakeSettings, llm_config: Any) -> None:
         self._settings = settings
@@ -62,7 +54,6 @@ class FakeServeEngine:
         self._engine: FakeEngine | None = None
 
     async def start(self) -> None:
-        """Start after the configured delay."""
         await asyncio.sleep(self._settings.traits.start_s)
         self._engine = FakeEngine(
             self._settings.traits,
@@ -72,7 +63,6 @@ class FakeServeEngine:
 
     @property
     def checkable(self) -> Checkable:
-        """The engine's interface for the self-check."""
         return self._live().checkable
 
     async def check_health(self) -> None:
@@ -90,22 +80,19 @@ class FakeServeEngine:
             self._engine.shutdown()
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a chat with one object or the events of a stream."""
         from ray.serve.llm.openai_api_models import ChatCompletionResponse
 
         async for part in self._answer(CHAT_URL, request, ChatCompletionResponse):
             yield part
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a completion."""
         from ray.serve.llm.openai_api_models import CompletionResponse
 
         async for part in self._answer(COMPLETIONS_URL, request, CompletionResponse):
             yield part
 
     async def row(self, row: BorrowedRequest) -> Generation:
-        """Answer a row of a batch."""
-        return await self._live().generate(row.request_id, row.prompt_token_ids, row.sampling)
+        return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
         asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)

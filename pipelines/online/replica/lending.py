@@ -111,9 +111,7 @@ async def lend(
     if not slots.has_room(num_slots):
         yield BorrowedReply(state="full")
         return
-    request = account.begin(
-        row.request_id, row.key, account=row.account, tags=row.tags, num_choices=num_slots, is_row=True
-    )
+    request = account.begin(replace(row.context, num_choices=num_slots), is_row=True)
     request.sequences.listen()
     outcome: Outcome = "cut"
     answer, is_dead = BorrowedReply(state="returned"), False

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from peagle.economics.usage import Outcome
 from peagle.engine.vllm_internals import generation_error, refusal_of
 from peagle.errors import EngineError
+from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
-from pipelines.online.serve.exceptions import is_engine_death
+from pipelines.online.serve.ray_names import refusal, told_refusal
 from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")
@@ -40,7 +41,6 @@ class Pace:
 
     @property
     def interval_s(self) -> float:
-        """The current interval of each stream."""
         return max(self._interval_s, self._num_streams / self._pieces_per_s) if self._interval_s else 0.0
 
     @contextlib.contextmanager
@@ -106,51 +106,24 @@ _USAGE_FIELDS = ("usage", "metrics", OURS)  # fields with an answer's usage
 _MIN_ERROR_STATUS = 500
 
 
-async def raising_faults(
-    answers: AsyncGenerator[Any, None], check_health: Callable[[], Awaitable[None]], *, constraint: str | None = None
+async def convert_errors(
+    answers: AsyncGenerator[Any, None],
+    check_health: Callable[[], Awaitable[None]],
+    *,
+    constraint: str | None = None,
+    refusal: Callable[[Exception], Any] = refusal,
+    told_refusal: Callable[[Mapping[str, Any]], Any] = told_refusal,
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and raise failures that vLLM reports as events of the stream.
+    """Pass an answer on; raise failures that are events of a stream, and convert early refusals into answers.
 
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also fails if a
-    constraint allows no further token, which is the caller's mistake.
+    constraint allows no further token, which is the caller's mistake. Ray 2.60 only converts two of vLLM's refusals;
+    others look like a failure of the replica. In a stream, vLLM sends a refusal as the first event with a status of
+    success.
 
     Args:
         check_health: raises if the engine is dead.
         constraint: the field of the request that constrains its response, if any.
-
-    Raises:
-        VLLMValidationError: the constraint allows no further token.
-        EngineError: vLLM failed on this request; the engine is alive.
-    """
-    try:
-        async with contextlib.aclosing(answers):
-            async for answer in answers:
-                if _is_text(answer) and any(map(_tells_of_a_fault, answer)):
-                    await check_health()
-                    raise _failure(constraint)
-                yield answer
-    except generation_error():
-        await check_health()
-        raise _failure(constraint) from None
-
-
-def _failure(constraint: str | None) -> Exception:
-    if constraint is None:
-        return EngineError("vLLM ended a request with an error, which is in the engine's log")
-    return refusal_of(constraint, f"{constraint}: the constraint allows no further token, so the response cannot end")
-
-
-async def answering_refusals(
-    answers: AsyncGenerator[Any, None],
-    refusal: Callable[[Exception], Any],
-    told_refusal: Callable[[Mapping[str, Any]], Any],
-) -> AsyncGenerator[Any, None]:
-    """Pass an answer on, and convert an early refusal into an answer.
-
-    Ray 2.60 only converts two of vLLM's refusals; others look like a failure of the replica. In a stream, vLLM sends a
-    refusal as the first event with a status of success.
-
-    Args:
         refusal: converts an exception; returns None if it is not a refusal.
         told_refusal: converts an error event.
     """
@@ -158,15 +131,29 @@ async def answering_refusals(
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
-                if not has_begun and _is_text(answer) and (told := _told_error(answer)):
-                    yield told_refusal(told)
-                    return
+                if _is_text(answer):
+                    if any(map(_is_failure, answer)):
+                        await check_health()
+                        raise _failure(constraint)
+                    if not has_begun and (told := _told_error(answer)):
+                        yield told_refusal(told)
+                        return
                 has_begun = True
                 yield answer
     except Exception as error:
-        if has_begun or (refused := refusal(error)) is None:
-            raise
-        yield refused
+        if isinstance(error, generation_error()):
+            await check_health()
+            error = _failure(constraint)
+        response = None if has_begun else refusal(error)
+        if response is None:
+            raise error from None
+        yield response
+
+
+def _failure(constraint: str | None) -> Exception:
+    if constraint is None:
+        return EngineError("vLLM ended a request with an error, which is in the engine's log")
+    return refusal_of(constraint, f"{constraint}: the constraint allows no further token, so the response cannot end")
 
 
 async def relay(
@@ -214,11 +201,7 @@ def _end_without_answer(request: RequestAccount) -> StreamEnd:
 
 
 def _require_listener() -> None:
-    """Stop if the client has disconnected.
-
-    Raises:
-        CancelledError: disconnected. vLLM 0.29 answers a cancelled request with an error.
-    """
+    """Stop if the client has disconnected: vLLM 0.29 answers a cancelled request with an error."""
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
 
@@ -258,7 +241,7 @@ def _told_error(texts: list[str]) -> Mapping[str, Any] | None:
     return error if isinstance(error, dict) and isinstance(error.get("code"), int) else None
 
 
-def _tells_of_a_fault(text: str) -> bool:
+def _is_failure(text: str) -> bool:
     if '"error"' not in text:  # almost always; parsing takes time
         return False
     errors = (event["error"] for event in events(text) if isinstance(event, dict) and "error" in event)

@@ -9,7 +9,7 @@ import functools
 import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.catalog.local import local_spec
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
@@ -29,14 +29,14 @@ from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
 from pipelines.cluster.metrics import UsageMetrics
 from pipelines.cluster.node import claim_slot, keep_short, redirect_output, set_threads
+from pipelines.online.errors import EngineUnavailable, is_engine_death
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
 from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
 from pipelines.online.replica.lending import IdleSlots, lend
-from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
+from pipelines.online.replica.relay import Pace, convert_errors, in_pieces, relay
 from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_config
-from pipelines.online.serve.exceptions import EngineUnavailable, is_engine_death
-from pipelines.online.serve.ray_names import engine_client, hide_python_errors, refusal, told_refusal
+from pipelines.online.serve.ray_names import engine_client, hide_python_errors
 from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
@@ -52,7 +52,6 @@ class ReplicaJob:
         app_id: of this start of the endpoint; its replicas share the cores of a node.
         state: shared folder of the ledger and the logs.
         spec: names its models in a way that every node can resolve.
-        parsers: as for `make_llm_config`.
         max_grammar_s: CPU time limit to compile a request's grammar.
         fake: settings of the fake engine; None for vLLM.
     """
@@ -102,11 +101,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _check(self, job: ReplicaJob) -> None:
-        """Run the self-check, which compares the engine's answers with its target's.
-
-        Raises:
-            EngineError: the answers differ, or the engine crashed.
-        """
+        """Run the self-check, which compares the engine's answers with its target's."""
         engine = self.engine.checkable if job.fake else CheckableLlm(engine_client(self.engine))
         found = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = found.to_json()
@@ -150,24 +145,18 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         )
 
     async def _require_live_engine(self) -> None:
-        """Refuse a request that arrives after the engine died.
-
-        Raises:
-            EngineUnavailable: another engine should take it.
-        """
+        """Let another engine take a request that arrives after this engine died."""
         try:
             await super().check_health()
         except Exception:
             raise EngineUnavailable("the engine is dead") from None
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a chat, with accounting."""
         await self._require_live_engine()
         answers = await super().chat(request, raw_request_info)
         return self._accounted(answers, raw_request_info, constraint=_constraint_of(request))
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a completion, with accounting."""
         await self._require_live_engine()
         answers = await super().completions(request, raw_request_info)
         constraint, choices = _constraint_of(request), request.n or 1
@@ -179,38 +168,29 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         context = Context.of(info.headers if info is not None else {})
         if context is None:  # a request from another application of the cluster
             context = Context(request_id=uuid.uuid4().hex, key=LOCAL_NAME)
+        context = replace(context, num_choices=min(context.num_choices, self._slots))
 
         def begin() -> RequestAccount:
             ASKER.set(context.key)
-            return self._account.begin(
-                context.request_id,
-                context.key,
-                choices_per_prompt,
-                account=context.account,
-                tags=context.tags,
-                num_choices=min(context.num_choices, self._slots),
-                first_asked_at=context.first_asked_at,
-            )
+            return self._account.begin(context, choices_per_prompt=choices_per_prompt)
 
-        sound = answering_refusals(
-            raising_faults(answers, super().check_health, constraint=constraint), refusal, told_refusal
-        )
-        answer = relay(sound, begin, shown_usage=context.shown_usage)
-        return in_pieces(self._idle.track_interactive(answer, min(context.num_choices, self._slots)), self._pace)
+        answers = convert_errors(answers, super().check_health, constraint=constraint)
+        answers = relay(answers, begin, shown_usage=context.shown_usage)
+        return in_pieces(self._idle.track_interactive(answers, context.num_choices), self._pace)
 
     async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
         """Run a row of a batch in an idle slot. Called by `EndpointLender`."""
-        async for answer in lend(self._idle, self._account, row, self._generate, max_slots=self._slots):
-            yield answer
+        async for reply in lend(self._idle, self._account, row, self._generate, max_slots=self._slots):
+            yield reply
 
     async def _generate(self, row: BorrowedRequest) -> Generation:
         if self._is_fake:
             generation: Generation = await self.engine.row(row)
             return generation
-        ASKER.set(row.key)
+        ASKER.set(row.context.key)
         prompt = {"prompt_token_ids": row.prompt_token_ids} | ({"cache_salt": row.cache_salt} if row.cache_salt else {})
         client = engine_client(self.engine)
-        return await generate(client, row.request_id, prompt, row.sampling, priority=_BATCH_PRIORITY)
+        return await generate(client, row.context.request_id, prompt, row.sampling, priority=_BATCH_PRIORITY)
 
     async def __del__(self) -> None:
         """Shut down. Called by Serve."""

@@ -46,11 +46,7 @@ class ServeResponse(Protocol):
 
 
 class Cancelling:
-    """A `DeploymentHandle` whose calls are cancelled with their callers.
-
-    Args:
-        handle: Serve's handle, or one of its methods.
-    """
+    """A `DeploymentHandle`, or one of its methods, whose calls are cancelled with their callers."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -69,13 +65,11 @@ class Cancelling:
 async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerator[Any, None]:
     """Yield the parts of an answer. If closed or cancelled before the end, cancel the call.
 
+    A non-streaming answer raises `Answered`. If the queue was full for 0.75 s, raise BackPressureError.
+
     Args:
         call: starts the call; repeated if the queue was full.
         note: as `NOTE`.
-
-    Raises:
-        Answered: with a non-streaming answer.
-        BackPressureError: the queue was full for 0.75 s.
     """
     waits = iter(_WAITS_S)
     while True:

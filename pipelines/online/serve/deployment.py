@@ -136,15 +136,7 @@ def make_llm_config(
     num_engines_on_node: int,
     parsers: Mapping[str, Any],
 ) -> Any:
-    """Return the `LLMConfig` of a model.
-
-    Args:
-        parsers: vLLM's arguments for tool calls and reasoning.
-
-    Raises:
-        ConfigError: contradictory spec, or unknown parser.
-        PrecisionError: the hardware cannot run it.
-    """
+    """Return the `LLMConfig` of a model. `parsers` are vLLM's arguments for tool calls and reasoning."""
     from ray.serve.llm import LLMConfig
 
     arguments = engine_args(spec, hardware, num_engines_on_node=num_engines_on_node)
@@ -171,13 +163,7 @@ def make_llm_config(
 
 
 def check_parsers(parsers: Mapping[str, Any]) -> None:
-    """Require that vLLM has these parsers.
-
-    It would say so when an engine starts, and only in its log.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Require that vLLM has these parsers. It would say so when an engine starts, and only in its log."""
     if not parsers:
         return
     from vllm.reasoning import ReasoningParserManager
@@ -193,7 +179,6 @@ def check_parsers(parsers: Mapping[str, Any]) -> None:
 
 
 def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:
-    """Return options of the Serve deployment."""
     counts = sizes.counts
     options: dict[str, Any] = {
         "max_ongoing_requests": counts.admitted,

@@ -107,18 +107,13 @@ class UploadThrottle:
 
 
 class UploadAckReceiver:
-    """The ingress's end of an upload: a `receive` that acknowledges what was read, if the proxy waits for it.
-
-    Args:
-        send: the application's `send`.
-    """
+    """The ingress's end of an upload: a `receive` that acknowledges what was read, if the proxy waits for it."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._num_read = self._num_told = 0
 
     async def __call__(self) -> Message:
-        """Return the next message."""
         message = await self._receive()
         self._num_read += len(message.get("body", b""))
         if _IS_TOLD in message and self._num_read - self._num_told >= UPLOAD_WINDOW_BYTES // 4:

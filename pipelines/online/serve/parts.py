@@ -18,12 +18,7 @@ _LOST = {
 
 
 class PartsWatch:
-    """Compares Serve's processes with those of the previous check.
-
-    Args:
-        processes: returns the kind of each process by an identifier.
-        say: prints a line.
-    """
+    """Compares Serve's processes, by kind, with those of the previous check."""
 
     def __init__(
         self,

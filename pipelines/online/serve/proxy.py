@@ -80,8 +80,7 @@ _log = logging.getLogger("ray.serve")
 def middlewares() -> list[Any]:
     """Return the middlewares for Ray's proxies.
 
-    Also limits the time for headers, since proxies call this before they start
-    their server.
+    Proxies call this before they start their server, so it also limits the time for headers.
     """
     slow_clients.limit()
     return [Middleware(ProxyMiddleware)]
@@ -94,7 +93,6 @@ class ProxyMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
         scope = _for_proxy(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -130,7 +128,6 @@ class _Answer:
         self._is_started = self._is_stream = self._is_ended = False
 
     async def send(self, message: Message) -> None:
-        """Handle a message of the proxy."""
         if self._is_ended:
             return
         if message["type"] == "http.response.start":
@@ -244,12 +241,7 @@ _MISMATCH = "KEY_VALUES_MISMATCH"
 
 
 def require_certificate(certificate: Path, key: Path) -> None:
-    """Check the TLS files.
-
-    Raises:
-        ConfigError: a file is unreadable or invalid; the key does not match the certificate, is encrypted, or is
-            readable by everyone.
-    """
+    """Check the TLS files. The key must match the certificate, and be neither encrypted nor readable by everyone."""
     for name, path in (("tls_cert", certificate), ("tls_key", key)):
         _require_readable(name, path)
     mode = key.stat().st_mode

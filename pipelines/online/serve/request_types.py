@@ -15,8 +15,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
 from vllm.entrypoints.generate.base import protocol
 
-from pipelines.online.errors import ApiError
-from pipelines.online.serve.exceptions import from_exception
+from pipelines.online.errors import ApiError, from_exception
 
 _LAZY = ("content", "tool_calls")  # of a message
 _MAX_PARTS = 1024  # of a message

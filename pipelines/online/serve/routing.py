@@ -75,12 +75,10 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
             seen.popitem(last=False)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Forget removed engines."""
         super().update_replicas(replicas)
         self._seen = {replica: seen for replica, seen in self._seen.items() if replica in self.curr_replicas}
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget the engine."""
         super().on_replica_actor_died(replica_id)
         self._seen.pop(replica_id, None)
 

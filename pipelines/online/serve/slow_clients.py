@@ -50,7 +50,6 @@ class SlowReaders(asyncio.Protocol):
     _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register the connection."""
         super().connection_made(transport)
         if self.client is not None:
             _CONNECTIONS[self.client] = self
@@ -69,7 +68,6 @@ class SlowReaders(asyncio.Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._stop_looking()
         if self.client is not None:
             _CONNECTIONS.pop(self.client, None)
@@ -160,7 +158,6 @@ class PatientSend:
     Serve's proxy would hold the rest of a stream where nobody sees it; here it counts for the connection.
 
     Args:
-        connection: as `connection_of` returns it.
         key: identifies the API key, so that its connections are added up; empty if there is none.
     """
 
@@ -172,7 +169,6 @@ class PatientSend:
         connection.holders = (*address, key) if key else address
 
     async def __call__(self, message: Message) -> None:
-        """Send a message, or queue it if the client is slow."""
         if self._writer is None and self._connection.paused_at is None:
             await self._send(message)
             return
@@ -182,7 +178,6 @@ class PatientSend:
             self._writer = asyncio.create_task(self._write())
 
     async def drain(self) -> None:
-        """Wait until the queue is empty."""
         if self._writer is not None:
             await self._writer
 
@@ -203,7 +198,7 @@ LIMIT_BYTES = 64 * 1024  # as h11's own
 
 
 def limit() -> None:
-    """Limit headers to `HEADERS_LIMIT_S` seconds and `LIMIT_BYTES`, for servers of this process that start from now on.
+    """Limit size and time of headers for servers of this process that start from now on.
 
     Replaces uvicorn's default protocol class.
     """
@@ -238,7 +233,6 @@ class SlowHeaders(asyncio.Protocol):
         self._start()
 
     def data_received(self, data: bytes) -> None:
-        """Process a piece, which may complete the headers."""
         super().data_received(data)
         is_handed_over = self.transport.get_protocol() is not self  # a WebSocket
         if is_handed_over or self.transport.is_closing() or self._is_answering():

@@ -63,7 +63,7 @@ def test_bench_exit_codes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "bench", lambda *args: ({"num_passes_left": num_left, "failed": failed}, tmp_path))
-    monkeypatch.setattr("peagle.bench.tables.text_tables", lambda report: "tables")
+    monkeypatch.setattr("peagle.bench.report.text_tables", lambda report: "tables")
     assert run(["bench", "--time-budget-s", "60"]) == exit_code
     printed = capsys.readouterr().out
     assert ("run the same command to continue" in printed) is bool(num_left)
@@ -96,5 +96,5 @@ def test_bad_usage_is_refused_before_loading_a_model(
 
 
 def test_bench_runs_without_ray() -> None:
-    code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.tables"
+    code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.report"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

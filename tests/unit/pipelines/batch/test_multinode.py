@@ -11,20 +11,20 @@ from ray.exceptions import ActorDiedError
 from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
+from peagle.runs.directory import RunDirectory
 from pipelines.batch import multinode
-from pipelines.batch.multinode import Follower, FollowerJob, OtherNodes
+from pipelines.batch.multinode import Follower, OtherNodes
 
 WAIT_S = 20
 PART = {"CPU": 1.0}
 
 
-def job(run_dir="run"):
-    return FollowerJob(
-        run_dir=str(run_dir),
-        slot_group="group",
+def engine_run(run_dir="run"):
+    return SimpleNamespace(
+        directory=RunDirectory(run_dir),
+        slots_name="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
-        num_engines_on_node=1,
-        session_id="session",
+        placement=SimpleNamespace(num_engines_on_node=1, part=PART),
     )
 
 
@@ -42,7 +42,7 @@ class Cluster:
         monkeypatch.setattr("ray.get", self._get)
         monkeypatch.setattr("peagle.engine.vllm.kill_children", self.killed.release)
 
-    def _start(self, job, number):
+    def _start(self, run, session_id, number):
         def remote(leader):
             self.asked.append((number, leader))
             return number
@@ -50,7 +50,7 @@ class Cluster:
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
 
     def lead(self):
-        self.leaders.append(OtherNodes(job(), PART))
+        self.leaders.append(OtherNodes(engine_run(), "session"))
         return self.leaders[-1]
 
     def join(self):
@@ -162,7 +162,7 @@ def test_a_node_follows_in_a_place_of_its_own_and_says_what_its_log_says(monkeyp
     monkeypatch.setattr(multinode, "claim_slot", lambda slot_group: 3)
     monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.2")
     monkeypatch.setattr(multinode, "follow_vllm", follow)
-    follower = Follower(job(tmp_path), 2)
+    follower = Follower(engine_run(tmp_path), "session", 2)
     with pytest.raises(EngineError, match="vLLM did not start: ValueError: no memory"):
         follower.follow(("10.0.0.1", 4000))
     assert logs == [tmp_path / "logs" / "engine-session-node-2.log"]

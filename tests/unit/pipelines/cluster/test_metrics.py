@@ -1,10 +1,10 @@
 import pytest
 
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.metrics import METRICS, UsageMetrics
 from pipelines.online.replica.account import EngineAccount
+from pipelines.online.wire import Context
 
 MODEL = ("m", "")
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.5)
@@ -72,7 +72,7 @@ def test_engine_cost_by_state(told, clock, tmp_path):
     clock.now += 10
     account.ready(compile_s=4)
     clock.now += 5
-    running = account.begin("1", "alice")
+    running = account.begin(Context(request_id="1", key="alice"))
     clock.now += 3
     running.finish("ok")
     running.write("ok")

@@ -1,8 +1,8 @@
-"""A ledger with an engine's account, on a clock that tests move."""
+"""An engine's account with a ledger and a clock that tests advance."""
 
 import pytest
 
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
 
 

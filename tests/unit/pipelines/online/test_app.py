@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.catalog.drafters import ResolvedDrafter
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.errors import CapacityError, ConfigError, PriceError
@@ -41,7 +41,7 @@ def settings(tmp_path, **keys):
     return gate_settings(config, CPU, served(config))
 
 
-def test_serve_deploy_takes_no_cluster_without_a_token(tmp_path, monkeypatch):
+def test_build_requires_a_token(tmp_path, monkeypatch):
     def refuse():
         raise ConfigError("it asks for no token")
 
@@ -52,24 +52,24 @@ def test_serve_deploy_takes_no_cluster_without_a_token(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_without_keys_it_listens_on_loopback(tmp_path, host):
+def test_loopback_needs_no_keys(tmp_path, host):
     assert not settings(tmp_path, host=host).requires_key
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_another_address_needs_keys(tmp_path, host):
+def test_public_address_needs_keys(tmp_path, host):
     with pytest.raises(ConfigError, match="without API keys"):
         settings(tmp_path, host=host)
 
 
-def test_a_container_of_sagemakers_listens_everywhere_without_keys(tmp_path):
+def test_sagemaker_needs_no_keys(tmp_path):
     config = SageMakerConfig(state=tmp_path, model="m")
     made = gate_settings(config, CPU, served(config))
     assert (config.host, made.requires_key, made.is_behind_sagemaker) == ("0.0.0.0", False, True)
     assert not settings(tmp_path).is_behind_sagemaker
 
 
-def test_keys_of_a_file_or_of_the_environment_open_it(tmp_path, monkeypatch):
+def test_keys_from_file_or_environment(tmp_path, monkeypatch):
     path = tmp_path / "keys.json"
     write_keys(path, [new_key("alice")[1]])
     assert settings(tmp_path, host="0.0.0.0", keys=path).key_file == path
@@ -78,17 +78,15 @@ def test_keys_of_a_file_or_of_the_environment_open_it(tmp_path, monkeypatch):
     assert record.name == "ci"
 
 
-def test_keys_have_prefix_caches_of_their_own_unless_the_operator_says_otherwise(tmp_path, monkeypatch):
+def test_share_prefix_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
     (record,) = settings(tmp_path).fixed_keys
     apart = settings(tmp_path)
-    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(
-        record
-    )  # as of an ingress restarted
+    assert apart.cache_salt(record) == pickle.loads(pickle.dumps(apart)).cache_salt(record)  # like a restarted ingress
     assert settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
-def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
+def test_models_of_the_gate(tmp_path):
     has_parser = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
     (one, two) = settings(tmp_path, models=[{"name": "a"}, has_parser]).models
     assert (one.name, two.name) == ("a", "b")
@@ -97,7 +95,7 @@ def test_the_gate_knows_every_model_and_what_its_engine_cannot_do(tmp_path):
     assert one.max_choices == 128
 
 
-def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_path, monkeypatch):
+def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(app, "resolve_engine", lambda keys, hardware, **how: served(ServeConfig())[0].engine)
 
     def placement(**keys):
@@ -119,7 +117,7 @@ def test_a_node_is_divided_among_the_endpoints_engines_and_those_of_batches(tmp_
     assert "--engines" not in error.value.hint
 
 
-def test_an_engine_that_no_node_can_hold_is_refused(embedded_target):
+def test_engine_larger_than_a_node_is_refused(embedded_target):
     with pytest.raises(CapacityError, match=r"1 engine.s. of 16 accelerator.s. need 16; this node has 8"):
         app.resolve(ServeConfig(tensor_parallel_size=16, drafter="none"), GPU, num_nodes=2, announce=print)
 
@@ -130,18 +128,18 @@ def price_of(tmp_path, hardware, **keys):
 
 
 @pytest.mark.parametrize(("hardware", "device"), [(CPU, "vcpu"), (GPU, "accelerator")])
-def test_a_fake_engine_has_the_price_of_its_machine(tmp_path, hardware, device):
+def test_price_of_a_fake_engine(tmp_path, hardware, device):
     assert price_of(tmp_path, hardware, usd_per_hour=1).device == device
 
 
-def test_a_price_of_another_kind_of_device_is_refused(tmp_path):
+def test_price_for_another_device_is_refused(tmp_path):
     with pytest.raises(
         PriceError, match=r"p5\.48xlarge is per accelerator, but the engines of fake are billed by the vcpu"
     ):
         price_of(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
 
 
-def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
+def test_ledger_of_another_device_is_refused(tmp_path):
     engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
     assert price_of(tmp_path, CPU, usd_per_hour=1)
@@ -150,7 +148,7 @@ def test_a_ledger_of_another_kind_of_device_is_refused(tmp_path):
     assert "--state" in error.value.hint
 
 
-def test_a_models_card_says_what_its_engines_are(tmp_path):
+def test_model_card(tmp_path):
     config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
     card = model_card(served(config)[0], 9, CPU)
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
@@ -162,7 +160,7 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
         "method": "peagle",
         "num_speculative_tokens": 3,
         "draft_lookup": False,
-        "break_even_acceptance_length": {},  # nobody measured this model
+        "break_even_acceptance_length": {},  # not measured
         "max_model_len": 512,
         "max_replicas": 3,
         "max_requests_per_replica": 9,
@@ -171,7 +169,7 @@ def test_a_models_card_says_what_its_engines_are(tmp_path):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Has the application look at a cluster that grows: the hardware of a node and their number, look by look."""
+    """Simulate a growing cluster: the hardware of a node and the number of nodes at each inspection."""
 
     def looks(*seen, is_kubernetes=True):
         if is_kubernetes:
@@ -190,7 +188,7 @@ def looks(monkeypatch):
 ENDPOINT = {"max_replicas": 16, "drafter": "none"}
 
 
-def test_on_kubernetes_an_application_waits_until_its_machines_are_there(looks):
+def test_kubernetes_application_waits_for_its_machines(looks):
     num_looks = looks((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
     assert num_looks() == 3
@@ -199,13 +197,13 @@ def test_on_kubernetes_an_application_waits_until_its_machines_are_there(looks):
 @pytest.mark.parametrize(
     ("instance_type", "is_kubernetes"), [("p5.48xlarge", False), ("c7a.large", True), (None, True)]
 )
-def test_elsewhere_or_without_a_name_it_takes_what_is_there(looks, instance_type, is_kubernetes):
+def test_no_wait_without_kubernetes_or_instance_type(looks, instance_type, is_kubernetes):
     num_looks = looks((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
     assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
     assert num_looks() == 1
 
 
-def test_machines_that_do_not_come_are_waited_for_so_long(looks, monkeypatch):
+def test_wait_for_machines_is_limited(looks, monkeypatch):
     monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
     looks((CPU, 1))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU

@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def a_process():
-    """Start processes that live for long, or have said something and ended."""
+    """Start processes, by default one that sleeps."""
     started = []
 
     def start(code="import time; time.sleep(60)", log=subprocess.DEVNULL):
@@ -56,7 +56,7 @@ def an_endpoint(home, process, name="m", stop_s=5.0):
     return endpoint
 
 
-def test_an_endpoint_starts_is_up_and_has_ended(home, a_process):
+def test_status_of_an_endpoint(home, a_process):
     process = a_process()
     endpoint = an_endpoint(home, process)
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
@@ -71,23 +71,23 @@ def test_an_endpoint_starts_is_up_and_has_ended(home, a_process):
     assert endpoints() == [endpoint]
 
 
-def test_another_process_of_the_same_number_is_not_taken_for_it(home, a_process):
+def test_reused_pid_is_detected(home, a_process):
     endpoint = an_endpoint(home, a_process())
     assert replace(endpoint, born_at=endpoint.born_at - 1).process() is None
 
 
-def test_that_it_was_up_before_it_was_started_anew_says_nothing(home, a_process):
+def test_older_record_is_ignored(home, a_process):
     endpoint = an_endpoint(home, a_process())
     record_up(endpoint.state, PRICE)
     assert replace(endpoint, started_at=time.time() + 1).status() == "starting"
 
 
-def test_it_ends_by_sigterm_and_not_by_itself(home, a_process):
+def test_end_sends_sigterm_and_waits(home, a_process):
     process = a_process()
     endpoint = an_endpoint(home, process)
     end(endpoint)
     assert process.wait() == -15
-    end(endpoint)  # of one that has ended nothing is asked
+    end(endpoint)  # does nothing if it has ended
     stubborn = a_process("import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
                          log=subprocess.PIPE)  # fmt: skip
     stubborn.stdout.read(1)
@@ -96,7 +96,7 @@ def test_it_ends_by_sigterm_and_not_by_itself(home, a_process):
     stubborn.stdout.close()
 
 
-def test_what_it_says_until_it_is_up_is_said_here(home, a_process):
+def test_output_is_printed_until_it_is_up(home, a_process):
     endpoint = an_endpoint(home, a_process())
     endpoint.log.write_text("one\nhal")
     said = []
@@ -111,7 +111,7 @@ def test_what_it_says_until_it_is_up_is_said_here(home, a_process):
     assert said[:2] == ["one", "half"]
 
 
-def test_one_that_ends_instead_is_an_error_after_its_last_word(home, a_process):
+def test_failed_start_is_an_error(home, a_process):
     process = a_process("")
     endpoint = an_endpoint(home, process)
     process.wait()
@@ -122,7 +122,7 @@ def test_one_that_ends_instead_is_an_error_after_its_last_word(home, a_process):
     assert said == ["peagle serve: no model 'x' in the catalog"]
 
 
-def test_it_is_peagle_serve_with_the_same_keys(home, monkeypatch, a_process):
+def test_start_runs_peagle_serve(home, monkeypatch, a_process):
     commands = []
 
     def popen(command, **options):
@@ -146,7 +146,7 @@ def test_it_is_peagle_serve_with_the_same_keys(home, monkeypatch, a_process):
     assert start(ServeConfig(name="other", state=home / "mine"), port=8124).state == home / "mine"
 
 
-def test_the_only_one_that_is_up_needs_no_name(home, a_process):
+def test_only_running_endpoint_needs_no_name(home, a_process):
     with pytest.raises(ConfigError, match="no endpoint is running"):
         find(None)
     process = a_process()
@@ -160,7 +160,7 @@ def test_the_only_one_that_is_up_needs_no_name(home, a_process):
     assert "two" in error.value.hint
 
 
-def test_a_damaged_record_is_named(home, a_process):
+def test_damaged_record_is_reported(home, a_process):
     endpoint = an_endpoint(home, a_process())
     (endpoint.folder / "endpoint.json").write_text("{}")
     with pytest.raises(PeagleError, match=r"endpoint.json is damaged"):
@@ -176,5 +176,5 @@ def test_a_damaged_record_is_named(home, a_process):
         ({"name": "ü"}, "endpoint"),
     ],
 )
-def test_its_name_is_a_folders(keys, name):
+def test_name_is_a_valid_folder_name(keys, name):
     assert name_for(ServeConfig(**keys)) == name

@@ -11,7 +11,7 @@ from pipelines.online.totals import Totals, totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def test_a_batch_holds_what_requests_under_way_leave():
+def test_batch_reserves_what_requests_leave():
     budgets = Budgets()
     budgets.reserve_request("1", "alice", None, 0.75)
     budgets.reserve_request("2", "bob", None, 5)
@@ -21,17 +21,17 @@ def test_a_batch_holds_what_requests_under_way_leave():
     assert (budgets.reserved_by_batch("batch_1", "alice"), budgets.reserved_by_batch("batch_2", "alice")) == (1.25, 0)
 
 
-def test_a_batch_holds_what_it_wants_and_then_more_as_long_as_there_is_some():
+def test_batch_reservation_can_grow():
     budgets = Budgets()
     assert budgets.reserve_batch("batch_1", "alice", 2, 0.5) == 0.5
     assert budgets.reserve_request("1", "alice", 2, 1) is None
     assert budgets.reserve_request("2", "alice", 2, 0.6) == "reserved by requests"
     assert budgets.reserve_batch("batch_1", "alice", 2, 5) == 1
-    assert budgets.reserve_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch hold all"
+    assert budgets.reserve_batch("batch_2", "alice", 2, 5) == 0, "a request and a batch have reserved everything"
     assert (budgets.reserved_by_batch("batch_1", "alice"), budgets.reserved_by_batches("alice")) == (1, 1)
 
 
-def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
+def test_retried_batch_reserves_and_settles_once():
     budgets = Budgets()
     for left_usd in (2, 1.5):
         budgets.reserve_batch("batch_1", "alice", left_usd)
@@ -41,13 +41,8 @@ def test_a_batch_that_begins_again_holds_once_and_is_charged_once():
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 1.25)
 
 
-def test_who_asks_for_the_same_ledger_gets_the_same(tmp_path):
-    assert totals_of(tmp_path / "a").budgets is totals_of(tmp_path / "a").budgets
-    assert totals_of(tmp_path / "a").budgets is not totals_of(tmp_path / "b").budgets
-
-
-def test_a_batch_and_a_request_never_both_get_what_is_left():
-    """The attack: both look at what is left, and then both hold it."""
+def test_batch_and_request_do_not_reserve_the_same_money():
+    """The attack: both check the rest of the budget before either reserves it."""
     for _ in range(200):
         budgets, barrier, got = Budgets(), Barrier(2), []
 
@@ -65,7 +60,7 @@ def test_a_batch_and_a_request_never_both_get_what_is_left():
 
 @pytest.fixture
 def read(tmp_path):
-    """Append lines to a ledger and read them; the budgets that follow it."""
+    """Append records to a ledger and read them. Returns its budgets."""
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):
@@ -77,7 +72,7 @@ def read(tmp_path):
     return append_and_read
 
 
-def test_what_an_answer_and_the_ledger_say_of_a_request_is_spent_once(read):
+def test_settled_request_counts_once(read):
     budgets = read()
     for is_answered_first in (True, False):
         name = f"r{is_answered_first}"
@@ -89,7 +84,7 @@ def test_what_an_answer_and_the_ledger_say_of_a_request_is_spent_once(read):
     assert budgets.spent_usd("alice") == 0.5
 
 
-def test_what_the_ledger_says_counts_where_an_answer_said_something_else(read):
+def test_ledger_overrides_the_settled_cost(read):
     budgets = read()
     budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0)
@@ -97,14 +92,7 @@ def test_what_the_ledger_says_counts_where_an_answer_said_something_else(read):
     assert budgets.spent_usd("alice") == 0.25
 
 
-def test_what_another_ingress_let_in_is_spent_when_its_engine_writes_it(read):
-    """The attack: what was under way when an ingress died was written after the next one had read the ledger."""
-    budgets = read(a_request("before", usd=0.25))
-    read(a_request("late", usd=0.5))
-    assert budgets.spent_usd("alice") == 0.75
-
-
-def test_what_was_let_go_is_spent_where_the_ledger_names_it_after_all(read):
+def test_late_record_of_a_released_request_counts(read):
     budgets = read()
     budgets.reserve_request("r", "alice", 1, None)
     budgets.release_request("r", "alice")
@@ -113,14 +101,14 @@ def test_what_was_let_go_is_spent_where_the_ledger_names_it_after_all(read):
     assert budgets.spent_usd("alice") == 0.25
 
 
-def test_a_batch_of_the_ledger_and_of_the_scheduler_is_spent_once(read):
+def test_settled_batch_counts_once(read):
     batch = replace(a_request("batch_1", usd=0.5), usage=replace(a_request("batch_1").usage, session_id="batch_1"))
     budgets = read(batch)
     budgets.settle_batch("batch_1", ["alice"], 0.5)
     assert budgets.spent_usd("alice") == 0.5
 
 
-def test_a_request_that_is_long_forgotten_stays_spent(clock):
+def test_expired_settlement_stays_spent(clock):
     budgets = Budgets(monotonic=clock)
     budgets.reserve_request("r", "alice", 1, 0.1)
     budgets.settle_request("r", "alice", 0.25)
@@ -128,7 +116,7 @@ def test_a_request_that_is_long_forgotten_stays_spent(clock):
     assert (budgets.spent_usd("alice"), budgets._unconfirmed) == (0.25, {})
 
 
-def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
+def test_new_key_with_a_reused_name_has_no_spend(read):
     _, before = new_key("alice", budget_usd=0.5)
     _, after = new_key("alice", budget_usd=0.5)
     budgets = read(a_request("r", usd=0.75, account=before.account))
@@ -139,7 +127,7 @@ def test_a_key_under_the_name_of_a_revoked_one_has_spent_nothing(read):
     assert (budgets.spent_usd(before.account), budgets.spent_usd(after.account)) == (0.75, 0.25)
 
 
-def test_records_without_an_account_count_for_the_key_of_their_name(read):
+def test_old_records_count_by_key_name(read):
     _, alice = new_key("alice")
     budgets = read(a_request("r", usd=0.75))
     assert budgets.spent_usd(alice.account) == 0.75
@@ -157,7 +145,7 @@ def ended(day, usd, request_id="r"):
 @pytest.mark.parametrize(
     ("every", "left"), [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])]
 )
-def test_a_budget_is_for_all_time_or_begins_anew_with_each_period(every, left):
+def test_budget_periods(every, left):
     now = [DAYS[0]]
     budgets, found = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
@@ -166,7 +154,7 @@ def test_a_budget_is_for_all_time_or_begins_anew_with_each_period(every, left):
     assert found == left
 
 
-def test_a_key_whose_budget_is_spent_gets_in_again_in_the_next_period_and_no_sooner():
+def test_spent_budget_renews_in_the_next_period():
     now = [date(2026, 11, 30)]
     budgets = Budgets(day=lambda: now[0])
     budgets.on_ledger_record(ended(now[0], 12.0))
@@ -177,7 +165,7 @@ def test_a_key_whose_budget_is_spent_gets_in_again_in_the_next_period_and_no_soo
     assert budgets.reserve_batch("batch_1", "alice 1", allowed_usd - budgets.spent_usd("alice 1")) == 10.0
 
 
-def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_alone():
+def test_expired_settlement_counts_in_its_period():
     now, clock = [date(2026, 11, 30)], [0.0]
     budgets = Budgets(day=lambda: now[0], monotonic=lambda: clock[0])
     budgets.reserve_request("r", "alice 1", 10.0, 1.0)
@@ -190,7 +178,7 @@ def test_what_an_answer_told_and_the_ledger_never_said_counts_in_its_own_period_
     assert left == [6.0, 10.0]
 
 
-def test_a_restart_knows_what_was_spent_before_the_period(tmp_path, monkeypatch):
+def test_restart_keeps_spend_before_the_period(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     for day in DAYS:
         append_request(tmp_path, ended(day, 1.0))

@@ -6,23 +6,23 @@ from pydantic import ValidationError
 from pipelines.online.config import ServeConfig
 
 
-def test_the_flat_keys_are_the_only_model():
+def test_top_level_options_are_the_only_model():
     (model,) = ServeConfig(model="smollm2-135m", drafter="none", max_replicas=2).served
     assert (model.served_name, model.drafter, model.max_replicas) == ("smollm2-135m", "none", 2)
 
 
-def test_keys_beside_the_list_hold_for_every_model_unless_it_says_otherwise():
+def test_top_level_options_apply_to_all_models():
     config = ServeConfig(max_num_seqs=4, enforce_eager=True, models=[{"name": "a"}, {"name": "b", "max_num_seqs": 2}])
     assert [(m.served_name, m.max_num_seqs, m.enforce_eager) for m in config.served] == [("a", 4, True), ("b", 2, True)]
 
 
-def test_a_models_path_may_have_a_colon_where_clients_call_it_otherwise():
+def test_model_path_may_contain_a_colon():
     assert ServeConfig(model="models/qwen3:8b", name="qwen3").served[0].served_name == "qwen3"
     assert ServeConfig(model="/srv/models/mine").served[0].served_name == "mine"
     assert ServeConfig(model="models/qwen3:8b", models=[{"name": "a"}]).served[0].served_name == "a"
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch):
+def test_tilde_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/alice")
     config = ServeConfig(state="~/state", keys="~/keys.json")
     assert (config.state, config.keys) == (Path("/home/alice/state"), Path("/home/alice/keys.json"))
@@ -42,6 +42,6 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
         ({"models": [{"name": "a"}, {"name": "b:c"}]}, "the model name b:c"),
     ],
 )
-def test_what_contradicts_itself_is_refused(keys, message):
+def test_invalid_configuration_is_refused(keys, message):
     with pytest.raises(ValidationError, match=message):
         ServeConfig(**keys)

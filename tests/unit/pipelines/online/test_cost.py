@@ -7,16 +7,16 @@ import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.spending import Days, charges, day_of
 from peagle.economics.statement import statement
+from peagle.economics.usage import EngineFacts
 from peagle.engine.interface import SelfCheck
 from peagle.runs.ledgers import find_ledgers
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import AnswerTally, Context
 from tests.unit.economics.month import at, write_endpoint
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -28,7 +28,7 @@ def view(engine_account, clock, tmp_path):
     clock.now += 5
     engine_account.ready()
     for request_id, key, tokens, busy_s in (("1", "alice", 100, 2), ("2", "bob", 300, 3)):
-        request = engine_account.begin(request_id, key)
+        request = engine_account.begin(Context(request_id=request_id, key=key))
         request.tally = AnswerTally(num_prompt_tokens=10, num_output_tokens=tokens)
         clock.now += busy_s
         append_request(tmp_path / "ledger", request.finish("ok"))
@@ -37,7 +37,7 @@ def view(engine_account, clock, tmp_path):
     return CostView(tmp_path / "ledger", PRICE)
 
 
-def test_an_operator_sees_every_key_and_where_the_money_went(view):
+def test_operator_sees_all_keys_and_the_account(view):
     report = view.report()
     assert report["by_key"]["alice"]["usd"] == pytest.approx(2 * 2 * 0.01)
     assert report["by_key"]["bob"]["tokens_per_busy_usd"] == pytest.approx(300 / 0.06)
@@ -47,13 +47,13 @@ def test_an_operator_sees_every_key_and_where_the_money_went(view):
     assert report["account"]["tokens_per_usd"] == pytest.approx(400 / 0.4)
 
 
-def test_a_key_sees_its_own_requests_and_nothing_of_the_whole(view):
+def test_key_sees_only_its_own_cost(view):
     report = view.report("alice")
     assert report["total"]["num_requests"] == 1
     assert set(report) == {"window_s", "total", "by_model"}
 
 
-def test_what_the_self_checks_of_engines_found_stands_beside_the_account(view, engine_account, clock, tmp_path):
+def test_report_counts_self_checks(view, engine_account, clock, tmp_path):
     assert view.report()["self_checks"] == {"passed": 0, "failed": 0, "skipped": 0, "unchecked": 1}
     checked = EngineAccount(tmp_path / "ledger", engine_account._engine, heartbeat_s=300, monotonic=clock)
     checked.self_check = SelfCheck(outcome="passed").to_json()
@@ -61,11 +61,11 @@ def test_what_the_self_checks_of_engines_found_stands_beside_the_account(view, e
     assert view.report()["self_checks"]["passed"] == 1
 
 
-def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_path):
+def test_window_of_the_report(engine_account, clock, tmp_path):
     start = engine_account._started_at
 
     def request_of(seconds, request_id):
-        request = engine_account.begin(request_id, "alice")
+        request = engine_account.begin(Context(request_id=request_id, key="alice"))
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += seconds
         record = request.finish("ok")
@@ -77,7 +77,7 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
     request_of(50, "before")
     clock.now += 70
     for _ in range(5):
-        engine_account.heartbeat()  # kept: each is in a minute of its own
+        engine_account.heartbeat()  # each in another minute
         clock.now += 60
     request_of(20, "within")
     clock.now += 30
@@ -92,15 +92,15 @@ def test_a_window_has_its_own_requests_and_seconds(engine_account, clock, tmp_pa
 
 
 @pytest.mark.parametrize("second", [0.5, 17.0, 42.0])
-def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_path, clock, monkeypatch, second):
-    """A request of 1 s and 100 tokens each second, from some second of a minute on, for somewhat over ten minutes."""
+def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypatch, second):
+    """One request of 1 s and 100 tokens per second, for slightly more than ten minutes."""
     start, began = 1_800_000_000 + second, clock.now
     monkeypatch.setattr("pipelines.online.replica.account.time.time", lambda: start + clock.now - began)
     engine = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
     account = EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300, monotonic=clock)
     account.ready()
     for number in range(630):
-        request = account.begin(str(number), "alice")
+        request = account.begin(Context(request_id=str(number), key="alice"))
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += 1
         request.write("ok")
@@ -113,7 +113,7 @@ def test_tokens_per_dollar_of_a_steady_engine_are_the_same_in_every_window(tmp_p
         assert view.report(window_s=window_s)["account"]["tokens_per_usd"] == pytest.approx(100 / 0.02, rel=0.02)
 
 
-def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_the_engines(view, tmp_path):
+def test_batch_counts_for_its_key_but_not_for_the_engines(view, tmp_path):
     before = view.report()["account"]
     (record, *_) = RequestReader(tmp_path / "ledger").new()
     usage = replace(record.usage, session_id="batch_1", num_rows=7, num_failed_rows=2)
@@ -127,14 +127,14 @@ def test_a_batch_counts_for_its_key_by_its_requests_and_not_in_the_account_of_th
     assert report["by_key"]["carol"]["requests_at_once"] is None
 
 
-def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, clock, tmp_path):
+def test_requests_at_once(engine_account, clock, tmp_path):
     engine_account.ready()
-    first = engine_account.begin("1", "alice")
+    first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2
-    second = engine_account.begin("2", "alice")
+    second = engine_account.begin(Context(request_id="2", key="alice"))
     clock.now += 2
     ended = [request.finish("ok") for request in (first, second)]
-    # The clock is the engine's; records carry the wall's.
+    # The clock is the engine's; records have wall time.
     for record, life_s in zip(ended, (4, 2), strict=True):
         usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
@@ -145,8 +145,8 @@ def test_requests_at_once_are_all_their_time_over_the_busy_time(engine_account, 
     assert model["num_drafts"] == 0
 
 
-def test_while_the_ledger_is_read_nobody_waits_for_long(tmp_path, monkeypatch):
-    """What threads wait for would keep them from everything else that needs one."""
+def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
+    """Waiting threads would block others that need a thread."""
     may_end = threading.Event()
     monkeypatch.setattr(RequestReader, "each", lambda reader: iter(may_end.wait(10) and ()))
     monkeypatch.setattr("pipelines.online.totals._SOON_S", 0.1)
@@ -162,7 +162,7 @@ def test_while_the_ledger_is_read_nobody_waits_for_long(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("days_ago", "step_s"), [(1, 60), (10, 3600), (90, 86_400)])
-def test_a_window_has_all_of_the_minute_hour_or_day_that_it_begins_in(tmp_path, monkeypatch, days_ago, step_s):
+def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days_ago, step_s):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     now = 1_800_000_000.0
     begins = (now - days_ago * 86_400) // step_s * step_s
@@ -172,7 +172,7 @@ def test_a_window_has_all_of_the_minute_hour_or_day_that_it_begins_in(tmp_path, 
     assert found["total"]["num_requests"] == 3
 
 
-def test_a_statement_is_what_the_command_says_of_the_same_ledger(tmp_path):
+def test_statement_equals_the_command(tmp_path):
     write_endpoint(tmp_path)
     view = CostView(tmp_path / "ledger", PRICE)
     days = Days(day_of(at(11, 3, 12)), day_of(at(11, 4, 12)))
@@ -184,7 +184,7 @@ def test_a_statement_is_what_the_command_says_of_the_same_ledger(tmp_path):
     assert by_key[""]["overhead"] == pytest.approx(8700 * 6.88 / 3600)
 
 
-def test_a_statement_of_one_key_has_nothing_of_the_whole(tmp_path):
+def test_statement_of_one_key(tmp_path):
     write_endpoint(tmp_path)
     result = CostView(tmp_path / "ledger", PRICE).statement(("key",), Days(), "bob")
     assert [row["key"] for row in result["rows"]] == ["bob"]
@@ -193,8 +193,8 @@ def test_a_statement_of_one_key_has_nothing_of_the_whole(tmp_path):
     }  # fmt: skip
 
 
-def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
-    """From the checkpoint: the history is not read again."""
+def test_statement_survives_a_restart(tmp_path, monkeypatch):
+    """It is read from the checkpoint."""
     write_endpoint(tmp_path)
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     before = CostView(tmp_path / "ledger", PRICE).statement(("key", "tag", "drafter"), Days())
@@ -211,7 +211,7 @@ def test_a_statement_after_a_restart_is_the_same(tmp_path, monkeypatch):
         ((None, None, "key", 60.0), "window_s"),
     ],
 )
-def test_a_period_that_makes_no_sense_is_refused(period, param):
+def test_invalid_period_is_refused(period, param):
     with pytest.raises(ApiError) as caught:
         asked_period(*period)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,7 +1,11 @@
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from vllm.exceptions import VLLMNotFoundError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from pipelines.online.errors import ApiError, from_validation
+from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death
 
 
 class Body(BaseModel):
@@ -26,14 +30,55 @@ class Body(BaseModel):
         ({}, (422, "invalid_type", "number: Field required")),
     ],
 )
-def test_a_wrong_value_is_400_and_a_wrong_type_422(values, expected):
+def test_status_of_validation_errors(values, expected):
     with pytest.raises(ValidationError) as caught:
         Body(**values)
     error = from_validation(caught.value.errors())
     assert (error.status, error.code, error.message[: len(expected[2])]) == expected
 
 
-def test_no_error_is_longer_than_a_page():
+def test_long_messages_are_shortened():
     error = ApiError(400, "x" * 2**20, param="y" * 2**20).body()["error"]
     assert error["message"] == "x" * 2000 + "... (1,048,576 characters)"
     assert len(error["param"]) < 300
+
+
+class WrappedError(ActorDiedError):
+    """As Ray wraps it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (VLLMValidationError("no prompt", parameter="prompt"), 400),
+        (VLLMNotFoundError("no such adapter"), 404),
+        (VLLMUnprocessableEntityError("no such image"), 422),
+        (VLLMValidationError(""), 400),
+    ],
+)
+def test_vllms_refusals_are_client_errors(error, status):
+    answer = from_exception(error)
+    assert answer.status == status
+    assert answer.param == getattr(error, "parameter", None)
+    assert answer.message == error.args[0]
+
+
+def test_internal_text_is_hidden():
+    answer = from_exception(RuntimeError("secret"))
+    assert (answer.status, "secret" in answer.message) == (500, False)
+    own = ApiError(418, "x")
+    assert from_exception(own) is own
+
+
+@pytest.mark.parametrize("error", [EngineDeadError(), ActorDiedError(), WrappedError()])
+def test_engine_death_is_recognised(error):
+    assert is_engine_death(error)
+    assert not is_engine_death(RuntimeError())
+
+
+@pytest.mark.parametrize(
+    "kind", [EngineDeadError, ActorDiedError, RayActorError, BackPressureError, DeploymentUnavailableError]
+)
+def test_unavailable_engines_are_503(kind):
+    """By the names of Ray's and vLLM's own classes."""
+    assert from_exception(kind.__new__(kind)).status == 503

@@ -10,7 +10,7 @@ def config(tmp_path, **keys):
     return ServeConfig(engine="fake", state=tmp_path / "state", batches=tmp_path / "batches", **keys)
 
 
-def test_an_endpoint_is_told_and_nothing_is_written(tmp_path):
+def test_forecast_writes_nothing(tmp_path):
     found = forecast(config(tmp_path, usd_per_hour=1, max_replicas=3, min_replicas=0), print)
     lines = dict(found.lines())
     assert lines["address"] == "http://127.0.0.1:8000/v1"
@@ -21,7 +21,7 @@ def test_an_endpoint_is_told_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_can_reach_the_endpoint_is_told(tmp_path, monkeypatch):
+def test_forecast_reports_who_has_access(tmp_path, monkeypatch):
     keys = {"engine": "fake", "model": "fake", "state": tmp_path / "state", "usd_per_hour": 1}
     found = forecast(SageMakerConfig(**keys), print)
     assert dict(found.lines())["API keys"].startswith("none; anyone who can connect to 0.0.0.0:8080")
@@ -30,7 +30,7 @@ def test_who_can_reach_the_endpoint_is_told(tmp_path, monkeypatch):
     assert forecast(SageMakerConfig(**keys), print).access() == "required"
 
 
-def test_an_endpoint_on_machines_that_are_not_here(tmp_path, speaking_target):
+def test_forecast_for_other_machines(tmp_path, speaking_target):
     models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
     keys = {"model": str(speaking_target), "models": models, "instance_type": "g7e.2xlarge"}
     found = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
@@ -43,6 +43,6 @@ def test_an_endpoint_on_machines_that_are_not_here(tmp_path, speaking_target):
     assert "instance_type" not in rows
 
 
-def test_what_would_refuse_an_endpoint_refuses_its_dry_run(tmp_path):
+def test_forecast_refuses_like_the_endpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0: without API keys"):
         forecast(config(tmp_path, host="0.0.0.0", usd_per_hour=1), print)

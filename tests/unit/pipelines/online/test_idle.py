@@ -35,7 +35,7 @@ def session(folder, *, busy_s=0.0, idle_s=0.0, started_at=1000.0, session_id="s"
     return one
 
 
-def test_an_engine_that_works_or_starts_is_asked(tmp_path):
+def test_working_or_starting_engine_is_not_idle(tmp_path):
     now, under_way = [0.0], [False]
     session(tmp_path)
     watch = IdleWatch(tmp_path, has_batches=lambda: under_way[0], monotonic=lambda: now[0])
@@ -55,7 +55,7 @@ def test_an_engine_that_works_or_starts_is_asked(tmp_path):
     assert after(60) == 0
 
 
-def test_the_endpoint_ends_when_nobody_asks_and_says_what_it_cost(tmp_path, monkeypatch):
+def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_LOOK_S", 0.01)
     session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # of this process's time
     stopped, said = threading.Event(), []
@@ -67,14 +67,14 @@ def test_the_endpoint_ends_when_nobody_asks_and_says_what_it_cost(tmp_path, monk
 
 
 @pytest.mark.parametrize("idle_timeout", [None, "1h"])
-def test_an_endpoint_that_is_stopped_before_says_nothing(tmp_path, idle_timeout):
+def test_endpoint_that_is_not_idle_reports_nothing(tmp_path, idle_timeout):
     said, config = [], ServeConfig(state=tmp_path, idle_timeout=idle_timeout)
     with ended_when_idle(config, PRICE, threading.Event(), said.append):
         pass
     assert said == []
 
 
-def test_a_ledger_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch):
+def test_unreadable_ledger_does_not_stop_the_endpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_LOOK_S", 0.01)
     (tmp_path / "ledger").mkdir()
     stopped, said = threading.Event(), []
@@ -86,7 +86,7 @@ def test_a_ledger_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch):
     assert all("cannot check for requests now" in line for line in said)
 
 
-def test_only_what_engines_lived_since_then_is_paid(tmp_path):
+def test_engines_usd_since(tmp_path):
     session(tmp_path, idle_s=30)
     session(tmp_path, idle_s=90, started_at=2000.0, session_id="later")
     assert engines_usd(tmp_path, PRICE, since=0.0) == 40 + 100
@@ -94,7 +94,7 @@ def test_only_what_engines_lived_since_then_is_paid(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("1.5h", 5400), (90, 90)])
-def test_a_timeout_is_a_duration(text, seconds):
+def test_idle_timeout_is_a_duration(text, seconds):
     assert ServeConfig(idle_timeout=text).idle_timeout == seconds
 
 
@@ -106,6 +106,6 @@ def test_a_timeout_is_a_duration(text, seconds):
         ({"idle_timeout": "0s"}, "greater than 0"),
     ],
 )
-def test_a_timeout_that_no_ledger_could_show_is_refused(keys, reason):
+def test_invalid_idle_timeout_is_refused(keys, reason):
     with pytest.raises(ValueError, match=reason):
         ServeConfig(**keys)

@@ -15,15 +15,13 @@ from peagle.economics.prices import Price
 from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online import ingress
 from pipelines.online.cost import CostView
-from pipelines.online.errors import ApiError
+from pipelines.online.errors import ApiError, EngineUnavailable
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import GateSettings
-from pipelines.online.gateway.keys import LOCAL, KeyRing, new_key
+from pipelines.online.gateway.keys import LOCAL, KeyRing, SharedBudgets, new_key
 from pipelines.online.gateway.routes import get, post, with_pass
-from pipelines.online.gateway.shared import SharedBudgets
 from pipelines.online.ingress import answer_errors, ask_engine
 from pipelines.online.serve.calls import NOTE, listen
-from pipelines.online.serve.exceptions import EngineUnavailable
 from pipelines.online.serve.request_types import Chat
 from pipelines.online.wire import Context, WholeAnswer, encoded
 
@@ -31,14 +29,14 @@ CONTEXT = Context(request_id="r", key="alice", account="a", num_choices=2)
 
 
 def a_request(context=CONTEXT, record_usage=lambda usage: None):
-    """A chat that the gate has let in."""
+    """An admitted chat."""
     app = SimpleNamespace(state=SimpleNamespace(crashes=EngineCrashes()))
     scope = {"type": "http", "headers": encoded(context.headers()), "app": app}
     return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
 async def asked(request, *ends):
-    """Return the answer or the error's code, and how many engines were asked; each ends as given."""
+    """Return the answer or the error code, and the number of calls to engines, which end as given."""
     left, began_at, asked_at = list(ends), time.time(), []
 
     async def handler(body, request):
@@ -59,7 +57,7 @@ async def asked(request, *ends):
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
-def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatch, tokens):
+def test_chat_has_the_gates_token_cap(monkeypatch, tokens):
     async def ray_chat(self, body, request):
         return body
 
@@ -71,7 +69,7 @@ def test_a_chat_goes_to_its_engine_with_the_cap_that_the_gate_gave_it(monkeypatc
 
 
 @pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
-def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
+def test_invalid_window_is_refused(tmp_path, window_s):
     async def asked():
         one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
         one._shared = SharedBudgets(tmp_path)
@@ -98,7 +96,7 @@ def test_a_window_that_is_no_time_is_refused(tmp_path, window_s):
 
 
 @pytest.mark.parametrize(("running", "status"), [((1, 2), 200), ((1, 0), 503), ((0, 0), 503)])
-def test_sagemaker_is_told_that_all_is_well_where_each_model_has_an_engine(monkeypatch, running, status):
+def test_ping_requires_an_engine_per_model(monkeypatch, running, status):
     counts = {f"m{number}": {"num_running_replicas": count} for number, count in enumerate(running)}
     monkeypatch.setattr(ingress, "replica_counts", lambda deployments: counts)
     one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
@@ -108,19 +106,19 @@ def test_sagemaker_is_told_that_all_is_well_where_each_model_has_an_engine(monke
 
 
 @pytest.mark.parametrize("is_behind_sagemaker", [True, False])
-def test_only_a_container_of_sagemakers_answers_its_ping(monkeypatch, tmp_path, is_behind_sagemaker):
+def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemaker):
     made = {}
     monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: made.update(endpoint_map))
     ingress.make_ingress(GateSettings(models=(), ledger=tmp_path, is_behind_sagemaker=is_behind_sagemaker))
     assert ("ping" in made) == is_behind_sagemaker
 
 
-def test_a_request_that_crashed_its_engine_is_not_retried():
+def test_request_that_crashed_its_engine_is_not_retried():
     assert asyncio.run(asked(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
 def with_a_later_one(request, *ends):
-    """Ask for a request whose first engine crashes together with a request that entered it later."""
+    """Send a request; its first engine crashes together with a later request."""
 
     async def scene():
         first = asyncio.create_task(asked(request, *ends))
@@ -135,20 +133,20 @@ def with_a_later_one(request, *ends):
     return asyncio.run(scene())
 
 
-def test_a_request_that_was_not_the_last_is_retried_once():
+def test_older_request_is_retried_once():
     assert with_a_later_one(a_request(), EngineDeadError(), "answer") == ("answer", 2)
     assert with_a_later_one(a_request(), EngineDeadError(), EngineDeadError(), "answer") == ("engine_crashed", 2)
 
 
-def test_a_request_that_met_dead_engines_alone_is_asked_again(monkeypatch):
+def test_request_is_retried_on_live_engines(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
     dead = EngineUnavailable()
     assert asyncio.run(asked(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
     assert asyncio.run(asked(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
-def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apart(monkeypatch):
-    """The body is no JSON: nothing in the ingress may parse it."""
+def test_whole_answer_passes_unparsed(monkeypatch):
+    """The body is not JSON: the ingress must not parse it."""
     noted = []
 
     async def parts():
@@ -167,11 +165,11 @@ def test_a_whole_answer_is_passed_on_as_its_bytes_and_what_it_used_is_noted_apar
 @pytest.mark.parametrize(
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
-def test_anything_else_is_an_answer_of_the_api_at_once(error, code):
+def test_other_errors_are_not_retried(error, code):
     assert asyncio.run(asked(a_request(), error, "answer")) == (code, 1)
 
 
-def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, tmp_path):
+def test_batches_use_current_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
     (_, alice), (_, gone) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
@@ -181,7 +179,7 @@ def test_batches_go_by_the_keys_that_hold_now_where_there_are_keys(monkeypatch, 
     assert ingress.PeagleIngress._make_batches(endpoint, None) is None
 
 
-def test_the_budgets_of_all_keys_are_an_operators_and_ones_own_anybodys(tmp_path):
+def test_operator_sees_all_budgets(tmp_path):
     (_, alice), (_, bob), (_, boss) = (
         new_key("alice", budget_usd=1), new_key("bob", budget_usd=2), new_key("boss", is_operator=True),
     )  # fmt: skip

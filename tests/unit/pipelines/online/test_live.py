@@ -16,7 +16,7 @@ from pipelines.online.live import (
     watch_engines,
 )
 from pipelines.online.totals import totals_of
-from pipelines.online.wire import AnswerTally
+from pipelines.online.wire import AnswerTally, Context
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)
 NOW = 1_000_000.0  # at the beginning of a step
@@ -24,11 +24,11 @@ NOW = 1_000_000.0  # at the beginning of a step
 
 @pytest.fixture
 def ledger(engine_account, clock, tmp_path):
-    """Write a request that ended so many seconds before NOW."""
+    """Write a request that ended `ended_s_ago` seconds before NOW."""
     engine_account.ready()
 
     def write(request_id, *, ended_s_ago, lasted_s=4.0, tokens=40, ttft_s=0.5, key="alice", model="m"):
-        request = engine_account.begin(request_id, key)
+        request = engine_account.begin(Context(request_id=request_id, key=key))
         stats = SpeculationStats(num_drafts=10, num_draft_tokens=30, accepted_per_position=(6, 3, 1))
         request.tally = AnswerTally(num_prompt_tokens=5, num_output_tokens=tokens, speculation=stats)
         clock.now += lasted_s
@@ -56,7 +56,7 @@ def view(tmp_path, engine_account, now):
     return LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now)
 
 
-def test_tokens_count_for_the_seconds_in_which_they_were_made(ledger, view):
+def test_tokens_count_when_they_were_generated(ledger, view):
     ledger("1", ended_s_ago=10, lasted_s=8.5, ttft_s=0.5, tokens=80)  # 8 s of 10 tokens/s, from 18 to 10 s ago
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(80 / 60)
@@ -65,21 +65,21 @@ def test_tokens_count_for_the_seconds_in_which_they_were_made(ledger, view):
     assert sum(series) * report["series"]["step_s"] == pytest.approx(80)
 
 
-def test_an_answer_that_was_not_streamed_counts_for_all_of_its_time(ledger, view):
+def test_non_streaming_answer_counts_over_its_whole_time(ledger, view):
     ledger("1", ended_s_ago=10, lasted_s=8, ttft_s=None, tokens=80)
     report = view.report()
     assert report["series"]["output_tokens_per_s"][NUM_POINTS - 9 : NUM_POINTS - 5] == pytest.approx([10, 10, 10, 10])
     assert report["total"]["ttft_p50_s"] is None
 
 
-def test_what_was_made_before_the_window_is_not_in_its_speed(ledger, view):
+def test_tokens_before_the_window_do_not_count(ledger, view):
     ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(50 / 60)
-    assert report["total"]["num_output_tokens"] == 100  # it ended within
+    assert report["total"]["num_output_tokens"] == 100  # it ended in the window
 
 
-def test_percentiles_are_of_the_requests_that_ended_in_the_window(ledger, view):
+def test_percentiles_of_the_window(ledger, view):
     for number in range(1, 6):
         ledger(str(number), ended_s_ago=10 * number, ttft_s=number / 10)
     ledger("old", ended_s_ago=100, ttft_s=9.0)
@@ -90,7 +90,7 @@ def test_percentiles_are_of_the_requests_that_ended_in_the_window(ledger, view):
     assert [value for value in report["series"]["ttft_p50_s"] if value] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
 
 
-def test_costs_and_acceptance_are_those_of_the_cost_report(ledger, view, tmp_path, now):
+def test_costs_equal_the_cost_report(ledger, view, tmp_path, now):
     ledger("1", ended_s_ago=10)
     ledger("2", ended_s_ago=20, key="bob", model="other")
     report, cost = view.report(), CostView(tmp_path / "ledger", PRICE, now=now).report(window_s=60)
@@ -101,7 +101,7 @@ def test_costs_and_acceptance_are_those_of_the_cost_report(ledger, view, tmp_pat
     assert report["by_model"]["other"]["usd"] == pytest.approx(cost["by_model"]["other"]["usd"])
 
 
-def test_a_key_sees_its_own_requests_alone(ledger, view):
+def test_key_sees_only_its_own_figures(ledger, view):
     ledger("1", ended_s_ago=10, tokens=10)
     ledger("2", ended_s_ago=10, tokens=99, key="bob", model="other")
     report = view.report("alice")
@@ -111,7 +111,7 @@ def test_a_key_sees_its_own_requests_alone(ledger, view):
     assert "account" not in report
 
 
-def test_an_empty_window_has_figures_that_say_so(view):
+def test_empty_window(view):
     report = view.report(window_s=900)
     assert report["total"]["output_tokens_per_s"] == 0
     assert report["total"]["ttft_p50_s"] is report["total"]["acceptance_length"] is None
@@ -119,7 +119,7 @@ def test_an_empty_window_has_figures_that_say_so(view):
     assert report["series"]["step_s"] == 30
 
 
-def test_figures_are_made_once_a_second_and_what_is_old_is_forgotten(ledger, view, now):
+def test_figures_are_cached_for_a_second(ledger, view, now):
     ledger("1", ended_s_ago=5)
     assert view.report()["total"]["num_requests"] == 1
     ledger("2", ended_s_ago=4)
@@ -138,7 +138,7 @@ def test_shares_of_steps_sum_to_one(begin, end):
     assert all(step * STEP_S <= end and (step + 1) * STEP_S >= begin for step in shares)
 
 
-def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path, now, monkeypatch):
+def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     reports = []
     for number in range(2):
@@ -150,7 +150,7 @@ def test_what_an_ingress_before_this_one_added_up_is_shown_too(ledger, tmp_path,
 
 
 class Stop:
-    """Says no so many times."""
+    """An event that is set after some waits."""
 
     def __init__(self, num_looks):
         self.left = num_looks
@@ -183,7 +183,7 @@ class Watch:
 FIGURES = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
 
 
-def test_a_drafter_that_costs_more_than_it_saves_is_among_the_figures(ledger, tmp_path, now):
+def test_note_on_a_losing_drafter(ledger, tmp_path, now):
     view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}}, now=now)
     for number in range(20):  # of ten drafts each; two tokens a step
         ledger(str(number), ended_s_ago=10)
@@ -195,7 +195,7 @@ def test_a_drafter_that_costs_more_than_it_saves_is_among_the_figures(ledger, tm
     assert said.startswith("m: The drafter costs more than it saves: 2.00 tokens a step, and this hardware needs 4.00")
 
 
-def test_the_length_that_a_drafter_needs_is_told_where_it_and_the_concurrency_are_known(ledger, tmp_path, now):
+def test_break_even_at_the_recent_concurrency(ledger, tmp_path, now):
     view = LiveView(
         CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "unasked": {1: 2.0}}, now=now
     )
@@ -205,7 +205,7 @@ def test_the_length_that_a_drafter_needs_is_told_where_it_and_the_concurrency_ar
     assert view.needed() == {"m": 1.5}
 
 
-def test_what_cannot_be_read_ends_no_telling(monkeypatch):
+def test_publishing_survives_read_errors(monkeypatch):
     class View:
         found = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_read_ends_no_telling(monkeypatch):
     assert told == [("m", 1.5)]
 
 
-def test_each_look_hands_the_figures_of_its_model_on():
+def test_watch_gets_the_figures_of_its_model():
     watch, said = Watch(), []
     ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
     watch_engines({"m": watch}, ledger, Stop(2), said.append)
@@ -229,7 +229,7 @@ def test_each_look_hands_the_figures_of_its_model_on():
     assert said == ["m: look 1"]
 
 
-def test_a_ledger_that_cannot_be_read_does_not_end_the_endpoint():
+def test_watch_of_drafters_survives_read_errors():
     watch, said = Watch(), []
     watch_engines({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), said.append)
     assert "torn" in said[0]

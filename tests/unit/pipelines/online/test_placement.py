@@ -21,7 +21,7 @@ def placed(num_accelerators, num_nodes=1, **keys):
 BIG = {"name": "big", "tensor_parallel_size": 4}
 
 
-def test_a_batch_waits_for_the_only_accelerator(tmp_path):
+def test_batch_may_wait_for_the_only_accelerator(tmp_path):
     found = placed(1, batches=tmp_path, min_replicas=0, name="m")
     assert found == {"m": on_accelerators(1)}
 
@@ -31,7 +31,7 @@ def test_engines_of_several_sizes_share_a_node():
     assert found == {"big": on_accelerators(4), "small": on_accelerators(1)}
 
 
-def test_the_endpoints_engines_must_fit_together():
+def test_engines_must_fit_together():
     with pytest.raises(
         CapacityError, match=r"need 9 accelerators at once \(big: 1 x 4, small: 5 x 1\); 1 node.* 8 "
     ) as error:
@@ -40,7 +40,7 @@ def test_the_endpoints_engines_must_fit_together():
     assert placed(8, num_nodes=2, models=[BIG, {"name": "small", "max_replicas": 5}])
 
 
-def test_engines_that_a_batch_begins_with_must_fit_somewhere(tmp_path):
+def test_first_engines_of_a_batch_must_fit(tmp_path):
     assert placed(2, batches=tmp_path, batch_engines="2:4")
     with pytest.raises(CapacityError, match=r"batch_engines 3: a batch of m starts with 3 engine.*do not fit"):
         placed(2, batches=tmp_path, batch_engines="3", name="m")

@@ -28,7 +28,7 @@ def configured(monkeypatch):
     return load_
 
 
-def test_a_container_listens_where_sagemaker_asks_and_is_gone_before_it_is_killed(configured):
+def test_sagemaker_address_and_drain_time(configured):
     config = configured(CONTAINER)
     assert (config.host, config.port, config.url) == ("0.0.0.0", 8080, "http://0.0.0.0:8080/v1")
     assert config.is_behind_sagemaker
@@ -41,7 +41,7 @@ def test_sagemaker_variables_are_ignored_elsewhere(configured):
     assert (config.host, config.model, config.is_behind_sagemaker) == ("127.0.0.1", "smollm2-135m", False)
 
 
-def test_ours_win_over_sagemakers(configured, tmp_path):
+def test_precedence_over_sagemakers_variables(configured, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_num_seqs: 1\nmax_model_len: 111\nmax_choices: 2\n")
     env = CONTAINER | {"SM_VLLM_MAX_MODEL_LEN": "512", "SM_VLLM_MAX_NUM_SEQS": "4", "SM_VLLM_PORT": "8081"}
@@ -60,13 +60,13 @@ def test_ours_win_over_sagemakers(configured, tmp_path):
         ({"model": "m", "idle_timeout": "30m"}, "restarts a container that exits"),
     ],
 )
-def test_what_would_break_the_contract_is_refused(keys, reason):
+def test_configuration_against_the_contract_is_refused(keys, reason):
     with pytest.raises(ValueError, match=reason):
         SageMakerConfig(**keys)
 
 
 @pytest.mark.parametrize(("text", "meant"), [("", False), ("no", False), ("0", False), ("on", True), ("TRUE", True)])
-def test_the_mode_is_a_switch(text, meant):
+def test_sagemaker_mode_is_a_switch(text, meant):
     assert sagemaker.is_meant({"PEAGLE_SAGEMAKER": text}) is meant
 
 
@@ -79,7 +79,7 @@ def test_the_mode_is_a_switch(text, meant):
         ({"SM_VLLM_LIMIT_MM_PER_PROMPT": '{"smell": 1}'}, "SM_VLLM_LIMIT_MM_PER_PROMPT: there is no modality 'smell'"),
     ],
 )
-def test_a_key_that_refuses_its_value_names_the_variable(configured, variables, reason):
+def test_error_names_the_variable(configured, variables, reason):
     with pytest.raises(ConfigError, match=reason):
         configured(CONTAINER | variables)
 

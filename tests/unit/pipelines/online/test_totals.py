@@ -9,7 +9,7 @@ from peagle.economics.ledger import append_request, write_batch
 from peagle.economics.usage import RequestUsage
 from peagle.speculation import SpeculationStats
 from pipelines.online import totals as module
-from pipelines.online.totals import Totals
+from pipelines.online.totals import TokenPrice, Totals
 from tests.unit.pipelines.online.ledgers import a_request
 
 DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(15, 10, 5), num_lookup_tokens=7)
@@ -17,7 +17,7 @@ DRAFTS = SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_posit
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Have it written after each line."""
+    """Write a checkpoint after each record."""
     monkeypatch.setattr(module, "_MIN_UNSAVED", 0)
     monkeypatch.setattr(module, "_CELLS_PER_LINE", 10**9)
 
@@ -36,12 +36,12 @@ def looked(folder):
 
 
 def said(totals):
-    """All of it but the prices, which are of the lines that were read last."""
+    """Return everything except the prices, which depend on the latest records."""
     return totals.cells, totals.budgets.ledger_usd, totals.budgets.ledger_batches
 
 
 def whole(folder, monkeypatch):
-    """The same without a checkpoint."""
+    """Return the same without a checkpoint."""
     with monkeypatch.context() as without:
         without.setattr(module, "CHECKPOINT_NAME", "none")
         without.setattr(module, "_MIN_UNSAVED", 10**9)
@@ -50,13 +50,13 @@ def whole(folder, monkeypatch):
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """The lines that were read as records."""
+    """The lines that were parsed."""
     lines, read = [], RequestUsage.from_json
     monkeypatch.setattr(RequestUsage, "from_json", lambda line: lines.append(line) or read(line))
     return lines
 
 
-def test_the_next_process_reads_what_the_one_before_has_not(tmp_path, monkeypatch, parsed):
+def test_next_process_continues_from_the_checkpoint(tmp_path, monkeypatch, parsed):
     append(tmp_path, *range(20))
     batch = a_request("batch_1", session_id="batch_1", usd=3.0)
     write_batch(tmp_path, batch)
@@ -83,7 +83,7 @@ def shorten(folder):
 
 
 def shorten_and_grow(folder):
-    """As after a power cut that took lines which had been read."""
+    """Like a power cut that lost lines which had been read."""
     path = folder / "requests-s.jsonl"
     size = path.stat().st_size
     os.truncate(path, size - len(path.read_bytes().splitlines()[-1]) - 1)
@@ -107,7 +107,7 @@ def shorten_and_grow(folder):
         damage(lambda data: b"\xff" + data),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp_path, monkeypatch, caplog, change):
+def test_invalid_checkpoint_is_ignored(tmp_path, monkeypatch, caplog, change):
     append(tmp_path, *range(20))
     append(tmp_path, *range(20, 25), session="t")
     looked(tmp_path)
@@ -116,13 +116,13 @@ def test_a_checkpoint_that_does_not_fit_is_ignored_and_the_ledger_read_whole(tmp
         assert said(looked(tmp_path)) == whole(tmp_path, monkeypatch)
     assert "reading the whole ledger" in caplog.text
     caplog.clear()
-    looked(tmp_path)  # a sound one has taken its place
+    looked(tmp_path)  # a valid one has replaced it
     assert not caplog.text
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, monkeypatch, seed):
-    """Two ingresses at once, as in a redeploy, that look and start again while engines append, and torn ends."""
+    """Two ingresses read and restart while engines append; some lines are incomplete."""
     random, number = Random(seed), 0
     ingresses = [looked(tmp_path), looked(tmp_path)]
     for _ in range(60):
@@ -149,7 +149,7 @@ def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, mo
         assert spent == pytest.approx(expected[1])
 
 
-def test_lines_that_are_appended_while_it_is_written_are_read_after_it(tmp_path, monkeypatch):
+def test_lines_appended_during_a_checkpoint_are_read(tmp_path, monkeypatch):
     append(tmp_path, *range(5))
     write = module.write_checkpoint
 
@@ -179,7 +179,7 @@ def test_failure_to_write_a_checkpoint_is_logged_and_harmless(tmp_path, monkeypa
     assert said(totals) == whole(tmp_path, monkeypatch)
 
 
-def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
+def test_checkpoint_is_written_after_enough_records(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MIN_UNSAVED", 4)
     append(tmp_path, *range(3))
     totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
@@ -196,20 +196,7 @@ def test_it_is_written_when_as_much_is_new_as_it_holds(tmp_path, monkeypatch):
     assert looked(tmp_path).prices == totals.prices
 
 
-def test_large_checkpoint_is_written_after_a_quarter_as_many_new_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_CELLS_PER_LINE", 4)
-    append(tmp_path, *range(41))
-    totals, path = looked(tmp_path), tmp_path / "totals.jsonl"
-    written = path.read_bytes()
-    append(tmp_path, *range(41, 50))
-    totals.catch_up()
-    assert path.read_bytes() == written
-    append(tmp_path, *range(50, 60))
-    totals.catch_up()
-    assert path.read_bytes() != written
-
-
-def test_a_long_first_read_that_is_killed_has_not_been_for_nothing(tmp_path, monkeypatch, parsed):
+def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
     monkeypatch.setattr(module, "_MIN_UNSAVED", 10)
     append(tmp_path, *range(45))
     read = module.RequestReader.each
@@ -230,7 +217,7 @@ def test_a_long_first_read_that_is_killed_has_not_been_for_nothing(tmp_path, mon
     assert said(found) == whole(tmp_path, monkeypatch)
 
 
-def test_what_is_long_ago_is_kept_by_the_hour_and_then_by_the_day(tmp_path, monkeypatch):
+def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):
     for number in range(100 * 24):
         ended = 1e9 + number * 3600 + number % 3600
         usage = {"started_at": ended - 1, "finished_at": ended}
@@ -272,7 +259,7 @@ def test_follower_receives_each_later_record_once(tmp_path):
     assert (late.began, late.heard) == ({"bob": 1 / 7, "alice": 2 / 7}, ["r3"])
 
 
-def test_who_follows_waits_for_no_look(tmp_path, monkeypatch):
+def test_attaching_does_not_wait_for_a_read(tmp_path, monkeypatch):
     append(tmp_path, 1)
     totals, may_end, hears = Totals(tmp_path), threading.Event(), Hears()
 
@@ -289,8 +276,88 @@ def test_who_follows_waits_for_no_look(tmp_path, monkeypatch):
     assert (hears.began, hears.heard) == ({}, ["late"])
 
 
-def test_recent_requests_are_there_though_a_checkpoint_has_them(tmp_path):
+def test_recent_requests_include_checkpointed_ones(tmp_path):
     append(tmp_path, *range(20))
     looked(tmp_path)
     totals = looked(tmp_path)
     assert {one.request_id for one in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
+
+
+def price_of(*requests):
+    price = TokenPrice()
+    for one in requests:
+        price.update(one)
+    return price
+
+
+def test_prices_of_prompt_and_output():
+    price = price_of(a_request())
+    assert price.usd_per_prompt_token == pytest.approx(0.2 * 0.01 / 100)
+    assert price.usd_per_output_token == pytest.approx(2 * 0.01 / 40)
+    assert price.of(prompt_tokens=1000, output_tokens=10) == pytest.approx(0.02 + 0.005)
+
+
+@pytest.mark.parametrize(
+    "cheap",
+    [
+        {"busy_s": 0.275, "usd": 0.00275},  # one of eight concurrent requests
+        {"num_output_tokens": 328, "num_choices": 8},
+        {
+            "num_output_tokens": 81,
+            "speculation": SpeculationStats(num_drafts=40, num_draft_tokens=120, accepted_per_position=(40, 0, 0)),
+        },
+        {"num_prompt_tokens": 1100, "num_cached_tokens": 1000},
+    ],
+    ids=["at once", "choices", "drafts", "cached"],
+)
+def test_cheap_requests_do_not_lower_the_price(cheap):
+    """The attack: a hundred cheap requests, then many expensive ones at once."""
+    price, usual = price_of(*[a_request(**cheap)] * 100), price_of(a_request())
+    assert price.usd_per_output_token == pytest.approx(usual.usd_per_output_token)
+    assert price.usd_per_prompt_token == pytest.approx(usual.usd_per_prompt_token)
+
+
+def test_single_token_choices_do_not_lower_the_price():
+    first_only = {"num_output_tokens": 10, "num_choices": 10, "busy_s": 0.2, "finished_at": 1000.2, "usd": 0.002}
+    assert price_of(*[a_request(**first_only)] * 100).usd_per_output_token >= price_of(a_request()).usd_per_output_token
+    mixed = price_of(*[a_request(**first_only)] * 100, a_request())
+    assert mixed.usd_per_output_token == pytest.approx(price_of(a_request()).usd_per_output_token)
+
+
+def test_long_prompts_do_not_raise_the_output_price():
+    long = a_request(num_prompt_tokens=10_000, ttft_s=20.0, finished_at=1022.0, busy_s=22.0, usd=0.22)
+    assert price_of(long).usd_per_output_token == pytest.approx(0.0005)
+    assert price_of(long).usd_per_prompt_token == pytest.approx(0.00002)
+
+
+def test_shared_price():
+    price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three others: a quarter of its 2.2 s
+    assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
+    alone = price_of(a_request())
+    assert alone.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    assert TokenPrice().shared_price(prompt_tokens=1, output_tokens=1) is None
+
+
+def test_prompt_price_is_at_most_the_output_price():
+    short = a_request(num_prompt_tokens=1)
+    assert price_of(short).usd_per_prompt_token == price_of(short).usd_per_output_token
+    unseen = a_request(ttft_s=None)  # without a first token, all time counts as output
+    assert price_of(unseen).usd_per_output_token == pytest.approx(2.2 * 0.01 / 41)
+    assert price_of(unseen).usd_per_prompt_token == price_of(unseen).usd_per_output_token
+
+
+def test_price_follows_recent_requests():
+    dear = a_request(finished_at=1020.2, busy_s=20.2, usd=0.202)
+    price = price_of(*[dear] * 50, *[a_request()] * 200)
+    assert price.usd_per_output_token == pytest.approx(0.0005, rel=0.25)
+
+
+@pytest.mark.parametrize("change", [{"outcome": "failed", "usd": 0.0}, {"num_output_tokens": 0}, {"busy_s": 0.0}])
+def test_requests_without_output_have_no_price(change):
+    price = price_of(a_request(**change))
+    assert not price.is_known
+    assert price.of(prompt_tokens=1, output_tokens=1) is None
+
+
+def test_free_requests_have_a_price_of_zero():
+    assert price_of(a_request(usd=0.0)).of(prompt_tokens=1, output_tokens=1) == 0

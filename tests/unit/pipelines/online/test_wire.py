@@ -12,17 +12,17 @@ ALL = Context(
 
 
 @pytest.mark.parametrize("context", [ALL, Context(request_id="r", key="local")])
-def test_a_context_goes_through_headers(context):
+def test_context_round_trip(context):
     assert Context.of(context.headers()) == context
     assert context.headers()["x-request-id"] == "r"  # which Ray and vLLM read
     json.dumps(context.headers()).encode("ascii")
 
 
-def test_without_the_gates_header_there_is_no_context():
+def test_no_context_without_the_gates_header():
     assert Context.of({"x-request-id": "r", "x-peagle-key": "alice"}) is None
 
 
-def test_a_header_that_is_said_anew_is_there_once_whatever_it_was_called():
+def test_with_headers_replaces_all_spellings():
     headers = with_headers(
         [(b"X-Request-ID", b"theirs"), (b"a", b"b"), (b"x-request-id", b"theirs")], {"x-request-id": "é"}
     )
@@ -32,7 +32,7 @@ def test_a_header_that_is_said_anew_is_there_once_whatever_it_was_called():
     assert encoded({"a": "\u20ac"}) == [(b"a", b"?")]
 
 
-def test_an_error_is_a_response_or_the_last_event_of_a_stream():
+def test_error_as_response_and_event():
     error = ApiError(429, "é \ud800", code="rate_limit_exceeded", retry_after_s=1.5)
     headers, body = error_response(error)
     assert json.loads(body) == error.body()

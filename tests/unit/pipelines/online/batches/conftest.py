@@ -1,4 +1,4 @@
-"""A store, what is in it, and a runner whose work a test finishes."""
+"""A batch store with contents, and a runner that tests control."""
 
 from dataclasses import replace
 from itertools import count
@@ -78,7 +78,7 @@ def settings(tmp_path, store):
 
 
 class Handle:
-    """Work that ends when a test says so."""
+    """Work that ends when a test sets `answer`."""
 
     def __init__(self, kind, *arguments):
         self.kind, self.arguments = kind, arguments
@@ -106,7 +106,7 @@ class Handle:
 
 
 class Runner:
-    """Remembers the work that it was given, in order."""
+    """Records the work that it is given."""
 
     def __init__(self):
         self.works = []
@@ -132,7 +132,7 @@ def runner():
 
 @pytest.fixture
 def make_session():
-    """The life of an engine that took 30 s to load, and costs a cent a second."""
+    """The session of an engine that loaded for 30 s and costs a cent per second."""
 
     def make(**changes):
         one = EngineSession(

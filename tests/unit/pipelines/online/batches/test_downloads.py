@@ -1,4 +1,4 @@
-"""A download through what Serve does between the proxy and the ingress: it takes all that is made, at once."""
+"""Downloads through an imitation of Serve, which buffers everything immediately."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ SCOPE = {"type": "http", "method": "GET", "path": "/prefix/v1/files/file-1/conte
 
 
 class Source(io.BytesIO):
-    """The file; how many of its bytes were read."""
+    """A file that counts the bytes read."""
 
     def __init__(self, data=DATA):
         super().__init__(data)
@@ -29,7 +29,7 @@ class Source(io.BytesIO):
 
 
 class Client:
-    """Takes messages until it has enough of them, and may leave."""
+    """A client that reads `most` messages and may disconnect."""
 
     def __init__(self, most=None):
         self.most, self.messages = most, []
@@ -49,7 +49,7 @@ class Client:
             await self.leaves.wait()
         self.messages.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.leaves.set()  # a server says the end of an answer so
+            self.leaves.set()  # as servers do at the end of an answer
 
     async def receive(self):
         if self._is_asked:
@@ -71,7 +71,7 @@ def room():
 
 
 def serve(download):
-    """What Serve makes of the ingress: an application whose `send` never waits."""
+    """Imitate Serve: an application with a `send` that never waits."""
 
     async def serve(scope, receive, send):
         made = asyncio.Queue()
@@ -95,14 +95,14 @@ async def settle():
         await asyncio.sleep(0.005)
 
 
-def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
+def test_unread_download_is_limited_to_the_window(room):
     async def run():
         source, client = Source(), Client(most=2)
         download = Download(file_of(), lambda: source, {}, room)
         task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-        with room.hold("alice", WINDOW_BYTES):  # it holds no more than the window
+        with room.hold("alice", WINDOW_BYTES):  # only the window is reserved
             pass
         client.leaves.set()
         await task
@@ -113,7 +113,7 @@ def test_of_a_client_that_does_not_read_no_more_than_the_window_is_made(room):
     asyncio.run(run())
 
 
-def test_a_client_that_reads_gets_all_of_it(room):
+def test_download_is_complete(room):
     async def run():
         client = Client()
         await ProxyMiddleware(serve(Download(file_of(), Source, {}, room)))(SCOPE, client.receive, client.send)
@@ -124,7 +124,7 @@ def test_a_client_that_reads_gets_all_of_it(room):
     asyncio.run(run())
 
 
-def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
+def test_concurrent_downloads_are_limited_per_key_and_in_total(room):
     async def run():
         clients = [Client(most=1) for _ in range(4)]
         owners = ["alice", "alice", "bob", "bob"]
@@ -151,8 +151,8 @@ def test_a_key_has_its_share_of_downloads_and_all_keys_have_theirs(room):
     asyncio.run(run())
 
 
-def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_has_it(room):
-    """A node started without `deploy/ray.env`: Serve takes all of it, and nobody says how far the client is."""
+def test_without_acks_the_whole_download_is_reserved(room):
+    """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
 
     async def run():
         data, client = DATA[: 2 * WINDOW_BYTES], Client(most=1)
@@ -179,8 +179,8 @@ def test_where_the_proxy_has_no_notes_all_of_an_answer_counts_until_the_client_h
     asyncio.run(run())
 
 
-def test_a_client_cannot_say_what_it_has_taken(room):
-    """It sends a body without end with its request: a note is a key of a message, which no server makes of bytes."""
+def test_clients_cannot_forge_acks(room):
+    """An acknowledgement is a key of an ASGI message, which no server makes from bytes."""
 
     class Talker(Client):
         async def receive(self):
@@ -216,20 +216,20 @@ def test_a_client_cannot_say_what_it_has_taken(room):
         ("bytes=" + "9" * 5000 + "-", 0, 100),
     ],
 )
-def test_a_range_is_one_part_or_all(header, first, end):
+def test_range_is_one_span_or_the_whole_file(header, first, end):
     span = span_of(header, 100)
     assert (span.first, span.end) == (first, end)
 
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0"])
-def test_a_part_that_is_not_there_is_a_416(header):
+def test_range_outside_the_file_is_416(header):
     with pytest.raises(ApiError) as refused:
         span_of(header, 100)
     assert refused.value.status == 416
 
 
 @pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])
-def test_a_part_of_another_version_is_all(room, if_range, status):
+def test_if_range_of_another_version_returns_the_whole_file(room, if_range, status):
     headers = {"range": "bytes=0-9", "if-range": if_range}
     download = Download(file_of(DATA[:100]), Source, headers, room)
     assert download.status_code == status
@@ -237,7 +237,7 @@ def test_a_part_of_another_version_is_all(room, if_range, status):
     assert download.headers.get("content-range") == ("bytes 0-9/100" if status == 206 else None)
 
 
-def test_no_name_ends_the_header():
+def test_file_name_is_escaped_in_the_header():
     assert attachment('x"\r\nset-cookie: a=b\n/../é') == (
         "attachment; filename*=UTF-8''x%22%0D%0Aset-cookie%3A%20a%3Db%0A%2F..%2F%C3%A9"
     )

@@ -7,11 +7,11 @@ from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.online.batches import lent
 from pipelines.online.batches.lent import EndpointLender, LentEngine
-from pipelines.online.wire import BorrowedReply
+from pipelines.online.wire import BorrowedReply, Context
 
 LENDER = EndpointLender(
-    deployment="d", application="a", batch_id="batch_1", key="alice", account="alice 1", tags="{}", cache_salt="salt",
-    num_slots=8,
+    deployment="d", application="a", context=Context(request_id="batch_1", key="alice", account="alice 1"),
+    cache_salt="salt", num_slots=8,
 )  # fmt: skip
 SAMPLING = {"temperature": 1.0, "max_tokens": 5}
 ANSWER = Generation(
@@ -32,7 +32,7 @@ class BackPressureError(Exception):
 
 
 class Endpoint:
-    """Engines that say what a test has written down, call by call; an exception is raised, None never comes."""
+    """Engines that reply as scripted: an exception is raised, None blocks forever."""
 
     def __init__(self, *calls):
         self._calls, self.asked, self.num_cancelled = list(calls), [], 0
@@ -60,7 +60,7 @@ class _Call:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(lent, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(lent, "_RETRY_S", 0.0)
 
 
 def engine_of(endpoint):
@@ -74,13 +74,13 @@ def generate(endpoint):
     return asyncio.run(engine.generate("7", [1, 2], SAMPLING)), meter.snapshot().busy_s
 
 
-def test_a_row_asks_until_an_engine_has_a_slot_and_again_when_it_is_given_back():
+def test_row_is_retried_until_an_engine_finishes_it():
     endpoint = Endpoint([FULL], [BackPressureError()], [TAKEN, RETURNED], [ActorDiedError()], [TAKEN, DONE])
     assert generate(endpoint) == (ANSWER, 2.5)
-    assert [row.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
-    assert {(row.key, row.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked} == {
-        ("alice", "alice 1", "salt", 1, 2)
-    }
+    assert [row.context.request_id for row in endpoint.asked] == [f"batch_1-7-{attempt}" for attempt in (1, 1, 1, 2, 2)]
+    assert {
+        (row.context.key, row.context.account, row.cache_salt, *row.prompt_token_ids) for row in endpoint.asked
+    } == {("alice", "alice 1", "salt", 1, 2)}
     assert endpoint.asked[0].sampling == SAMPLING
 
 
@@ -94,13 +94,13 @@ def test_a_row_asks_until_an_engine_has_a_slot_and_again_when_it_is_given_back()
         (EngineError("dead"), EngineError),
     ],
 )
-def test_what_becomes_of_a_row_in_an_engine_is_told_as_an_engine_of_ones_own_would(word, raised):
+def test_errors_of_a_row_are_those_of_an_engine(word, raised):
     with pytest.raises(raised) as seen:
         generate(Endpoint([TAKEN, word]))
     assert type(seen.value) is raised
 
 
-def test_one_row_asks_at_a_time_and_each_answer_is_a_sign_of_life():
+def test_one_row_at_a_time_looks_for_a_slot():
     endpoint = Endpoint([FULL], [FULL], [TAKEN, TAKEN, DONE], [TAKEN, DONE])
     engine, _ = engine_of(endpoint)
 
@@ -113,7 +113,7 @@ def test_one_row_asks_at_a_time_and_each_answer_is_a_sign_of_life():
 
 
 @pytest.mark.parametrize("words", [[None], [TAKEN, None]])
-def test_a_row_that_is_given_up_is_taken_out_of_its_engine(words):
+def test_cancelled_row_leaves_its_engine(words):
     endpoint = Endpoint(words)
     engine, _ = engine_of(endpoint)
 

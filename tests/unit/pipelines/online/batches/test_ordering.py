@@ -45,7 +45,7 @@ def refusal(function, *arguments):
     return refused.value.status, refused.value.code
 
 
-def test_an_order_that_is_sent_again_is_one_batch_also_after_a_restart(place, creator, body, make_key, clock):
+def test_idempotency_key_creates_one_batch_even_after_a_restart(place, creator, body, make_key, clock):
     first = creator.create_now(body, make_key(), "x")
     clock.now += 5
     later = creator_of(BatchStore(place.root, now=clock, monotonic=clock))
@@ -59,7 +59,7 @@ def test_an_order_that_is_sent_again_is_one_batch_also_after_a_restart(place, cr
     assert len(place.batches("alice")) == 3
 
 
-def test_of_many_at_once_in_several_processes_one_counts(place, body, make_key, clock):
+def test_concurrent_requests_with_an_idempotency_key_create_one_batch(place, body, make_key, clock):
     several = [creator_of(BatchStore(place.root, now=clock, monotonic=clock)) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
         taken = list(pool.map(lambda n: several[n % 4].create_now(body, make_key(), "x"), range(16)))
@@ -67,19 +67,13 @@ def test_of_many_at_once_in_several_processes_one_counts(place, body, make_key, 
     assert len(BatchStore(place.root, now=clock, monotonic=clock).batches("alice")) == 1
 
 
-def test_another_order_with_the_same_key_is_refused(creator, body, make_key):
-    creator.create_now(body, make_key(), "x")
-    other = body.model_copy(update={"metadata": {"a": "b"}})
-    assert refusal(creator.create_now, other, make_key(), "x") == (422, "idempotency_key_reused")
-
-
-def test_keys_know_nothing_of_each_others(place, creator, body, upload, make_key):
+def test_idempotency_keys_are_separate_per_api_key(place, creator, body, upload, make_key):
     mine = creator.create_now(body, make_key(), "x")
     theirs = creator.create_now(asked(upload(place, owner="bob").id), make_key("bob"), "x")
     assert mine.id != theirs.id
 
 
-def test_whoever_is_killed_before_the_batch_begins_loses_nothing(place, creator, body, make_key, monkeypatch):
+def test_crash_before_the_batch_is_stored_loses_nothing(place, creator, body, make_key, monkeypatch):
     monkeypatch.setattr(place, "add_batch", lambda order: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         creator.create_now(body, make_key(), "x")
@@ -90,11 +84,11 @@ def test_whoever_is_killed_before_the_batch_begins_loses_nothing(place, creator,
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])
-def test_a_key_for_an_order_is_a_short_word(creator, body, make_key, name):
+def test_invalid_idempotency_key_is_refused(creator, body, make_key, name):
     assert refusal(creator.create_now, body, make_key(), name) == (400, "invalid_value")
 
 
-def test_it_is_kept_for_a_day(place, creator, body, make_key, clock):
+def test_idempotency_key_expires_after_a_day(place, creator, body, make_key, clock):
     first = creator.create_now(body, make_key(), "x")
     clock.now += DAY_S - 1
     place.sweep()
@@ -104,7 +98,7 @@ def test_it_is_kept_for_a_day(place, creator, body, make_key, clock):
     assert creator.create_now(body, make_key(), "x").id != first.id
 
 
-def test_a_key_has_so_many_batches_at_a_time(place, creator, body, make_key):
+def test_unfinished_batches_per_key_are_limited(place, creator, body, make_key):
     taken = [creator.create_now(body, make_key(), None) for _ in range(3)]
     for name in (None, "x"):
         assert refusal(creator.create_now, body, make_key(), name) == (429, "rate_limit_exceeded")
@@ -114,7 +108,7 @@ def test_a_key_has_so_many_batches_at_a_time(place, creator, body, make_key):
     creator.create_now(body, make_key(max_unfinished_batches=4), None)
 
 
-def test_old_batches_without_files_are_forgotten_for_new_ones(place, creator, body, make_key, clock):
+def test_old_batches_without_files_make_room_for_new_ones(place, creator, body, make_key, clock):
     taken = []
     for _ in range(5):
         taken.append(creator.create_now(body, make_key(), None).id)
@@ -127,7 +121,7 @@ def test_old_batches_without_files_are_forgotten_for_new_ones(place, creator, bo
     assert [batch.id for batch in place.batches("alice")][1:] == taken[:0:-1]
 
 
-def test_one_whose_files_are_there_stays(place, creator, body, make_key, make_order, clock):
+def test_batch_with_files_is_kept(place, creator, body, make_key, make_order, clock):
     batch = place.add_batch(make_order(input_file_id=body.input_file_id))
     ids = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, clock.now)
     place.save(batch.id, replace(BatchProgress(), status="completed", output_file_id=ids[0]))

@@ -8,7 +8,7 @@ from pipelines.online.batches.routes import page
 from pipelines.online.errors import ApiError
 
 
-def test_a_batch_is_shown_as_openais_client_reads_it(make_order):
+def test_batch_object_is_valid_for_openai(make_order):
     order = BatchRequest.from_dict(json.loads(json.dumps(make_order(metadata={"a": "b"}).to_dict())))
     errors = ({"code": "c", "message": "m", "param": None, "line": 1},)
     for status in ("validating", "in_progress", "finalizing", *FINAL):
@@ -19,13 +19,13 @@ def test_a_batch_is_shown_as_openais_client_reads_it(make_order):
         assert read.expires_at - read.created_at == 86400
 
 
-def test_only_what_has_not_ended_is_cancelling(make_order):
+def test_only_unfinished_batches_are_cancelling(make_order):
     for status in ("validating", "in_progress", "finalizing", *FINAL):
         batch = Batch(request=make_order(), progress=BatchProgress(status=status), cancelling_at=100.0)
         assert batch.show()["status"] == (status if status in FINAL else "cancelling")
 
 
-def test_a_file_is_shown_as_openais_client_reads_it():
+def test_file_object_is_valid_for_openai():
     stored = StoredFile(
         id="file-1", owner="a", filename="x", purpose="batch", num_bytes=3, created_at=1.5, at="files/x", expires_at=9.0
     )
@@ -39,7 +39,7 @@ def items(make_order):
     return [Batch(request=make_order(), progress=BatchProgress()) for _ in range(5)]
 
 
-def test_pages_follow_one_another_to_the_end(items):
+def test_pages_cover_the_list(items):
     found, after = [], None
     while True:
         shown = page(items, after=after, limit=2)
@@ -53,7 +53,7 @@ def test_pages_follow_one_another_to_the_end(items):
     }  # fmt: skip
 
 
-def test_a_page_after_what_is_not_there_is_refused(items):
+def test_page_after_an_unknown_id_is_refused(items):
     with pytest.raises(ApiError) as caught:
         page(items, after="batch_0", limit=2)
     assert (caught.value.status, caught.value.param) == (400, "after")

@@ -6,11 +6,11 @@ import pytest
 from peagle.economics.ledger import RequestReader, write_session
 from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from peagle.errors import ConfigError, EngineError, RunInUse, StorageError
-from pipelines.online.batches.scheduler import Scheduler
+from pipelines.online.batches.records import Batch, BatchProgress
+from pipelines.online.batches.scheduler import Scheduler, in_turn
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.batches.validation import Checked
-from pipelines.online.ledger_totals import TokenPrice
-from pipelines.online.totals import totals_of
+from pipelines.online.totals import TokenPrice, totals_of
 from tests.unit.pipelines.online.ledgers import a_request
 
 
@@ -36,7 +36,7 @@ def scheduler(make_scheduler):
 
 @pytest.fixture
 def order(store, make_order):
-    """A new batch; its id."""
+    """Create a batch; returns its id."""
 
     def order(**changes):
         return store.add_batch(make_order(**changes)).id
@@ -46,7 +46,7 @@ def order(store, make_order):
 
 @pytest.fixture
 def begun(scheduler, runner, order):
-    """A batch whose run has begun, and the work."""
+    """A running batch and its work."""
     batch_id = order()
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
@@ -60,7 +60,7 @@ def pass_check(scheduler, work, num_requests=3):
 
 
 @pytest.mark.parametrize("jump_s", [365 * 24 * 3600, -365 * 24 * 3600])
-def test_no_jump_of_the_wall_clock_ends_a_batch_or_holds_one_up(tmp_path, runner, settings, make_order, clock, jump_s):
+def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_order, clock, jump_s):
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(tmp_path / "jumps", now=clock, monotonic=lambda: uptime.now)
     store.prepare()
@@ -72,35 +72,11 @@ def test_no_jump_of_the_wall_clock_ends_a_batch_or_holds_one_up(tmp_path, runner
     clock.now += jump_s
     runner.works[-1].answer = EngineError("it broke off")
     scheduler.tick()
-    uptime.now += 20  # it is tried again after ten seconds, by whichever clock
+    uptime.now += 20  # it is retried after ten seconds of the monotonic clock
     scheduler.tick()
     assert [work.kind for work in runner.works] == ["check", "run", "run"]
     assert runner.works[-1].reason is None
     assert store.batch(batch_id, "alice").progress.status == "in_progress"
-
-
-def test_one_keys_batches_do_not_keep_anothers_waiting(make_scheduler, runner, order, make_key, make_result, store):
-    """Neither with its check nor with its run: keys take turns."""
-    scheduler = make_scheduler(at_once=1)
-    alices = [order() for _ in range(6)]
-    bobs = order(key=make_key("bob"))
-    checked_of_bob = None
-    for tick in range(12):
-        scheduler.tick()
-        for work in runner.works:
-            if work.kind == "check" and work.answer is None:
-                work.answer = Checked(num_requests=3, model="m")
-        if checked_of_bob is None and store.batch(bobs, "bob").progress.in_progress_at is not None:
-            checked_of_bob = tick
-    assert checked_of_bob <= 2
-    for num_runs in (1, 2, 3):
-        runs = [work for work in runner.works if work.kind == "run"]
-        assert len(runs) == num_runs
-        runs[-1].answer = make_result(runs[-1].arguments[0].batch_id)
-        scheduler.tick()
-        scheduler.tick()
-    assert sorted(run.arguments[0].owner for run in runs[:2]) == ["alice", "bob"]
-    assert [run.arguments[0].batch_id for run in runs if run.arguments[0].owner == "alice"] == alices[:2]
 
 
 def check_all(scheduler, runner):
@@ -120,7 +96,7 @@ def shown(store, batch_id):
     return store.batch(batch_id, "alice").show()
 
 
-def test_a_batch_is_checked_run_and_collected(scheduler, runner, store, order, make_result, clock, tmp_path):
+def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, make_result, clock, tmp_path):
     batch_id = order()
     scheduler.tick()
     (check,) = runner.works
@@ -149,7 +125,7 @@ def test_a_batch_is_checked_run_and_collected(scheduler, runner, store, order, m
     assert len(runner.works) == 2
 
 
-def test_an_input_that_is_wrong_fails_the_batch_and_costs_nothing(scheduler, runner, store, order):
+def test_invalid_input_fails_the_batch(scheduler, runner, store, order):
     batch_id = order()
     scheduler.tick()
     error = {"code": "invalid_json_line", "message": "x", "param": None, "line": 2}
@@ -161,7 +137,7 @@ def test_an_input_that_is_wrong_fails_the_batch_and_costs_nothing(scheduler, run
     assert len(runner.works) == 1
 
 
-def test_as_many_run_as_configured_and_all_are_checked_two_at_once(make_scheduler, runner, order):
+def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, runner, order):
     scheduler = make_scheduler(at_once=2)
     for _ in range(5):
         order()
@@ -171,7 +147,7 @@ def test_as_many_run_as_configured_and_all_are_checked_two_at_once(make_schedule
     assert sorted(work.kind for work in runner.works) == ["check"] * 5 + ["run"] * 2
 
 
-def test_a_cancelled_run_is_stopped_and_keeps_what_it_has(scheduler, store, begun, make_result):
+def test_cancelled_run_keeps_its_results(scheduler, store, begun, make_result):
     batch_id, run = begun
     store.cancel(store.batch(batch_id, "alice"))
     assert shown(store, batch_id)["status"] == "cancelling"
@@ -186,7 +162,7 @@ def test_a_cancelled_run_is_stopped_and_keeps_what_it_has(scheduler, store, begu
     assert done["output_file_id"]
 
 
-def test_a_batch_cancelled_before_its_check_ends_without_work(scheduler, runner, store, order):
+def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, store, order):
     batch_id = order()
     store.cancel(store.batch(batch_id, "alice"))
     scheduler.tick()
@@ -194,7 +170,7 @@ def test_a_batch_cancelled_before_its_check_ends_without_work(scheduler, runner,
     assert not runner.works
 
 
-def test_a_batch_that_waits_for_its_turn_too_long_expires(scheduler, runner, store, begun, order, make_result, clock):
+def test_waiting_batch_expires(scheduler, runner, store, begun, order, make_result, clock):
     waiting = order()
     scheduler.tick()
     pass_check(scheduler, runner.works[-1])
@@ -209,7 +185,7 @@ def test_a_batch_that_waits_for_its_turn_too_long_expires(scheduler, runner, sto
     assert shown(store, waiting)["output_file_id"] is None
 
 
-def test_another_process_takes_up_what_is_unfinished(
+def test_next_scheduler_continues_unfinished_batches(
     scheduler, make_scheduler, runner, store, begun, make_result, monkeypatch, tmp_path
 ):
     batch_id, run = begun
@@ -229,14 +205,14 @@ def test_another_process_takes_up_what_is_unfinished(
     assert len(store.files("alice")) == 1
 
 
-def test_an_ingress_that_leaves_kills_its_work_and_says_nothing(scheduler, store, begun):
+def test_abandon_kills_work_without_changing_progress(scheduler, store, begun):
     batch_id, run = begun
     scheduler.abandon()
     assert run.is_killed
     assert shown(store, batch_id)["status"] == "in_progress"
 
 
-def test_what_breaks_off_is_tried_again_a_few_times(scheduler, runner, store, begun, clock, make_result):
+def test_failed_run_is_retried_then_failed_with_its_results(scheduler, runner, store, begun, clock, make_result):
     batch_id, run = begun
     for wait_s in (10, 20):
         run.answer = EngineError("it died in /secret/place")
@@ -260,7 +236,7 @@ def test_what_breaks_off_is_tried_again_a_few_times(scheduler, runner, store, be
     assert done["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, make_result, monkeypatch):
+def test_full_disk_delays_the_end_of_a_batch(scheduler, store, begun, make_result, monkeypatch):
     batch_id, run = begun
     run.answer = make_result(batch_id)
     with monkeypatch.context() as full:
@@ -274,9 +250,7 @@ def test_a_disk_that_is_full_for_a_moment_harms_no_run(scheduler, store, begun, 
 
 @pytest.mark.parametrize("name", ["unfinished", "sweep"])
 @pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
-def test_a_store_that_is_away_for_a_moment_harms_no_run(
-    scheduler, store, begun, make_result, monkeypatch, clock, name, error
-):
+def test_unavailable_store_does_not_stop_a_run(scheduler, store, begun, make_result, monkeypatch, clock, name, error):
     def away():
         raise error
 
@@ -290,7 +264,7 @@ def test_a_store_that_is_away_for_a_moment_harms_no_run(
     assert shown(store, batch_id)["status"] == "completed"
 
 
-def test_progress_forgives_what_broke_off_before(scheduler, runner, begun, clock):
+def test_progress_resets_the_retry_count(scheduler, runner, begun, clock):
     run = begun[1]
     for number in range(5):
         run.current = (0, number + 1, 0.1)
@@ -303,7 +277,7 @@ def test_progress_forgives_what_broke_off_before(scheduler, runner, begun, clock
         assert run.kind == "run"
 
 
-def test_what_would_break_off_in_the_same_way_is_not_tried_again(scheduler, runner, begun):
+def test_permanent_error_is_not_retried(scheduler, runner, begun):
     begun[1].answer = ConfigError("another model")
     scheduler.tick()
     assert runner.works[-1].kind == "collect"
@@ -311,7 +285,7 @@ def test_what_would_break_off_in_the_same_way_is_not_tried_again(scheduler, runn
 
 @pytest.fixture
 def collected_later(scheduler, runner, order, make_key, clock):
-    """A batch that holds a budget; its run has failed for good, and nine times it could not be collected."""
+    """A batch with a reservation; its run has failed, and collecting it failed nine times."""
     batch_id = order(key=make_key(budget_usd=2))
     check_all(scheduler, runner)
     runner.works[-1].answer = ConfigError("another model")
@@ -329,9 +303,7 @@ def collected_later(scheduler, runner, order, make_key, clock):
     return batch_id
 
 
-def test_what_cannot_be_collected_now_is_collected_later(
-    scheduler, runner, store, settings, collected_later, make_result
-):
+def test_collection_is_retried(scheduler, runner, store, settings, collected_later, make_result):
     budgets, collect = totals_of(settings.ledger).budgets, runner.works[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
     assert (shown(store, collected_later)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
@@ -343,7 +315,7 @@ def test_what_cannot_be_collected_now_is_collected_later(
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
-def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
+def test_batch_that_cannot_be_collected_releases_its_budget(
     scheduler, runner, store, settings, collected_later, make_result, monkeypatch
 ):
     budgets = totals_of(settings.ledger).budgets
@@ -359,7 +331,7 @@ def test_a_batch_that_can_never_be_collected_holds_no_budget_in_the_end(
     assert shown(store, collected_later)["output_file_id"] is None
 
 
-def test_a_batch_that_waits_to_be_collected_starts_no_engines(scheduler, runner, store, begun, order, make_result):
+def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, begun, order, make_result):
     batch_id, run = begun
     for _ in range(2):
         order()
@@ -378,7 +350,7 @@ def test_a_batch_that_waits_to_be_collected_starts_no_engines(scheduler, runner,
     assert shown(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_who_schedules_again_begins_with_what_is_written_down(scheduler, runner, begun):
+def test_scheduling_again_starts_from_the_store(scheduler, runner, begun):
     begun[1].answer = ConfigError("another model")
     scheduler.tick()
     assert runner.works[-1].kind == "collect"
@@ -387,7 +359,7 @@ def test_who_schedules_again_begins_with_what_is_written_down(scheduler, runner,
     assert runner.works[-1].kind == "run"
 
 
-def test_a_run_that_somebody_else_drives_is_left_alone_for_a_while(scheduler, runner, begun, clock):
+def test_run_in_use_is_retried_later(scheduler, runner, begun, clock):
     for _ in range(5):
         runner.works[-1].answer = RunInUse("driven")
         scheduler.tick()
@@ -396,7 +368,7 @@ def test_a_run_that_somebody_else_drives_is_left_alone_for_a_while(scheduler, ru
         assert runner.works[-1].kind == "run"
 
 
-def test_a_budget_is_what_the_run_may_cost(scheduler, runner, store, order, make_key, spent, make_result):
+def test_run_is_limited_by_the_budget(scheduler, runner, store, order, make_key, spent, make_result):
     poor = make_key(budget_usd=2)
     first, second = order(key=poor), order(key=poor)
     spent["alice"] = 1.5
@@ -416,7 +388,7 @@ def test_a_budget_is_what_the_run_may_cost(scheduler, runner, store, order, make
 
 @pytest.fixture
 def priced(settings, make_session):
-    """Answered requests of the model: 2.2 cents for 100 prompt tokens and 41 more, on an engine that took 30 s to load.
+    """A price of the model: 2.2 cents for 100 prompt and 41 output tokens, on an engine that loaded for 30 s.
 
     Each of its seconds is a cent, so an end of 37 s is 0.37 USD.
     """
@@ -430,7 +402,7 @@ def priced(settings, make_session):
 
 
 def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
-    """A batch of a key with ten dollars."""
+    """Start a batch of a key with a budget of ten dollars."""
     batch_id = order(key=make_key(budget_usd=10))
     scheduler.tick()
     runner.works[-1].answer = Checked(num_requests=3, model="m", prompt_tokens=1000, output_tokens=output_tokens)
@@ -440,9 +412,7 @@ def begin_rich(scheduler, runner, order, make_key, output_tokens=2000):
 
 
 @pytest.mark.usefixtures("priced")
-def test_a_batch_holds_its_own_estimate_and_the_rest_of_the_budget_is_its_keys(
-    scheduler, runner, settings, order, make_key
-):
+def test_batch_reserves_its_estimate(scheduler, runner, settings, order, make_key):
     _, run = begin_rich(scheduler, runner, order, make_key)
     # 1,000 x 0.2 s / 100 and 2,000 x 2 s / 40 at a cent a second, and two engines that load and end.
     estimated = 0.02 + 1.0 + 2 * (0.30 + 0.37)
@@ -455,14 +425,12 @@ def test_a_batch_holds_its_own_estimate_and_the_rest_of_the_budget_is_its_keys(
 
 
 @pytest.mark.usefixtures("priced")
-def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
-    scheduler, runner, settings, order, make_key
-):
+def test_reservation_grows_with_the_cost(scheduler, runner, settings, order, make_key):
     batch_id, run = begin_rich(scheduler, runner, order, make_key)
     budgets = totals_of(settings.ledger).budgets
     run.current = (1, 0, 0.5)
     scheduler.tick()
-    assert run.allowed == [], "its tokens were priced at twice as much"
+    assert run.allowed == [], "the estimate covers twice the cost"
     run.current = (1, 0, 2.0)
     scheduler.tick()
     assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])
@@ -473,7 +441,7 @@ def test_what_a_batch_holds_grows_with_what_it_spends_until_nothing_is_left(
 
 
 @pytest.mark.usefixtures("priced")
-def test_what_lent_engines_took_is_spent_and_held_no_longer(make_scheduler, runner, settings, order, make_key, spent):
+def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, order, make_key, spent):
     settings.models["m"] = replace(
         settings.models["m"], config={**settings.models["m"].config, "engines": "1"}, lent_slots=8
     )
@@ -491,9 +459,7 @@ def test_what_lent_engines_took_is_spent_and_held_no_longer(make_scheduler, runn
 
 
 @pytest.mark.usefixtures("priced")
-def test_a_batch_holds_no_more_than_is_left_and_one_that_goes_on_all_of_it(
-    scheduler, runner, settings, store, order, make_key, clock
-):
+def test_resumed_batch_reserves_the_rest_of_the_budget(scheduler, runner, settings, store, order, make_key, clock):
     batch_id, run = begin_rich(scheduler, runner, order, make_key, output_tokens=10**6)
     assert run.arguments[0].budget_usd == 10
     store.run_path(batch_id).mkdir()
@@ -503,10 +469,10 @@ def test_a_batch_holds_no_more_than_is_left_and_one_that_goes_on_all_of_it(
     scheduler.tick()
     clock.now += 10
     scheduler.tick()
-    assert runner.works[-1].arguments[0].budget_usd == 9, "nobody here knows what it has cost"
+    assert runner.works[-1].arguments[0].budget_usd == 9, "the previous cost is unknown"
 
 
-def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, order, make_key, spent):
+def test_batches_of_one_budget_run_one_at_a_time(make_scheduler, runner, order, make_key, spent):
     scheduler = make_scheduler(at_once=3)
     spent["bob"] = 0.0
     for name in ("alice", "alice", "bob"):
@@ -515,7 +481,7 @@ def test_two_batches_of_one_budget_do_not_run_at_once(make_scheduler, runner, or
     assert sorted(work.arguments[0].owner for work in runner.works if work.kind == "run") == ["alice", "bob"]
 
 
-def test_a_batch_waits_until_it_is_known_what_its_key_has_spent(scheduler, runner, order, make_key, spent):
+def test_batch_waits_until_the_spend_is_known(scheduler, runner, order, make_key, spent):
     order(key=make_key(budget_usd=2))
     spent["alice"] = None
     check_all(scheduler, runner)
@@ -526,7 +492,7 @@ def test_a_batch_waits_until_it_is_known_what_its_key_has_spent(scheduler, runne
     assert runner.works[-1].arguments[0].budget_usd == 1.5
 
 
-def test_a_batch_holds_its_budget_from_start_to_end(
+def test_reservation_lasts_until_the_batch_ends(
     scheduler, runner, store, settings, order, make_key, make_result, clock, spent
 ):
     budgets, batch_id = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
@@ -544,7 +510,7 @@ def test_a_batch_holds_its_budget_from_start_to_end(
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
-def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner, settings, order, make_key):
+def test_batch_waits_for_reservations_of_requests(scheduler, runner, settings, order, make_key):
     budgets, _ = totals_of(settings.ledger).budgets, order(key=make_key(budget_usd=2))
     for number in "12":
         budgets.reserve_request(number, "alice", None, 1)
@@ -555,9 +521,7 @@ def test_a_batch_waits_for_requests_that_hold_all_that_is_left(scheduler, runner
     assert runner.works[-1].arguments[0].budget_usd == 1
 
 
-def test_a_batch_waits_until_another_of_its_budget_has_ended_also_between_attempts(
-    make_scheduler, runner, order, make_key, clock
-):
+def test_batch_waits_for_another_that_is_being_retried(make_scheduler, runner, order, make_key, clock):
     scheduler, poor = make_scheduler(at_once=3), make_key(budget_usd=2)
     first, _ = order(key=poor), order(key=poor)
     check_all(scheduler, runner)
@@ -569,7 +533,7 @@ def test_a_batch_waits_until_another_of_its_budget_has_ended_also_between_attemp
     assert [work.arguments[0].batch_id for work in runner.works if work.kind == "run"] == [first, first]
 
 
-def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, runner, store, order, make_key, spent):
+def test_run_of_another_process_goes_first(make_scheduler, runner, store, order, make_key, spent):
     poor = make_key(budget_usd=2)
     order(key=poor)
     begun = order(key=poor)
@@ -581,7 +545,7 @@ def test_what_another_process_began_of_a_budget_goes_on_first(make_scheduler, ru
 
 @pytest.fixture
 def tagged(settings, spent):
-    """Three dollars of a tag and two of the endpoint, of which nothing is spent."""
+    """Unspent budgets: three dollars for a tag, two for the endpoint."""
     settings.ledger.mkdir(parents=True)
     with changing_budgets(settings.ledger / "budgets.json") as shared:
         for name, usd in (("team=search", 3), ("endpoint", 2)):
@@ -590,9 +554,7 @@ def tagged(settings, spent):
 
 
 @pytest.mark.usefixtures("tagged")
-def test_a_batch_may_cost_what_the_least_of_its_budgets_has_left(
-    make_scheduler, runner, settings, order, make_key, make_result
-):
+def test_smallest_budget_limits_a_batch(make_scheduler, runner, settings, order, make_key, make_result):
     scheduler, budgets = make_scheduler(at_once=3), totals_of(settings.ledger).budgets
     first, _ = order(key=make_key(budget_usd=10, tags={"team": "search"})), order(key=make_key("bob"))
     check_all(scheduler, runner)
@@ -604,11 +566,11 @@ def test_a_batch_may_cost_what_the_least_of_its_budgets_has_left(
     scheduler.tick()
     assert [budgets.spent_usd(account) for account in ("alice", "team=search", "*")] == [0.5, 0.5, 0.5]
     scheduler.tick()
-    assert runner.works[-1].arguments[0].owner == "bob", "the endpoint's budget pays for both, one after the other"
+    assert runner.works[-1].arguments[0].owner == "bob", "both batches use the endpoint's budget"
 
 
 @pytest.mark.usefixtures("tagged")
-def test_a_batch_whose_tag_has_nothing_left_holds_nothing_and_ends(scheduler, runner, settings, order, make_key, spent):
+def test_spent_tag_budget_ends_a_batch(scheduler, runner, settings, order, make_key, spent):
     spent["team=search"] = 3.0
     order(key=make_key(budget_usd=10, tags={"team": "search"}))
     check_all(scheduler, runner)
@@ -625,13 +587,13 @@ def test_a_batch_whose_tag_has_nothing_left_holds_nothing_and_ends(scheduler, ru
 
 @pytest.fixture
 def present(make_key):
-    """Keys as they are now, by name."""
+    """The current keys by name."""
     return {"alice": make_key()}
 
 
 @pytest.fixture
 def watchful(store, runner, settings, spent, present, clock):
-    """A scheduler that looks at them."""
+    """A scheduler that uses them."""
 
     def current_key(key):
         return present.get(key.name)
@@ -639,7 +601,7 @@ def watchful(store, runner, settings, spent, present, clock):
     return Scheduler(store, runner, settings, spent_usd=spent.__getitem__, current_key=current_key, now=clock)
 
 
-def test_a_batch_whose_key_is_revoked_is_stopped_and_says_why(watchful, runner, store, order, present, make_result):
+def test_batch_of_a_revoked_key_is_cancelled(watchful, runner, store, order, present, make_result):
     running, waiting = order(), order()
     check_all(watchful, runner)
     run = runner.works[-1]
@@ -658,7 +620,7 @@ def test_a_batch_whose_key_is_revoked_is_stopped_and_says_why(watchful, runner, 
         assert (error["code"], "was revoked" in error["message"]) == ("key_revoked", True)
 
 
-def test_a_batch_whose_key_lost_the_model_fails_with_what_it_has(watchful, runner, order, store, present, make_key):
+def test_batch_fails_if_its_key_loses_the_model(watchful, runner, order, store, present, make_key):
     order()
     check_all(watchful, runner)
     run = runner.works[-1]
@@ -670,7 +632,7 @@ def test_a_batch_whose_key_lost_the_model_fails_with_what_it_has(watchful, runne
     assert run.reason == "model_not_allowed"
 
 
-def test_a_batch_begins_with_the_budget_and_the_models_that_its_key_has_now(watchful, runner, order, present, make_key):
+def test_batch_uses_the_current_limits_of_its_key(watchful, runner, order, present, make_key):
     order(key=make_key(budget_usd=1))
     present["alice"] = make_key(budget_usd=5, models=["m"])
     check_all(watchful, runner)
@@ -679,7 +641,7 @@ def test_a_batch_begins_with_the_budget_and_the_models_that_its_key_has_now(watc
     assert run.arguments[0].budget_usd == 5
 
 
-def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, begun, make_result):
+def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, begun, make_result):
     batch_id, _ = begun
     scheduler = make_scheduler(models={})
     scheduler.tick()
@@ -688,7 +650,7 @@ def test_a_model_that_is_gone_fails_the_batch(make_scheduler, store, runner, beg
     assert shown(store, batch_id)["errors"]["data"][0]["code"] == "model_not_found"
 
 
-def test_files_whose_time_is_over_are_deleted_but_not_under_a_batch(scheduler, store, upload, order, clock):
+def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, order, clock):
     kept, gone = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
     order(input_file_id=kept.id)
     clock.now += 3600
@@ -696,3 +658,37 @@ def test_files_whose_time_is_over_are_deleted_but_not_under_a_batch(scheduler, s
     assert store.contents_path(kept).exists()
     assert not store.contents_path(gone).exists()
     assert store.files("alice") == []
+
+
+@pytest.fixture
+def batches_of(make_order, make_key):
+    """Batches of these keys, oldest first."""
+
+    def make(*names):
+        return [Batch(request=make_order(key=make_key(name)), progress=BatchProgress()) for name in names]
+
+    return make
+
+
+def owners(batches):
+    return [batch.request.key.name for batch in batches]
+
+
+def test_keys_take_turns(batches_of):
+    batches = batches_of("alice", "alice", "alice", "bob", "carol", "bob")
+    ordered = in_turn(batches, set(), {})
+    assert owners(ordered) == ["alice", "bob", "carol", "alice", "bob", "alice"]
+    assert [batch for batch in ordered if batch.request.key.name == "alice"] == batches[:3]  # the oldest first
+
+
+def test_key_with_a_running_batch_waits_for_others(batches_of):
+    batches = batches_of("alice", "alice", "bob")
+    first, *waiting = in_turn(batches, {batches[0].id}, {"alice": 1})
+    assert first is batches[0]
+    assert owners(waiting) == ["bob", "alice"]
+
+
+def test_key_that_started_last_is_last(batches_of):
+    assert owners(in_turn(batches_of("alice", "bob", "carol"), set(), {"alice": 2, "bob": 1})) == [
+        "carol", "bob", "alice",
+    ]  # fmt: skip

@@ -7,7 +7,7 @@ from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.service import Batches
 
 
-def test_who_begins_to_schedule_goes_by_what_was_said_last(settings, runner, store, make_order, monkeypatch):
+def test_new_scheduler_reloads_progress(settings, runner, store, make_order, monkeypatch):
     monkeypatch.setattr(service, "_RETRY_S", 0.01)
     batch_id = store.add_batch(make_order()).id
     with (

@@ -6,7 +6,6 @@ from pipelines.online.batches.settings import batch_settings, num_engines
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
-from pipelines.online.gateway.keys import KeyRecord
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
@@ -21,18 +20,18 @@ def settings_of(config, tmp_path):
     return batch_settings(config, gate, CPU, placements, specs, "app")
 
 
-def test_without_a_folder_there_are_no_batches_and_no_engines_for_them(tmp_path):
+def test_no_folder_disables_batches(tmp_path):
     config = ServeConfig(batch_engines="2")
     assert num_engines(config) == (0, 0)
     assert settings_of(config, tmp_path) is None
 
 
-def test_engines_of_all_batches_at_once_are_counted(tmp_path):
+def test_engines_of_concurrent_batches_are_counted(tmp_path):
     config = ServeConfig(batches=str(tmp_path), batches_at_once=3, batch_engines="1:4")
     assert num_engines(config) == (3, 12)
 
 
-def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
+def test_batch_has_the_engine_settings_of_its_model(tmp_path):
     config = ServeConfig(
         batches=str(tmp_path / "b"),
         usd_per_hour=2,
@@ -49,7 +48,7 @@ def test_a_batch_runs_on_the_very_engine_of_its_model(tmp_path):
         assert models[keys.served_name].commits == {"org/model": "a" * 40, "org/head": "b" * 40}
 
 
-def test_batches_on_the_endpoints_engines_take_no_cores_and_ask_as_many_slots_as_there_can_be(tmp_path):
+def test_batches_on_the_endpoints_engines_need_no_cores(tmp_path):
     config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint", max_replicas=3, usd_per_hour=2)
     settings = settings_of(config, tmp_path)
     batch_model = settings.models["smollm2-135m"]
@@ -60,14 +59,3 @@ def test_batches_on_the_endpoints_engines_take_no_cores_and_ask_as_many_slots_as
     assert batch_model.neighbours.slot_group != "app", "the process of the batch has no cores of an engine"
     assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).lends
     assert not ServeConfig(batch_engines="endpoint").lends_engines, "there are no batches"
-
-
-def test_a_batch_is_asked_for_with_the_salt_of_its_key(tmp_path):
-    config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint")
-    key = KeyRecord(name="alice", sha256="0" * 64)
-    settings = settings_of(config, tmp_path)
-    assert (
-        settings.cache_salt(key)
-        == settings.cache_salt(key)
-        != settings.cache_salt(key.model_copy(update={"name": "bob"}))
-    )

@@ -19,7 +19,7 @@ def place(root, clock):
     return made
 
 
-def test_a_key_has_its_own_files_in_their_order_also_after_a_restart(place, upload, clock):
+def test_files_of_a_key_are_listed_newest_first(place, upload, clock):
     first = upload(place, b"one\n")
     clock.now += 1
     second = upload(place, b"two\n")
@@ -36,7 +36,7 @@ def test_a_key_has_its_own_files_in_their_order_also_after_a_restart(place, uplo
         place.open(first)
 
 
-def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_order, clock):
+def test_batch_is_the_same_in_every_process(place, make_order, clock):
     order = make_order(metadata={"a": "b"}, output_expires_s=3600)
     place.add_batch(order)
     other = BatchStore(place.root, now=clock, monotonic=clock)
@@ -44,7 +44,7 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     assert other.batch(order.id, "bob") is None
     progress = BatchProgress(status="in_progress", model="m", num_requests=3, errors=({"code": "x"},))
     place.save(order.id, progress)
-    assert other.batch(order.id, "alice").progress == progress  # also where it was read before
+    assert other.batch(order.id, "alice").progress == progress  # even if it was read before
     batch = place.cancel(place.batch(order.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
@@ -54,7 +54,7 @@ def test_a_batch_has_one_order_one_progress_and_one_cancellation(place, make_ord
     assert [one.id for one in other.batches("alice")] == [order.id]
 
 
-def test_a_scheduler_that_goes_on_after_another_takes_no_end_back(place, make_order, clock):
+def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
     order = make_order()
     place.add_batch(order)
     paused = BatchStore(place.root, now=clock, monotonic=clock)
@@ -68,7 +68,7 @@ def test_a_scheduler_that_goes_on_after_another_takes_no_end_back(place, make_or
     assert (after.status, after.output_file_id) == ("completed", "file-1")
 
 
-def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(store, make_order, monkeypatch):
+def test_concurrent_read_does_not_replace_newer_progress(store, make_order, monkeypatch):
     batch_id = store.add_batch(make_order()).id
 
     def read(path):
@@ -81,12 +81,12 @@ def test_what_is_read_while_the_scheduler_says_more_does_not_take_its_place(stor
 
 
 @pytest.mark.parametrize("name", ["../orders/x", "..", "", "file-1", "batch_" + "0" * 28 + "/../x"])
-def test_what_is_no_id_is_not_looked_for(store, name):
+def test_invalid_ids_are_not_looked_up(store, name):
     assert store.file(name, "alice") is None
     assert store.batch(name, "alice") is None
 
 
-def test_batches_are_listed_the_newest_first(store, make_order, monkeypatch):
+def test_batches_are_listed_newest_first(store, make_order, monkeypatch):
     moments = iter([1.0, 2.0, 300.0])
     monkeypatch.setattr(records, "time", SimpleNamespace(time=lambda: next(moments)))
     ids = [store.add_batch(replace(make_order(), id=records.new_id("batch_"))).id for _ in range(3)]
@@ -94,30 +94,14 @@ def test_batches_are_listed_the_newest_first(store, make_order, monkeypatch):
     assert [batch.id for batch in store.unfinished()] == ids
 
 
-def test_a_deleted_output_takes_the_answers_of_its_run_along(store, make_order):
-    batch = store.add_batch(make_order(output_expires_s=3600))
-    run = store.run_path(batch.id)
-    exported = ("export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl")
-    for name in ("data/unit-0.parquet", "failed/unit-0.jsonl", *exported, "report.json"):
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_bytes(b"x")
-    ids = store.add_outputs(batch, (exported[0], 1), 1, 100.0)
-    assert all(store.file(file_id, "alice").expires_at == 3700 for file_id in ids)
-    store.remove_file(store.file(ids[0], "alice"))
-    left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    assert left == {"failed/unit-0.jsonl", exported[1], "report.json"}
-    store.remove_file(store.file(ids[1], "alice"))
-    assert [path.name for path in run.rglob("*") if path.is_file()] == ["report.json"]
-
-
-def test_a_file_whose_time_is_over_is_not_there(store, upload, clock):
+def test_expired_file_is_hidden(store, upload, clock):
     stored = upload(store, expires_at=150.0)
     assert store.file(stored.id, "alice") == stored
     clock.now = 151
     assert store.file(stored.id, "alice") is None
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(store):
+def test_interrupted_upload_leaves_nothing(store):
     def broken():
         with store.writer(new_id(FILE_PREFIX)) as (_, target):
             target.write(b"half")
@@ -128,14 +112,14 @@ def test_an_upload_that_breaks_off_leaves_nothing(store):
     assert not list((store.root / "files").iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_unusable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be written"):
         BatchStore(tmp_path / "file").prepare()
 
 
 def run_with_copies(store, batch):
-    """What a run has of its prompts and answers, and what it has beside."""
+    """Create a run with copies of prompts and answers, and other files."""
     run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
@@ -162,7 +146,7 @@ def names_in(folder, *below):
     return found
 
 
-def test_a_deleted_input_takes_the_prompts_of_its_runs_along(place, upload, make_order):
+def test_deleting_an_input_deletes_its_prompts(place, upload, make_order):
     asked, other = upload(place), upload(place)
     mine, another = (run_with_copies(place, place.add_batch(make_order(file.id))) for file in (asked, other))
     before = names_in(another)
@@ -174,7 +158,7 @@ def test_a_deleted_input_takes_the_prompts_of_its_runs_along(place, upload, make
 
 
 @pytest.mark.parametrize("kind", ["output", "errors"])
-def test_a_deleted_output_takes_every_copy_along(place, make_order, kind):
+def test_deleting_an_output_deletes_every_copy(place, make_order, kind):
     batch = place.add_batch(make_order())
     run = run_with_copies(place, batch)
     made = place.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
@@ -189,8 +173,8 @@ def test_a_deleted_output_takes_every_copy_along(place, make_order, kind):
         assert {"data/unit-00000000.parquet", "export/openai-batch/output.jsonl"} <= found
 
 
-def test_no_jump_of_the_wall_clock_deletes_a_file(root, upload, clock):
-    """Also not one that lasts over a restart; what nobody put right in a day is believed."""
+def test_clock_jump_does_not_delete_files(root, upload, clock):
+    """Even if it lasts over a restart; after a day it is trusted."""
     uptime = SimpleNamespace(now=50.0)
     store = BatchStore(root, now=clock, monotonic=lambda: uptime.now)
     store.prepare()
@@ -210,7 +194,7 @@ def test_no_jump_of_the_wall_clock_deletes_a_file(root, upload, clock):
     assert not store.contents_path(file).exists()
 
 
-def test_what_killed_uploads_left_is_deleted_after_a_day(store, upload):
+def test_temporary_files_are_deleted_after_a_day(store, upload):
     upload(store)
     old, new = (store.root / "files" / f".file-x.jsonl.{number}.tmp" for number in (1, 2))
     for path in (old, new):
@@ -220,7 +204,7 @@ def test_what_killed_uploads_left_is_deleted_after_a_day(store, upload):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_an_upload_that_was_killed_before_its_record_is_deleted_after_a_day(place, upload, clock, make_order):
+def test_upload_without_record_is_deleted_after_a_day(place, upload, clock, make_order):
     kept = upload(place)
     batch = place.add_batch(make_order(kept.id))
     with place.writer(new_id(FILE_PREFIX)) as (orphan, target):
@@ -237,7 +221,7 @@ def test_an_upload_that_was_killed_before_its_record_is_deleted_after_a_day(plac
     assert left == {f"{kept.id}.jsonl", errors.split("/")[1]}
 
 
-def test_whoever_is_killed_while_deleting_does_not_hide_what_is_left(place, upload, make_order, monkeypatch):
+def test_interrupted_deletion_can_be_repeated(place, upload, make_order, monkeypatch):
     file = upload(place)
     run = run_with_copies(place, place.add_batch(make_order(file.id)))
     monkeypatch.setattr(place, "drop", lambda file: exec("raise KeyboardInterrupt"))

@@ -26,7 +26,7 @@ def check(tmp_path, make_key):
     return check
 
 
-def test_a_good_input_has_a_number_and_a_model(check):
+def test_valid_input_is_counted(check):
     checked = check(line("1"), "", line("2", max_tokens=50))
     assert (checked.num_requests, checked.model, checked.errors) == (2, "a", ())
     assert (checked.prompt_tokens, checked.output_tokens) == (200, 150), "each no more than the context"
@@ -57,18 +57,18 @@ def test_a_good_input_has_a_number_and_a_model(check):
         (line("2", top_k=10**21), "invalid_value", None),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(check, wrong, code, param):
+def test_errors_have_line_numbers(check, wrong, code, param):
     checked = check(line("1"), wrong, line("3"))
     assert [(error["code"], error["param"], error["line"]) for error in checked.errors] == [(code, param, 2)]
     assert checked.num_requests == 3
 
 
-def test_a_key_may_not_use_other_models_in_a_batch_either(check, make_key):
+def test_models_of_the_key_apply_to_batches(check, make_key):
     (error,) = check(line("1"), key=make_key(models=("b",))).errors
     assert error["code"] == "model_not_allowed"
 
 
-def test_the_endpoints_limit_of_tokens_holds_in_a_batch(check):
+def test_max_output_tokens_apply_to_batches(check):
     (error,) = check(line("1", max_tokens=60), max_output_tokens=50).errors
     assert error["code"] == "max_tokens_too_large"
 
@@ -76,12 +76,12 @@ def test_the_endpoints_limit_of_tokens_holds_in_a_batch(check):
 @pytest.mark.parametrize(
     ("lines", "code"), [((), "empty_file"), (("", " "), "empty_file"), ((b"PAR1",), "invalid_file")]
 )
-def test_a_file_without_requests_is_refused(check, lines, code):
+def test_file_without_requests_is_refused(check, lines, code):
     (error,) = check(*lines).errors
     assert (error["code"], error["line"]) == (code, None)
 
 
-def test_a_file_that_is_gone_is_an_error_that_does_not_say_where_it_was(tmp_path, make_key):
+def test_error_for_a_missing_file_hides_its_path(tmp_path, make_key):
     path = tmp_path / "gone.jsonl"
     (error,) = check_input(str(path), Rules(endpoint=CHAT_URL, key=make_key(), models=MODELS)).errors
     assert error["code"] == "invalid_file"
@@ -95,8 +95,8 @@ def test_requests_and_errors_are_limited(check, monkeypatch):
     assert error["code"] == "too_many_requests"
 
 
-def test_a_line_is_no_longer_than_a_request_may_be(check):
-    """As JSON it would take many times as much memory, before anybody has looked at what it is."""
+def test_long_line_is_refused(check):
+    """Parsed JSON would take many times the memory."""
     long = line("2", messages=[{"role": "user", "content": "x" * 2000}])
     checked = check(line("1"), long, max_line_bytes=2000)
     (error,) = checked.errors
@@ -108,7 +108,7 @@ def test_a_line_is_no_longer_than_a_request_may_be(check):
     "wrong",
     [line("1" * 5000), line("2", url="/v1/" + "x" * 5000), line("2", model="x" * 5000), '{"' + "x" * 5000 + '": 1}'],
 )
-def test_an_error_repeats_little_of_what_was_sent(check, wrong):
+def test_errors_quote_little_of_the_request(check, wrong):
     checked = check(wrong, wrong)
     assert checked.errors
     assert all(len(error["message"]) < 500 for error in checked.errors)

@@ -9,8 +9,8 @@ from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
-from pipelines.online.batches.decisions import make_task
 from pipelines.online.batches.records import Batch, BatchProgress
+from pipelines.online.batches.scheduler import make_task
 from pipelines.online.batches.work import UNEXECUTED, Counts, Stop, collect, run_batch
 
 PRICE = Price(
@@ -41,7 +41,7 @@ def task(store, settings, upload, make_order):
 
 
 @pytest.mark.parametrize("reason", UNEXECUTED)
-def test_a_batch_that_never_ran_says_so_of_each_request(task, reason):
+def test_unexecuted_requests_are_in_the_error_file(task, reason):
     result = collect(task, reason)
     assert (result.num_completed, result.num_failed, result.output, result.record) == (0, 2, None, None)
     with open(task.errors, "rb") as file:  # noqa: PTH123
@@ -53,7 +53,7 @@ def test_a_batch_that_never_ran_says_so_of_each_request(task, reason):
     assert all(line["response"] is None for line in lines)
 
 
-def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
+def test_task_has_the_engine_and_the_sampling_defaults(task):
     assert task.config == {
         "engine": "fake", "usd_per_hour": 1, "input_format": "openai-batch", "temperature": 1.0, "max_tokens": 1000,
         "tags": {},
@@ -62,7 +62,7 @@ def test_a_task_has_the_models_engine_and_the_defaults_of_the_routes(task):
     assert task.commits == {"org/model": "abc"}
 
 
-def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, upload, make_order, make_key):
+def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_order, make_key):
     batch_model = settings.models["m"]
     tagged = replace(batch_model, config={**batch_model.config, "tags": {"site": "lab", "team": "all"}})
     key = make_key("alice").model_copy(update={"tags": {"team": "search"}})
@@ -71,14 +71,14 @@ def test_a_batch_has_the_tags_of_the_endpoint_and_of_its_key(store, settings, up
     assert task.config["tags"] == {"site": "lab", "team": "search"}
 
 
-def test_a_run_knows_what_clients_call_its_model(task, monkeypatch):
+def test_run_has_the_served_name(task, monkeypatch):
     asked = []
     monkeypatch.setattr(work.run, "generate", lambda request, _: asked.append(request.served_name))
     run_batch(task, Stop(), Counts(), Allowance(usd=None))
     assert asked == ["m"]
 
 
-def test_what_a_run_may_cost_changes_while_it_is_at_work(task, monkeypatch):
+def test_cost_limit_of_a_run_can_change(task, monkeypatch):
     allowance, seen = Allowance(usd=None), []
 
     def generate(request, _):
@@ -91,8 +91,8 @@ def test_what_a_run_may_cost_changes_while_it_is_at_work(task, monkeypatch):
     assert seen == [2.0, 5.0]
 
 
-def test_what_lent_engines_took_is_in_their_ledger_and_not_in_the_batchs_record(task, monkeypatch):
-    """Beside it the run may cost what the budget has left."""
+def test_record_of_a_batch_excludes_lent_engines(task, monkeypatch):
+    """The limit of the run is the rest of the budget plus the cost of lent engines."""
     own, lent = (usage_of(name) for name in ("s", "s-lent"))
     monkeypatch.setattr(work, "make_report", lambda run: None)
     directory = SimpleNamespace(
@@ -113,7 +113,7 @@ def test_what_lent_engines_took_is_in_their_ledger_and_not_in_the_batchs_record(
     assert seen == [pytest.approx(2.0 + 10 * PRICE.usd_per_device_s)]
 
 
-def test_the_endpoint_lends_a_batch_its_engines_in_the_name_of_its_key(store, settings, upload, make_order, make_key):
+def test_lender_bills_the_key_of_the_batch(store, settings, upload, make_order, make_key):
     models = {"m": replace(settings.models["m"], lent_slots=16)}
     lending = replace(
         settings, models=models, application="peagle", deployments={"m": "LLM:m"}, cache_salt=lambda key: key.name
@@ -121,5 +121,5 @@ def test_the_endpoint_lends_a_batch_its_engines_in_the_name_of_its_key(store, se
     batch = Batch(request=make_order(upload(store).id, key=make_key("bob")), progress=BatchProgress(model="m"))
     lender = make_task(batch, lending, store).lender
     assert (lender.deployment, lender.application, lender.num_slots) == ("LLM:m", "peagle", 16)
-    assert (lender.batch_id, lender.key, lender.cache_salt) == (batch.id, "bob", "bob")
+    assert (lender.context.request_id, lender.context.key, lender.cache_salt) == (batch.id, "bob", "bob")
     assert make_task(batch, settings, store).lender is None

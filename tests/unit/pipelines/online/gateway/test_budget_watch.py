@@ -8,8 +8,7 @@ from peagle.economics.ledger import append_request, write_session
 from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, write_draw
 from peagle.economics.usage import EngineSession
 from pipelines.online.gateway.budget_watch import BudgetWatch, budget_of
-from pipelines.online.gateway.keys import KeyRecord, KeyRing
-from pipelines.online.gateway.shared import SharedBudgets
+from pipelines.online.gateway.keys import KeyRecord, KeyRing, SharedBudgets
 from pipelines.online.totals import Totals
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -20,7 +19,7 @@ def key(name="alice", **limits):
 
 @pytest.fixture
 def today(monkeypatch):
-    """The day of all tests here, which they may change."""
+    """The current day, which tests may change."""
     day = SimpleNamespace(now=datetime(2026, 12, 31, 12, tzinfo=UTC))
     monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: day.now))
     return day
@@ -28,7 +27,7 @@ def today(monkeypatch):
 
 @pytest.fixture
 def spend(tmp_path, today):
-    """Append a request of so many dollars that ends now."""
+    """Append a request with this cost that ends now."""
 
     def spend(usd, name="alice"):
         at = today.now.timestamp()
@@ -39,7 +38,7 @@ def spend(tmp_path, today):
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """A watch over these keys, and what it tells."""
+    """A watch over these keys, and the shares that it reports."""
 
     def make(*keys):
         told = []
@@ -70,7 +69,7 @@ def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, sp
     assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
-def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, spend, today, caplog):
+def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend, today, caplog):
     watch, _ = make_watch(key(budget_usd=10, budget_every="month"))
     spend(9)
     with caplog.at_level(logging.WARNING):
@@ -88,14 +87,14 @@ def test_a_new_period_and_another_budget_are_watched_anew(tmp_path, make_watch, 
 
 @pytest.fixture
 def shared(tmp_path):
-    """Ten dollars a month of a tag, and twenty of the endpoint."""
+    """Monthly budgets: ten dollars for a tag, twenty for the endpoint."""
     with changing_budgets(tmp_path / "budgets.json") as budgets:
         for name, usd in (("team=search", 10), ("endpoint", 20)):
             budgets[name] = SharedBudget(name=name, budget_usd=usd, budget_every="month")
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_path, make_watch, today, caplog):
+def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplog):
     now = today.now.timestamp()
     append_request(tmp_path, a_request(usd=3, tags='{"team": "search"}', started_at=1.0, finished_at=now))
     write_draw(tmp_path, Draw(run="r", tags='{"team": "search"}', usd_by_day={int(now // 86_400): 2.5}, at=now))
@@ -115,7 +114,7 @@ def test_a_tag_pays_for_requests_and_draws_and_the_endpoint_for_its_engines(tmp_
     ]
 
 
-def test_the_state_of_a_budget(tmp_path, spend):
+def test_budget_state(tmp_path, spend):
     totals = Totals(tmp_path)
     spend(8.0)
     totals.catch_up()
@@ -127,7 +126,7 @@ def test_the_state_of_a_budget(tmp_path, spend):
     assert budget_of(key(budget_usd=5), totals.budgets)["left_usd"] == 0.0
 
 
-def test_what_cannot_be_read_ends_no_watch(make_watch, monkeypatch, caplog):
+def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):
     watch, told = make_watch(key(budget_usd=10))
     looks = iter([OSError("no disk"), SystemExit()])
     monkeypatch.setattr(watch, "check", lambda: (_ for _ in ()).throw(next(looks)))

@@ -39,7 +39,7 @@ async def retried(crashes, *attempts):
     return order, refusals
 
 
-def test_only_requests_that_entered_the_engine_before_the_last_one_are_retried(crashes, clock, caplog):
+def test_only_older_requests_are_retried(crashes, clock, caplog):
     old, older = start(crashes, "old"), start(crashes, "older")
     clock.now += 1
     neighbour = start(crashes, "neighbour")
@@ -53,11 +53,11 @@ def test_only_requests_that_entered_the_engine_before_the_last_one_are_retried(c
     assert "request of newest" in caplog.text
 
 
-def test_a_lone_request_is_not_retried(crashes):
+def test_only_request_of_a_crashed_engine_is_not_retried(crashes):
     assert asyncio.run(retried(crashes, start(crashes, "a"))) == ([], [NOT_RETRIED])
 
 
-def test_engines_of_two_models_crash_apart(crashes, clock):
+def test_crashes_of_two_models_are_separate(crashes, clock):
     first = start(crashes, "first", "m")
     clock.now += 1
     second = start(crashes, "second", "other")
@@ -65,7 +65,7 @@ def test_engines_of_two_models_crash_apart(crashes, clock):
     assert crashes.seen == [first, second]
 
 
-def test_a_request_in_two_crashes_is_the_cause_of_the_second_one(crashes, clock):
+def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
     async def scene():
         poison = start(crashes, "poison")
         clock.now += 1
@@ -84,7 +84,7 @@ def test_a_request_in_two_crashes_is_the_cause_of_the_second_one(crashes, clock)
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
 def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
-    """Whatever runs for the time of probation did not crash its engine, and the next one begins."""
+    """A request that outlives its probation did not crash its engine, and the next one starts."""
     monkeypatch.setattr(module, "_PROBATION_S", probation_s)
     running, most = 0, 0
 
@@ -106,7 +106,7 @@ def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_
     assert (most == 1) == is_alone
 
 
-def test_a_key_with_two_crashes_in_five_minutes_is_limited_until_the_first_is_five_minutes_old(crashes, clock):
+def test_key_with_two_crashes_in_five_minutes_is_limited(crashes, clock):
     crashes.require_allowed("a")
     asyncio.run(retried(crashes, start(crashes, "a")))
     crashes.require_allowed("a")

@@ -10,8 +10,7 @@ import pytest
 
 from peagle.economics.ledger import append_request
 from pipelines.online.gateway import routes as declared
-from pipelines.online.gateway.admission import ServedModel
-from pipelines.online.gateway.contents import TEMPLATE_TOKENS
+from pipelines.online.gateway.admission import TEMPLATE_TOKENS, ServedModel
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import KeyRing, new_key, read_keys, write_keys
@@ -46,7 +45,7 @@ EVENTS = [
 
 
 class Engine:
-    """Stands in for the application: answers as vLLM through our replica does, and remembers what it was asked."""
+    """An application that answers like vLLM behind our replica, and records the request."""
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
@@ -117,7 +116,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def ask(settings, keys):
-    """Send requests, one after the other, through one gate."""
+    """Send requests sequentially through one gate."""
 
     def send(
         *requests,
@@ -185,8 +184,8 @@ def test_answer_headers_contain_the_cost(ask, keys):
     assert len(answer.headers["x-peagle-request-id"]) == 32
 
 
-def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask, keys):
-    """40 MiB that are no JSON: what the gate holds of them at once is a small part."""
+def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
+    """40 MiB that are not JSON: the gate buffers only a small part."""
     piece, num_pieces, held = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
@@ -199,7 +198,7 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
         await send({"type": "http.response.body", "body": b""})
 
     class Discarding(httpx.ASGITransport):
-        """A client that keeps nothing."""
+        """A client that discards the body."""
 
         async def handle_async_request(self, request):
             sent = iter([{"type": "http.request", "body": await request.aread()}])
@@ -227,13 +226,13 @@ def test_a_large_answer_passes_piece_by_piece_and_is_neither_held_nor_parsed(ask
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
-def test_without_a_key_nothing_is_answered(ask, headers):
+def test_missing_key_is_401(ask, headers):
     for path in (CHAT, "/v1/models", "/v1/cost", "/openapi.json"):
         (answer,) = ask(post(path=path, headers=headers))
         assert error_of(answer) == (401, "missing_api_key")
 
 
-def test_a_wrong_key_is_401_and_health_needs_none(ask):
+def test_invalid_key_is_401_and_health_needs_none(ask):
     wrong, health = ask(post("pk-wrong"), get("/health"))
     assert error_of(wrong) == (401, "invalid_api_key")
     assert wrong.json()["error"]["type"] == "authentication_error"
@@ -249,7 +248,7 @@ def test_page_is_public_with_keys_and_local_without(ask):
     assert error_of(ask((("POST", "/"), {}))[0]) == (401, "missing_api_key")
 
 
-def test_without_keys_only_this_machine_is_answered(ask):
+def test_without_keys_other_machines_are_refused(ask):
     open_to_us = {"requires_key": False, "key_file": None}
     assert ask(post(), **open_to_us)[0].status_code == 200
     assert ask(post(), client=("::1", 1), **open_to_us)[0].status_code == 200
@@ -272,7 +271,7 @@ def test_without_keys_other_sites_are_refused(ask, host):
         assert asked(request, origin="null") == (403, "not_local")
 
 
-def test_with_keys_the_endpoint_may_have_any_name(ask, keys):
+def test_with_keys_any_host_name_is_allowed(ask, keys):
     assert ask(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")[0].is_success
 
 
@@ -281,7 +280,7 @@ BEHIND_SAGEMAKER = {"is_behind_sagemaker": True, "requires_key": False, "key_fil
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_sagemakers_route_is_answered_by_that_of_its_body_with_its_limits(ask, path, is_named):
+def test_invocations_route_is_mapped_to_the_api(ask, path, is_named):
     engine = Engine()
     source = {"prompt": "x"} if path != CHAT else {"messages": []}
     headers = {"x-amzn-sagemaker-custom-attributes": f"route={path}"} if is_named else {}
@@ -299,7 +298,7 @@ def test_sagemakers_route_is_answered_by_that_of_its_body_with_its_limits(ask, p
     assert not {name for name in engine.headers if "sagemaker" in name}
 
 
-def test_sagemakers_route_takes_keys_and_counts_their_requests(ask, keys):
+def test_invocations_route_takes_keys(ask, keys):
     def said(attributes, **more):
         headers = {"x-amzn-sagemaker-custom-attributes": attributes}
         return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **more})}
@@ -320,13 +319,13 @@ def test_sagemakers_route_takes_keys_and_counts_their_requests(ask, keys):
     assert error_of(answers[-1]) == (400, "missing_route")
 
 
-def test_elsewhere_sagemakers_route_is_none(ask, keys):
+def test_invocations_route_exists_only_on_sagemaker(ask, keys):
     headers = {"x-amzn-sagemaker-custom-attributes": f"key={keys['alice']},route={CHAT}"}
     without, with_key = ask(post(path="/invocations", headers=headers), post(keys["alice"], path="/invocations"))
     assert (error_of(without), error_of(with_key)) == ((401, "missing_api_key"), (404, "not_found"))
 
 
-def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
+def test_deleted_key_file_has_no_keys(ask, keys, settings):
     settings["key_file"].unlink()
     assert error_of(ask(post(keys["alice"]))[0]) == (401, "invalid_api_key")
 
@@ -342,7 +341,7 @@ def test_a_key_file_that_disappears_opens_nothing(ask, keys, settings):
         ("/v1/batches/x/cancel", False),
     ],
 )
-def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_json, kind):
+def test_content_type_of_forwarded_bodies(ask, keys, path, is_json, kind):
     engine = Engine()
     assert ask(post(keys["alice"], path=path, headers=kind), app=engine)[0].is_success
     passed_on = "application/json" if is_json else kind.get("content-type")
@@ -357,7 +356,7 @@ def test_a_body_that_is_read_as_json_is_passed_on_as_json(ask, keys, path, is_js
         ("tagged", "project=x, team=ads", {"project": "x", "site": "lab", "team": "ads"}),
     ],
 )
-def test_a_request_has_the_tags_of_the_endpoint_of_its_key_and_its_own(ask, keys, key, header, tags):
+def test_request_has_the_tags_of_endpoint_key_and_header(ask, keys, key, header, tags):
     engine = Engine()
     ask(post(keys[key], headers={"X-Peagle-Tags": header} if header else {}), app=engine, tags={"site": "lab"})
     assert json.loads(engine.context.tags) == tags
@@ -373,7 +372,7 @@ def test_a_request_has_the_tags_of_the_endpoint_of_its_key_and_its_own(ask, keys
         ("tagged", "project=" + "x" * 200, (400, "invalid_value")),
     ],
 )
-def test_tags_that_a_request_may_not_set_are_refused(ask, keys, key, header, expected):
+def test_invalid_or_forbidden_tags_are_refused(ask, keys, key, header, expected):
     (answer,) = ask(post(keys[key], headers={"X-Peagle-Tags": header}))
     assert error_of(answer) == expected
 
@@ -392,7 +391,7 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         (answer,) = ask(request_of, app=engine)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
-        assert context.account.startswith("alice 1")  # and when the key was made
+        assert context.account.startswith("alice 1")  # with the creation time
         assert context.request_id == engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
         assert len(context.request_id) == 32
         assert (context.shown_usage, context.first_asked_at) == ("never", None)
@@ -458,14 +457,14 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         ({"stop_token_ids": [1] * 101, "min_tokens": 1}, (400, "invalid_value")),
     ],
 )
-def test_a_bad_request_is_refused_before_an_engine_sees_it(ask, keys, body, expected):
+def test_invalid_request_does_not_reach_an_engine(ask, keys, body, expected):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
     assert engine.asked is None
 
 
-def test_a_model_without_a_parser_names_peagles_setting(ask, keys):
+def test_error_names_the_missing_parser(ask, keys):
     refused, *taken = ask(
         post(keys["boss"], model="b", tools=[TOOL], tool_choice="auto"),
         post(keys["boss"], model="b", tools=[TOOL], tool_choice="none"),
@@ -481,7 +480,7 @@ def test_a_model_without_a_parser_names_peagles_setting(ask, keys):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/batches", "/v1/files"])
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, deflate", "x" * 5000])
-def test_an_encoded_body_is_refused_by_its_header(ask, keys, path, encoding):
+def test_encoded_body_is_refused(ask, keys, path, encoding):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}), app=engine)
     assert error_of(answer) == (415, "unsupported_encoding")
@@ -492,7 +491,7 @@ def test_an_encoded_body_is_refused_by_its_header(ask, keys, path, encoding):
     assert answer.status_code == 200
 
 
-def test_a_head_request_is_answered_as_get_without_the_body(ask, keys):
+def test_head_is_get_without_a_body(ask, keys):
     own = {"headers": {"authorization": f"Bearer {keys['alice']}"}}
     whole, head, open_, stranger, unknown, wrong = ask(
         get("/v1/models", keys["alice"]),
@@ -517,8 +516,8 @@ def salt_of(ask, request_of, **settings):
     return engine.asked.get("cache_salt")
 
 
-def test_each_key_has_a_part_of_the_prefix_cache_to_itself(ask, keys):
-    """As vLLM keeps apart what has different salts; a client cannot name one, nor guess that of another key."""
+def test_prefix_cache_is_separate_per_key(ask, keys):
+    """vLLM separates prefixes by salt; clients can neither set a salt nor guess that of another key."""
     secret = {"cache_secret": b"s" * 32}
     alice, boss = (salt_of(ask, post(keys[name]), **secret) for name in ("alice", "boss"))
     assert len(alice) == len(boss) == 64
@@ -536,7 +535,7 @@ def test_no_cache_salt_if_keys_share_the_cache_or_are_disabled(ask, keys):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys, path):
+def test_clients_cannot_set_request_id_or_priority(ask, keys, path):
     engine = Engine()
     named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
     assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
@@ -546,7 +545,7 @@ def test_a_request_cannot_be_taken_for_anothers_or_be_served_before_it(ask, keys
 
 
 def test_fields_without_effect_are_dropped(ask, keys):
-    """A null is one of every field, also where vLLM has a type without it."""
+    """null is accepted for every field, even if vLLM's type excludes it."""
     engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
@@ -577,7 +576,7 @@ def test_largest_64_bit_integers_pass(ask, keys):
     assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
 
 
-def test_a_body_as_deep_as_is_allowed_passes(ask, keys):
+def test_deepest_allowed_body_passes(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
     assert engine.asked is not None
@@ -595,7 +594,7 @@ def test_number_of_token_ids_is_limited(ask, keys, field, most):
     assert (error_of(many), as_many.status_code) == ((400, "invalid_value"), 200)
 
 
-def test_ids_that_end_an_answer_are_as_many_as_one_likes_where_it_may_end_at_once(ask, keys):
+def test_stop_token_ids_are_unlimited_without_min_tokens(ask, keys):
     assert ask(post(keys["alice"], stop_token_ids=list(range(101))))[0].status_code == 200
 
 
@@ -620,24 +619,13 @@ def test_checks_apply_under_any_route_prefix(ask, keys, prefix):
     assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
 
 
-def test_a_key_may_be_for_some_models_only(ask, keys):
+def test_key_is_limited_to_its_models(ask, keys):
     refused, allowed = ask(post(keys["other"]), post(keys["other"], model="b"))
     assert error_of(refused) == (403, "model_not_allowed")
     assert allowed.status_code == 200
 
 
-def test_a_body_that_trickles_in_is_given_up(ask, keys, settings):
-    async def trickle():
-        for _ in range(100):
-            yield b"{"
-            await asyncio.sleep(0.05)
-
-    (answer,) = ask((("POST", CHAT), {"content": trickle(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
-    assert error_of(answer) == (408, "request_timeout")
-    assert answer.headers["connection"] == "close"
-
-
-def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
+def test_body_without_content_length_is_limited(ask, keys):
     async def flood():
         for _ in range(100):
             yield b"x" * 100
@@ -648,8 +636,8 @@ def test_a_body_of_unstated_length_is_cut_at_the_limit(ask, keys):
 
 
 @pytest.mark.parametrize(("more_body", "closes"), [(True, "close"), (False, None)])
-def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys, more_body, closes):
-    """As the application does where the first piece is no form."""
+def test_connection_closes_after_an_unread_upload(settings, keys, more_body, closes):
+    """As the application does if the first piece is not a form."""
 
     async def application(scope, receive, send):
         await receive()
@@ -670,13 +658,6 @@ def test_an_upload_that_is_answered_before_its_end_is_not_read_on(settings, keys
     assert dict(sent[0]["headers"]).get(b"connection") == (closes and closes.encode())
 
 
-def test_limit_returns_429_with_retry_after(ask, keys):
-    first, second = ask(post(keys["slow"]), post(keys["slow"]))
-    assert first.status_code == 200
-    assert error_of(second) == (429, "rate_limit_exceeded")
-    assert 55 <= int(second.headers["retry-after"]) <= 60
-
-
 REFUSED = [
     (post(raw="{"), 400), (post(model="b"), 200), (post(model="c"), 404), (post(raw="[]"), 422),
     (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/models"), 200),
@@ -687,8 +668,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_of", "status"), REFUSED)
-def test_every_request_counts(ask, keys, request_of, status):
-    """Refused requests, reads, deletes and cancellations cost the ingress as much time as any other."""
+def test_every_request_counts_toward_the_rate_limit(ask, keys, request_of, status):
+    """Refused requests, reads, deletes and cancellations take as much time as others."""
     arguments, parts = request_of
     parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
     first, second = ask((arguments, parts), post(keys["slow"]))
@@ -696,7 +677,7 @@ def test_every_request_counts(ask, keys, request_of, status):
     assert error_of(second) == (429, "rate_limit_exceeded")
 
 
-def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
+def test_polling_has_its_own_rate_limit(ask, keys):
     looks = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
     *polls, answered, refused = ask(*looks * 30, looks[0], post(keys["slow"]), post(keys["slow"]))
     assert [poll.status_code for poll in polls] == [200] * 60 + [429]
@@ -706,14 +687,6 @@ def test_the_page_that_a_key_has_open_leaves_it_its_requests(ask, keys):
 def test_routes_are_hidden_from_clients_without_key(ask):
     for request in (get("/v1/nothing"), get("/v1/files"), post(path="/nothing")):
         assert error_of(ask(request)[0]) == (401, "missing_api_key")
-
-
-@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%C2%85", "%E2%80%A8", "%7F"])
-def test_a_path_that_cannot_be_printed_is_refused_before_anything(ask, keys, end):
-    engine = Engine()
-    for request in (post(keys["other"], path=CHAT + end), get("/health" + end), post(path="/v1/files" + end)):
-        assert error_of(ask(request, app=engine)[0]) == (400, "invalid_path")
-    assert engine.asked is None
 
 
 def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
@@ -732,7 +705,7 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
     ask(post(keys["small"], max_tokens=1), app=Looks())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
     prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
-    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # of "b" nothing is known
+    assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
 
 
 def test_expired_key_is_refused_on_every_route(ask, settings):
@@ -755,80 +728,14 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
         lambda key: {"headers": {"proxy-authorization": f"Bearer {key}"}},
     ],
 )
-def test_a_key_is_taken_from_nowhere_but_its_header(ask, keys, how):
-    """Addresses are in logs and histories, and cookies are sent by whatever page asks."""
+def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
+    """URLs are logged, and browsers send cookies with requests of any page."""
     (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
     assert error_of(answer) == (401, "missing_api_key")
 
 
-def test_concurrent_requests_of_a_key_are_limited(settings):
-    """The attack: one key takes every slot of every engine."""
-    key, record = new_key("few", max_parallel_requests=2)
-    under_way, may_end = [], asyncio.Event()
-
-    class Slow(Engine):
-        async def __call__(self, *what):
-            under_way.append(what)
-            await may_end.wait()
-            await super().__call__(*what)
-
-    async def run():
-        gate = Gate(Slow(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
-        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            (args, kwargs) = post(key)
-            asked = [asyncio.create_task(http.request(*args, **kwargs)) for _ in range(10)]
-            refused = [await one for one in await first_done(asked, 8)]
-            may_end.set()
-            answers = [await one for one in asked]
-            again = await http.request(*args, **kwargs)
-            return refused, answers, again
-
-    refused, answers, again = asyncio.run(run())
-    assert len(under_way) == 3
-    assert {error_of(one) for one in refused} == {(429, "rate_limit_exceeded")}
-    assert [one.status_code for one in answers].count(200) == 2
-    assert again.status_code == 200
-
-
-async def first_done(tasks, number):
-    async with asyncio.timeout(30):
-        while len(done := [one for one in tasks if one.done()]) < number:
-            await asyncio.sleep(0.01)
-    return done
-
-
-def test_tiny_budget_admits_one_of_sixty_concurrent_requests(settings):
-    """The attack: nothing was held until a price was known, so all sixty were answered."""
-    key, record = new_key("poor", budget_usd=1e-7)
-    asked = []
-
-    class Counts(Engine):
-        async def __call__(self, *what):
-            asked.append(what)
-            await asyncio.sleep(0.05)
-            await super().__call__(*what)
-
-    async def run():
-        gate = Gate(Counts(), GateSettings(**settings | {"key_file": None, "fixed_keys": (record,)}), ROUTES)
-        transport = httpx.ASGITransport(app=gate, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            wanted = [post(key, model=model) for model in "ab" for _ in range(30)]
-            return await asyncio.gather(*(http.request(*args, **kwargs) for args, kwargs in wanted))
-
-    answers = asyncio.run(run())
-    assert len(asked) == 1
-    assert [one.status_code for one in answers].count(200) == 1
-    assert {error_of(one)[0] for one in answers if one.status_code != 200} == {429}
-
-
-def test_what_a_request_cost_counts_against_the_budget(ask, keys):
-    first, second = ask(post(keys["small"]), post(keys["small"]))
-    assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
-
-
-def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys):
-    """A chat's is a cap of ours: as a number of its own vLLM would refuse it beside a long prompt."""
+def test_default_max_tokens_are_the_smallest_limit(ask, keys):
+    """A chat gets a cap instead of max_tokens, which vLLM would refuse with a long prompt."""
     engine = Engine()
     for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
         ask(post(keys[key]), app=engine, max_output_tokens=most)
@@ -844,7 +751,7 @@ def test_a_request_without_a_number_of_tokens_gets_the_smallest_limit(ask, keys)
 COMPLETIONS = "/v1/completions"
 
 
-def test_a_text_is_scored_without_output_and_each_choice_counts_as_the_token_that_vllm_makes(ask, keys):
+def test_scored_prompt_counts_one_token_per_choice(ask, keys):
     engine = Engine()
     scored = {"path": COMPLETIONS, "echo": True, "max_tokens": 0, "logprobs": 1}
     refused, answered, no_more = ask(
@@ -876,12 +783,12 @@ def test_a_text_is_scored_without_output_and_each_choice_counts_as_the_token_tha
         ({"model": "b", "path": COMPLETIONS, "prompt": [[1]] * 3, "n": 3}, None, (400, "too_many_choices")),
     ],
 )
-def test_limits_are_of_all_choices_of_a_request(ask, keys, request_of, most, expected):
+def test_limits_include_all_choices(ask, keys, request_of, most, expected):
     (answer,) = ask(post(keys["alice"], **request_of), max_output_tokens=most)
     assert (200 if answer.status_code == 200 else error_of(answer)) == expected
 
 
-def test_choices_without_a_number_of_tokens_share_the_smallest_limit(ask, keys):
+def test_choices_share_the_default_max_tokens(ask, keys):
     engine = Engine()
     ask(post(keys["small"], n=4), app=engine)
     assert engine.context.cap_tokens == 25
@@ -904,8 +811,8 @@ def streamed(answer):
         ({"stream_options": {"continuous_usage_stats": True}}, "never"),
     ],
 )
-def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys, options, shown):
-    """The engine's side shows it; what comes of there passes as it is, whatever is in it."""
+def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, shown):
+    """The replica removes usage; the gate passes the stream unchanged."""
     engine = Engine()
     (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
     assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
@@ -913,7 +820,7 @@ def test_a_stream_is_asked_for_its_usage_and_shows_it_to_who_asked(ask, keys, op
     assert answer.content == b"".join(map(text, EVENTS)) + b"data: [DONE]\n\n"
 
 
-def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_waits_for_the_ledger(ask, keys):
+def test_cost_of_streams_counts_against_the_budget(ask, keys):
     first, second = ask(post(keys["small"], stream=True), post(keys["small"]))
     assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
     few = {"max_tokens": 10}
@@ -924,13 +831,13 @@ def test_what_a_stream_cost_counts_against_the_budget_and_one_that_broke_off_wai
     assert "reserved by running requests" in second.json()["error"]["message"]
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_without_details(ask, keys):
+def test_failed_stream_ends_with_an_error_event(ask, keys):
     (answer,) = ask(post(keys["alice"], stream=True), app=Engine(breaks_off=True))
     assert streamed(answer)[-1]["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
 
 
-def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask, keys):
+def test_slow_answer_times_out_and_is_cancelled(ask, keys):
     cancelled = []
 
     async def hangs(scope, receive, send):
@@ -947,12 +854,14 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_request_cancelled(ask
 
 
 @pytest.mark.parametrize("is_hung_up", [True, False])
-def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(settings, keys, engine_account, is_hung_up):
-    """Alone by the engine's record, since nothing of it reached the gate: here more than the key's budget."""
+def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_account, is_hung_up):
+    """By the engine's record, since no answer reached the gate; it exceeds the key's budget."""
     engine_account.ready()
 
     async def hangs(scope, receive, send):
-        request = engine_account.begin(dict(scope["headers"])[b"x-request-id"].decode(), "small")
+        request = engine_account.begin(
+            Context(request_id=dict(scope["headers"])[b"x-request-id"].decode(), key="small")
+        )
         try:
             await asyncio.sleep(10)
         except asyncio.CancelledError:
@@ -970,7 +879,7 @@ def test_who_does_not_wait_for_the_first_byte_pays_for_what_the_engine_made(sett
             if is_hung_up:
                 first.cancel()
             await asyncio.wait([first])
-            await asyncio.sleep(1)  # how often the ledger is looked at
+            await asyncio.sleep(1)  # the poll interval of the ledger
             return await http.request(*arguments, **body)
 
     assert error_of(asyncio.run(scene())) == (429, "insufficient_quota")
@@ -995,7 +904,7 @@ def test_running_requests_are_counted(ask, keys):
 
 @pytest.fixture
 def written(tmp_path):
-    """The lines of all files of prompts."""
+    """All lines of the prompt log."""
 
     def read():
         paths = (tmp_path / "state" / "prompts").iterdir()
@@ -1023,7 +932,7 @@ def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, written):
     assert keys["alice"] not in path.read_text()
 
 
-def test_a_prompt_that_cannot_be_written_down_is_answered(ask, keys, tmp_path, caplog):
+def test_request_is_answered_if_the_prompt_log_fails(ask, keys, tmp_path, caplog):
     (tmp_path / "file").touch()
     (answer,) = ask(post(keys["alice"]), prompts=tmp_path / "file" / "prompts")
     assert answer.status_code == 200
@@ -1041,13 +950,13 @@ def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_p
 
     answer, waiting = asyncio.run(scene())
     assert error_of(answer) == (504, "timeout")
-    assert len(waiting) == 1  # let go after two minutes, as whatever never reached an engine
+    assert len(waiting) == 1  # expires after two minutes, since it never reached an engine
 
 
 @pytest.mark.parametrize(
     ("name", "status"), [("BackPressureError", 503), ("RayActorError", 503), ("ZeroDivisionError", 500)]
 )
-def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
+def test_exceptions_become_api_errors(ask, keys, name, status):
     (answer,) = ask(post(keys["alice"]), app=Engine(error=type(name, (Exception,), {})("secret")))
     assert answer.status_code == status
     assert "secret" not in answer.text
@@ -1055,7 +964,7 @@ def test_what_the_application_raises_is_a_clean_answer(ask, keys, name, status):
 
 
 def test_large_body_is_acknowledged(settings, keys):
-    """Else the proxy, which hands on no more than a window, would wait for ever."""
+    """Otherwise the proxy would wait forever after one window."""
     pieces, told = 6, []
 
     async def scene():
@@ -1081,7 +990,7 @@ def test_large_body_is_acknowledged(settings, keys):
     assert told == [(number + 1) << 20 for number in range(pieces)]
 
 
-@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("nobody asks for keys", False)])
+@pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("without keys", False)])
 def test_consecutive_refusals_are_delayed_with_keys(ask, keys, refused, is_held):
     requires_key = refused in ("alice", None)
     requests = [get("/v1/nothing", keys.get(refused))] * 25

@@ -9,8 +9,7 @@ from peagle.economics.shared_budgets import SharedBudget, changing_budgets
 from pipelines.online.errors import ApiError
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.gateway.limits import ActualUsage, KeyLimits
-from pipelines.online.ledger_totals import TokenPrice
-from pipelines.online.totals import Totals
+from pipelines.online.totals import TokenPrice, Totals
 
 NUMBERS = itertools.count()
 
@@ -20,7 +19,7 @@ def key(**limits):
 
 
 def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
-    """As of one request, alone on an engine of a dollar a second."""
+    """The price after one request that ran alone on an engine of a dollar per second."""
     return TokenPrice(
         num_requests=1,
         usd=1,
@@ -34,7 +33,7 @@ def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
 
 @pytest.fixture
 def totals(tmp_path):
-    """Of an empty ledger."""
+    """Totals of an empty ledger."""
     made = Totals(tmp_path)
     made.catch_up()
     return made
@@ -83,7 +82,7 @@ def too_often(limits, record, **how):
     return caught.value
 
 
-def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, limits):
+def test_requests_per_minute_are_limited(clock, limits):
     alice = key(requests_per_min=2)
     limits.count_request(alice)
     clock.now += 20
@@ -96,7 +95,7 @@ def test_requests_of_the_last_minute_are_limited_and_the_wait_is_exact(clock, li
     limits.count_request(alice)
 
 
-def test_what_came_too_often_does_not_count(clock, limits):
+def test_refused_requests_do_not_count(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(5):
@@ -105,7 +104,7 @@ def test_what_came_too_often_does_not_count(clock, limits):
     limits.count_request(alice)
 
 
-def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, limits):
+def test_polls_have_their_own_limit(clock, limits):
     alice = key(requests_per_min=1)
     limits.count_request(alice)
     for _ in range(60):
@@ -116,7 +115,7 @@ def test_live_figures_are_asked_for_every_second_whatever_else_a_key_may(clock, 
     limits.count_request(alice, is_poll=True)
 
 
-def test_tokens_are_held_until_they_are_known(clock, limits):
+def test_output_tokens_are_reserved_until_known(clock, limits):
     alice = key(output_tokens_per_min=100)
     first = admit(limits, alice, 80)
     assert refusal(limits, alice, 30).retry_after_s == 1
@@ -127,7 +126,7 @@ def test_tokens_are_held_until_they_are_known(clock, limits):
     admit(limits, alice, 30)
 
 
-def test_prompts_count_as_their_bytes_until_an_engine_has_counted_them(clock, limits):
+def test_prompt_bytes_are_reserved_until_tokens_are_known(clock, limits):
     alice = key(input_tokens_per_min=100)
     first = admit(limits, alice, prompt=60)
     waits = refusal(limits, alice, prompt=60)
@@ -151,7 +150,7 @@ def test_long_prompt_is_admitted_alone_while_tokens_are_left(clock, limits):
     admit(limits, alice, prompt=1)
 
 
-def test_settling_twice_is_settling_once(limits, budgets):
+def test_settle_is_idempotent(limits, budgets):
     alice = key(output_tokens_per_min=100, budget_usd=1)
     permit = admit(limits, alice, 10)
     for _ in range(3):
@@ -172,7 +171,7 @@ def test_concurrent_requests_of_a_key_are_limited(limits):
     assert (error.status, error.code, error.headers()) == (429, "rate_limit_exceeded", {"retry-after": "1"})
     assert "2 concurrent requests" in error.message
     for _ in range(2):
-        limits.settle(first, None)  # its client left: it makes room though its tokens are not known yet
+        limits.settle(first, None)  # disconnected: it no longer runs, although its tokens are unknown
     admit(limits, alice)
     refusal(limits, alice)
     settle(limits, first, 1, 0)
@@ -181,7 +180,7 @@ def test_concurrent_requests_of_a_key_are_limited(limits):
     admit(limits, alice)
 
 
-def test_a_budget_counts_what_was_spent(limits):
+def test_spent_budget_is_refused(limits):
     alice = key(budget_usd=1)
     for usd in (0.9, 0.2):
         spend(limits, alice, usd)
@@ -211,8 +210,8 @@ def test_running_requests_reserve_their_maximum_cost(limits, budgets, prices):
     admit(limits, alice, 200)
 
 
-def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
-    """The attack: prompts that are much longer than usual, of which each held its one output token."""
+def test_prompt_and_output_are_reserved_at_their_prices(limits, prices):
+    """The attack: very long prompts that only reserve one output token."""
     alice, prices["m"] = key(budget_usd=1), a_price(0.001, 0.0001)
     admit(limits, alice, 1, prompt=4000)
     admit(limits, alice, 1, prompt=4000)
@@ -221,17 +220,17 @@ def test_prompt_and_output_are_held_each_at_its_price(limits, prices):
 
 
 def test_without_a_price_requests_run_one_at_a_time(limits, budgets, prices):
-    """The attack: sixty at once on a budget of a ten-millionth of a dollar."""
+    """The attack: sixty concurrent requests with a budget of a ten-millionth of a dollar."""
     alice = key(budget_usd=1e-7)
     first = admit(limits, alice)
     for model in ("m", "another"):
         assert "reserved by running requests" in refusal(limits, alice, model=model).message
     assert budgets.reserve_batch("batch_1", "alice", 1e-7) == 0
     prices["m"] = a_price(1e-9)
-    refusal(limits, alice)  # the first may cost anything still
+    refusal(limits, alice)  # the cost of the first is still unknown
     settle(limits, first, 1, 5e-8)
     admit(limits, alice)
-    refusal(limits, alice, model="another")  # it never is beside another
+    refusal(limits, alice, model="another")  # it may not run with another
     admit(limits, alice)
 
 
@@ -245,7 +244,7 @@ def test_disconnected_request_keeps_reservation_until_recorded(limits, clock):
     admit(limits, alice)
 
 
-def test_with_little_left_requests_get_in_one_at_a_time(limits, prices):
+def test_nearly_spent_budget_admits_one_request_at_a_time(limits, prices):
     alice = key(budget_usd=1)
     spend(limits, alice, 0.999)
     prices["m"] = a_price(0.001)
@@ -260,7 +259,7 @@ def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
     assert budgets.reserve_batch("batch_1", "alice", 1) == 1
     error = refusal(limits, alice)
     assert (error.code, error.headers()) == ("rate_limit_exceeded", {"retry-after": "60"})
-    asyncio.run(limits.require_budget(alice))  # what costs nothing, as an order
+    asyncio.run(limits.require_budget(alice))  # free actions, such as creating a batch
     for _ in range(2):
         budgets.settle_batch("batch_1", ["alice"], 0.6)
     settle(limits, admit(limits, alice), 1, 0.4)
@@ -268,8 +267,8 @@ def test_requests_cannot_spend_what_a_batch_reserved(limits, budgets):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_budget_is_overspent_by_one_request_and_by_what_some_cost_beyond_what_they_held(seed, totals, clock):
-    """Whatever comes when: requests of two models, one of them without a price at first, batches, ends in any order."""
+def test_budget_is_overspent_by_at_most_one_request(seed, totals, clock):
+    """Random requests of two models, one initially without a price, and batches, ending in any order."""
     asyncio.run(overspend_if_possible(Random(seed), KeyLimits(totals, monotonic=clock), totals.budgets, totals.prices))
 
 
@@ -303,7 +302,7 @@ async def overspend_if_possible(random, limits, budgets, prices):
 
 @pytest.fixture
 def shared(totals):
-    """A dollar a month of a tag."""
+    """A monthly budget of a dollar for a tag."""
     with changing_budgets(totals.folder / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=1, budget_every="month")
 
@@ -326,7 +325,7 @@ def test_requests_reserve_and_spend_tag_budgets(limits, budgets, prices):
     ) as caught:
         tagged(limits, bob, "2")
     assert caught.value.code == "rate_limit_exceeded"
-    assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "what was refused has nothing of its key's budget"
+    assert budgets.reserve_request("3", "bob", 0.5, 0.5) is None, "a refused request reserves nothing"
     settle(limits, permit, usd=1.0)
     with pytest.raises(ApiError, match="of team=search is spent"):
         tagged(limits, bob, "4")

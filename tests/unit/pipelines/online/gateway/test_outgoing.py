@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.outgoing import Load, RefusalDelay, RefusalLog, describe_load
+from pipelines.online.gateway.outgoing import RefusalDelay, RefusalLog, describe_load
 
 CARD = {"max_requests_per_replica": 9, "max_replicas": 4}
 
@@ -12,17 +12,8 @@ def replicas(running, starting=0):
     return {"num_running_replicas": running, "num_starting_replicas": starting, "num_stopping_replicas": 0}
 
 
-def test_a_request_counts_until_it_is_answered_whatever_the_answer():
-    load = Load()
-    with load.request("m"), load.request("m"):
-        assert load.num_running("m") == 2
-    with pytest.raises(ValueError, match="boom"), load.request("m"):
-        raise ValueError("boom")
-    assert load.num_running("m") == load.num_running("other") == 0
-
-
 @pytest.mark.parametrize(("running", "under_way", "waiting"), [(2, 25, 7), (2, 18, 0), (0, 3, 3), (1, 0, 0)])
-def test_what_engines_cannot_take_waits(running, under_way, waiting):
+def test_requests_beyond_the_engines_capacity_wait(running, under_way, waiting):
     load = describe_load(CARD, replicas(running, starting=1), under_way)
     assert load["num_requests_waiting"] == waiting
     assert load["num_requests_under_way"] == under_way
@@ -30,7 +21,7 @@ def test_what_engines_cannot_take_waits(running, under_way, waiting):
 
 
 class Clock:
-    """Time that passes only while somebody sleeps alone, and how long each has slept."""
+    """A clock that only sleeping advances; records the sleeps."""
 
     def __init__(self, *, passes=True):
         self.now, self.slept, self._passes = 100.0, [], passes
@@ -83,11 +74,11 @@ def test_delay_and_number_of_delayed_refusals_are_limited():
     assert asyncio.run(many()) == 64
     assert max(clock.slept) == pytest.approx(2.0)
     clock.now += 60
-    refuse(pace, "alice", 21)  # those that were cancelled are not held any more
+    refuse(pace, "alice", 21)  # cancelled ones no longer count
     assert len(clock.slept) == 64
 
 
-def test_refusals_are_logged_once_a_second_for_each_address_and_never_at_length(clock, caplog):
+def test_refusals_are_logged_once_a_second_per_address(clock, caplog):
     log = RefusalLog(monotonic=clock)
 
     def refuse(address, path="/v1/models"):

@@ -11,7 +11,7 @@ FILES = sorted((Path(pipelines.online.gateway.__file__).parent / "page").iterdir
 OTHER_HOST = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg)[a-z0-9-]+\.[a-z]{2,}""")
 
 
-def test_the_page_comes_with_a_policy_that_lets_nothing_else_in():
+def test_page_has_a_strict_content_security_policy():
     answer = get_page()
     assert answer.media_type == "text/html; charset=utf-8"
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
@@ -24,7 +24,7 @@ def test_the_page_comes_with_a_policy_that_lets_nothing_else_in():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_is_sent_as_what_it_is_and_names_no_other_host(path):
+def test_files_have_their_type_and_load_nothing_external(path):
     answer = get_page(path.name)
     assert answer.body == path.read_bytes()
     assert answer.headers["content-type"].split(";")[0].split("/")[1] in {"html", "css", "javascript", "svg+xml"}
@@ -33,12 +33,12 @@ def test_every_file_is_sent_as_what_it_is_and_names_no_other_host(path):
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".js"], ids=lambda path: path.name)
-def test_no_script_makes_html_or_code_from_text(path):
+def test_scripts_do_not_create_html_or_code(path):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", path.read_text())
 
 
 @pytest.mark.parametrize("name", ["", "..", "../web_page.py", "page.py", "__init__.py", "/etc/passwd", "style.css/"])
-def test_nothing_else_is_sent(name):
+def test_other_files_are_404(name):
     with pytest.raises(ApiError) as caught:
         get_page(name)
     assert caught.value.status == 404

@@ -3,8 +3,9 @@ import time
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, read_sessions
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
+from pipelines.online.wire import Context
 
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
 
@@ -14,11 +15,11 @@ def session(tmp_path):
     return found
 
 
-def test_every_second_of_an_engine_is_in_its_session(engine_account, clock, tmp_path):
+def test_session_accounts_for_every_second(engine_account, clock, tmp_path):
     clock.now += 10
     engine_account.ready(compile_s=4)
     clock.now += 5
-    request = engine_account.begin("r", "alice")
+    request = engine_account.begin(Context(request_id="r", key="alice"))
     clock.now += 3
     request.finish("ok")
     engine_account.end()
@@ -27,31 +28,31 @@ def test_every_second_of_an_engine_is_in_its_session(engine_account, clock, tmp_
     assert (found.num_devices, found.ended) == (2, True)
 
 
-def test_an_engine_that_loads_is_in_the_ledger_already(engine_account, tmp_path):
+def test_loading_engine_is_in_the_ledger(engine_account, tmp_path):
     assert not session(tmp_path).ended
 
 
-def test_requests_at_once_share_the_busy_seconds(engine_account, clock):
+def test_concurrent_requests_share_busy_seconds(engine_account, clock):
     engine_account.ready()
-    one, two = engine_account.begin("1", "a"), engine_account.begin("2", "b")
+    one, two = (engine_account.begin(Context(request_id=name, key="a")) for name in ("1", "2"))
     clock.now += 4
     assert one.finish("ok").usage.busy_s == pytest.approx(2)
     clock.now += 1
     assert two.finish("ok").usage.busy_s == pytest.approx(3)
 
 
-def test_a_request_of_several_choices_has_a_share_for_each(engine_account, clock):
+def test_each_choice_has_a_share(engine_account, clock):
     engine_account.ready()
-    one, three = engine_account.begin("1", "a"), engine_account.begin("2", "b", num_choices=3)
+    one, three = (engine_account.begin(Context(request_id="r", key="a", num_choices=number)) for number in (1, 3))
     clock.now += 4
     assert three.finish("ok").usage.busy_s == pytest.approx(3)
     clock.now += 1
     assert one.finish("ok").usage.busy_s == pytest.approx(2)
 
 
-def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
+def test_incomplete_line_is_read_when_complete(engine_account, tmp_path):
     reader = RequestReader(tmp_path / "ledger")
-    record = engine_account.begin("r", "alice").finish("ok")
+    record = engine_account.begin(Context(request_id="r", key="alice")).finish("ok")
     path = tmp_path / "ledger" / f"requests-{engine_account.session_id}.jsonl"
     path.write_bytes(record.to_json()[:20])
     assert reader.new() == []
@@ -63,16 +64,16 @@ def test_a_torn_line_is_left_until_it_is_whole(engine_account, tmp_path):
 
 
 @pytest.mark.parametrize("first", ["ok", "failed"])
-def test_what_an_engine_that_died_has_billed_is_not_billed_by_the_next(engine_account, clock, tmp_path, first):
+def test_retried_request_is_billed_once(engine_account, clock, tmp_path, first):
     asked_at = time.time()
     died = EngineAccount(tmp_path / "ledger", ENGINE, monotonic=clock)
     for account in (died, engine_account):
         account.ready()
-    request = died.begin("r", "alice")
+    request = died.begin(Context(request_id="r", key="alice"))
     clock.now += 3
     request.write(first)
     for request_id, first_asked_at in (("r", asked_at), ("another", asked_at), ("not again", None)):
-        request = engine_account.begin(request_id, "alice", first_asked_at=first_asked_at)
+        request = engine_account.begin(Context(request_id=request_id, key="alice", first_asked_at=first_asked_at))
         clock.now += 1
         request.write("ok")
     died.end()
@@ -81,7 +82,7 @@ def test_what_an_engine_that_died_has_billed_is_not_billed_by_the_next(engine_ac
     assert sum(record.usd > 0 for record in records) == 3
 
 
-def test_a_heartbeat_that_cannot_be_written_is_followed_by_others(tmp_path, monkeypatch):
+def test_heartbeats_continue_after_a_write_error(tmp_path, monkeypatch):
     written = []
 
     def write(_, session):

@@ -24,7 +24,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
 
 
 def answer(kind="chat", engine=None, **body):
-    """All that comes of one request."""
+    """Return all parts of an answer."""
 
     async def scene():
         one = engine or FakeServeEngine(FakeSettings(num_speculative_tokens=3), CONFIG)
@@ -36,7 +36,7 @@ def answer(kind="chat", engine=None, **body):
     return asyncio.run(scene())
 
 
-def test_a_real_engine_has_no_stand_in_and_a_fake_one_is_named_so():
+def test_fake_settings():
     assert fake_settings(ServedModelKeys()) is None
     keys = ServedModelKeys(
         engine="fake", num_speculative_tokens=3, fake={"token_s": 0.1, "start_s": 2, "has_core": True}
@@ -47,7 +47,7 @@ def test_a_real_engine_has_no_stand_in_and_a_fake_one_is_named_so():
     assert (keys.served_name, ServedModelKeys(engine="fake", name="a").served_name) == ("fake", "a")
 
 
-def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
+def test_stream_equals_the_whole_answer():
     (whole,) = answer(**CHAT)
     assert isinstance(whole, ChatCompletionResponse)
     texts = answer(**CHAT, **STREAM)
@@ -64,7 +64,7 @@ def test_a_stream_adds_up_to_the_whole_answer_and_to_its_usage():
     assert tallies[0].speculation.num_draft_tokens == 3 * tallies[0].speculation.num_drafts
 
 
-def test_log_probabilities_are_those_of_openai_whole_and_in_events():
+def test_logprobs_have_openais_format():
     asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
     (whole,) = answer(**asked)
     choice = whole.choices[0]
@@ -87,8 +87,8 @@ def test_log_probabilities_are_those_of_openai_whole_and_in_events():
     assert without.choices[0].logprobs is None
 
 
-def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all():
-    """As vLLM has it."""
+def test_events_have_the_usage_of_their_choice():
+    """Like vLLM."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
     last = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
     assert parts[-1]["usage"]["completion_tokens"] == sum(last.values())
@@ -99,7 +99,7 @@ def test_an_event_has_the_usage_of_its_choice_alone_and_the_last_one_that_of_all
     assert tally.num_output_tokens == sum(last.values())
 
 
-def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():
+def test_completion_has_sixteen_tokens_by_default():
     (whole,) = answer("completions", prompt="x", ignore_eos=True, temperature=0)
     assert whole.usage.completion_tokens == 16
 
@@ -111,7 +111,7 @@ def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise():
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the context holds 200"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes, message):
+def test_invalid_request_is_refused(changes, message):
     for more in ({}, STREAM):
         (refusal,) = answer(**{**CHAT, **changes, **more})
         assert isinstance(refusal, ErrorResponse)
@@ -119,7 +119,7 @@ def test_what_it_cannot_do_is_refused(changes, message):
         assert message in refusal.error.message
 
 
-def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
+def test_crash_in_a_stream_is_an_error_event():
     async def scene():
         engine = FakeServeEngine(FakeSettings(traits=FakeTraits(token_s=0.01, has_core=True)), CONFIG)
         await engine.start()
@@ -139,7 +139,7 @@ def test_an_engine_that_dies_in_a_stream_says_so_in_an_event_as_vllm_does():
     assert end == "data: [DONE]\n\n"
 
 
-def test_a_dead_engine_is_unhealthy_and_raises_what_vllm_would():
+def test_dead_engine_raises_vllms_error():
     async def scene():
         engine = FakeServeEngine(FakeSettings(traits=FakeTraits(has_core=True)), CONFIG)
         await engine.start()

@@ -11,9 +11,10 @@ import pytest
 from peagle.economics.ledger import RequestReader
 from peagle.errors import EngineError
 from pipelines.online.replica import account
-from pipelines.online.replica.relay import Pace, answering_refusals, in_pieces, raising_faults, relay
-from pipelines.online.wire import StreamEnd, events
+from pipelines.online.replica.relay import Pace, convert_errors, in_pieces, relay
+from pipelines.online.wire import Context, StreamEnd, events
 
+CONTEXT = Context(request_id="r1", key="alice")
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
 
@@ -37,13 +38,13 @@ async def generate(items, error=None):
 
 
 def is_note(item):
-    """Whether the item only tells the gate what a request without an answer used."""
+    """Return whether the item only reports the usage of a request without an answer."""
     return isinstance(item, StreamEnd) and not item.text
 
 
 def passed(account, answers, **options):
     async def collect():
-        relayed = relay(answers, partial(account.begin, "r1", "alice"), **options)
+        relayed = relay(answers, partial(account.begin, CONTEXT), **options)
         return [item async for item in relayed if not is_note(item)]
 
     return asyncio.run(collect())
@@ -54,7 +55,7 @@ def record(tmp_path):
     return request
 
 
-def test_a_stream_passes_without_the_usage_that_nobody_asked_for(engine_account, clock, tmp_path):
+def test_stream_hides_usage_that_was_not_requested(engine_account, clock, tmp_path):
     engine_account.ready()
     out = passed(engine_account, generate(STREAM), shown_usage="last")
     first, second = [list(events(text)) for text in out[0]]
@@ -67,15 +68,15 @@ def test_a_stream_passes_without_the_usage_that_nobody_asked_for(engine_account,
 
 
 @pytest.mark.parametrize("shown_usage", ["never", "last", "each"])
-def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_account, shown_usage):
+def test_stream_reports_its_usage_to_the_gate(engine_account, shown_usage):
     def read(pace):
         async def collect():
-            answers = relay(generate(STREAM), partial(engine_account.begin, "r1", "alice"), shown_usage=shown_usage)
+            answers = relay(generate(STREAM), partial(engine_account.begin, CONTEXT), shown_usage=shown_usage)
             return [item async for item in in_pieces(answers, pace)]
 
         return asyncio.run(collect())
 
-    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # each part alone, and the end with what came before it
+    for pieces in (read(Pace(0.0)), read(Pace(0.2))):  # separate parts, and the end joined with earlier parts
         (end,) = (piece for piece in pieces if isinstance(piece, StreamEnd))
         assert pieces[-1] is end
         assert (end.reported["usage"], end.reported["metrics"]) == (USAGE, DRAFTS)
@@ -89,12 +90,7 @@ def test_whatever_the_client_is_shown_a_stream_says_its_usage_apart(engine_accou
         assert len(seen) == (3 if shown_usage == "never" else 4)
 
 
-def test_usage_in_each_event_stays_for_who_asked(engine_account):
-    out = passed(engine_account, generate(STREAM), shown_usage="each")
-    assert next(events(out[0][1]))["usage"]["completion_tokens"] == 2
-
-
-def test_the_record_has_tokens_drafts_time_and_money(engine_account, clock, tmp_path):
+def test_record_of_a_stream(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def slow():
@@ -113,7 +109,7 @@ def test_the_record_has_tokens_drafts_time_and_money(engine_account, clock, tmp_
     assert done.usage.speculation.accepted_per_position == (1,)
 
 
-def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
+def test_disconnected_stream_is_billed(engine_account, tmp_path):
     closed = []
 
     async def answers():
@@ -124,7 +120,7 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
             closed.append(True)
 
     async def leave():
-        stream = relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last")
+        stream = relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last")
         async for _ in stream:
             break
         await stream.aclose()
@@ -133,24 +129,10 @@ def test_a_client_that_leaves_pays_for_what_it_got(engine_account, tmp_path):
     assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
 
 
-def test_a_client_that_leaves_pays_for_every_choice(engine_account, tmp_path):
-    def chosen(index, count):
-        return event(choices=[{"index": index, "delta": {}}], usage={"prompt_tokens": 5, "completion_tokens": count})
-
-    async def leave():
-        answers = generate([[chosen(0, 1), chosen(1, 1)], [chosen(0, 2), chosen(1, 3)], STREAM[1]])
-        stream = relay(answers, partial(engine_account.begin, "r1", "alice"), shown_usage="last")
-        await anext(stream)
-        await anext(stream)
-        await stream.aclose()
-
-    asyncio.run(leave())
-    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 5)
-    assert record(tmp_path).usage.num_prompt_tokens == 5
-
-
 @pytest.mark.parametrize(("choices_per_prompt", "num_prompt_tokens"), [(1, 5 + 7 + 9), (2, 5 + 9)])
-def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, choices_per_prompt, num_prompt_tokens):
+def test_disconnected_stream_is_billed_for_every_prompt(
+    engine_account, tmp_path, choices_per_prompt, num_prompt_tokens
+):
     def chosen(index, prompt_tokens, count):
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
         return event(choices=[{"index": index, "text": "x"}], usage=usage)
@@ -158,7 +140,7 @@ def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, ch
     async def leave():
         second = 7 if choices_per_prompt == 1 else 5
         answers = generate([[chosen(2, 9, 1), chosen(0, 5, 1)], [chosen(1, second, 2), chosen(0, 5, 3)], STREAM[1]])
-        begin = partial(engine_account.begin, "r1", "alice", choices_per_prompt)
+        begin = partial(engine_account.begin, CONTEXT, choices_per_prompt=choices_per_prompt)
         stream = relay(answers, begin, shown_usage="last")
         await anext(stream)
         await anext(stream)
@@ -169,14 +151,8 @@ def test_a_client_that_leaves_pays_for_every_prompt(engine_account, tmp_path, ch
     assert record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
 
 
-def test_an_engine_that_dies_leaves_a_failed_record(engine_account, tmp_path):
-    with pytest.raises(RuntimeError, match="dead"):
-        passed(engine_account, generate(STREAM[:1], RuntimeError("dead")), shown_usage="last")
-    assert (record(tmp_path).outcome, record(tmp_path).usage.num_failed_rows) == ("failed", 1)
-
-
 class EngineDeadError(Exception):
-    """As vLLM's, by its name."""
+    """Recognised like vLLM's by its name."""
 
 
 FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
@@ -184,7 +160,7 @@ FAULT = event(error={"message": "See stack trace", "type": "InternalServerError"
 
 @pytest.mark.parametrize("fault", [[[FAULT], ["data: [DONE]\n\n"]], [[token("!", 3), FAULT, "data: [DONE]\n\n"]]])
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_account, tmp_path, fault, is_dead):
+def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_dead):
     engine_account.ready()
     seen = []
 
@@ -193,8 +169,8 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
             raise EngineDeadError
 
     async def read():
-        sound = raising_faults(generate([*STREAM[:1], *fault]), check_health)
-        async for item in relay(sound, partial(engine_account.begin, "r1", "alice"), shown_usage="last"):
+        sound = convert_errors(generate([*STREAM[:1], *fault]), check_health)
+        async for item in relay(sound, partial(engine_account.begin, CONTEXT), shown_usage="last"):
             seen.extend([] if is_note(item) else item)
 
     with pytest.raises(EngineDeadError if is_dead else EngineError) as raised:
@@ -207,24 +183,23 @@ def test_what_vllm_fails_of_in_a_stream_is_raised_and_not_passed_on(engine_accou
 @pytest.mark.parametrize(
     "text",
     [
-        event(error={"message": "no", "code": 400}),
         event(error={"message": "no"}),
         event(error="no"),
         token('{"error": {"code": 500}}', 1),
         'data: "error"\n\n',
     ],
 )
-def test_no_other_event_is_taken_for_a_fault(text):
+def test_other_events_are_no_failures(text):
     async def check_health():
         raise AssertionError
 
     async def read():
-        return [item async for item in raising_faults(generate([[text]]), check_health)]
+        return [item async for item in convert_errors(generate([[text]]), check_health)]
 
     assert asyncio.run(read()) == [[text]]
 
 
-def test_a_failed_request_pays_for_its_engine_time_and_tells_the_gate(engine_account, clock, tmp_path):
+def test_failed_request_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def collect(items, error):
@@ -238,7 +213,7 @@ def test_a_failed_request_pays_for_its_engine_time_and_tells_the_gate(engine_acc
         request_of = []
 
         def begin():
-            request_of.append(engine_account.begin("r1", "alice"))
+            request_of.append(engine_account.begin(CONTEXT))
             return request_of[0]
 
         notes = []
@@ -264,22 +239,25 @@ SEQUENCE = SimpleNamespace(
 
 
 @pytest.mark.parametrize("constraint", ["response_format", None])
-def test_a_constraint_that_allows_no_token_is_the_callers_mistake(constraint):
-    from vllm.exceptions import GenerationError, VLLMValidationError
+def test_constraint_without_a_valid_token_is_refused(constraint):
+    from vllm.exceptions import GenerationError
 
     async def check_health():
         pass
 
     async def read(answers):
-        return [one async for one in raising_faults(answers, check_health, constraint=constraint)]
+        return [answer async for answer in convert_errors(answers, check_health, constraint=constraint)]
 
     for answers in (generate([[FAULT]]), generate([], GenerationError())):
-        with pytest.raises(VLLMValidationError if constraint else EngineError) as raised:
-            asyncio.run(read(answers))
-        assert getattr(raised.value, "parameter", None) == constraint
+        if constraint is None:
+            with pytest.raises(EngineError):
+                asyncio.run(read(answers))
+        else:
+            (refusal,) = asyncio.run(read(answers))
+            assert (refusal.error.code, refusal.error.param) == (400, constraint)
 
 
-def test_an_error_in_a_stream_is_no_success(engine_account, tmp_path):
+def test_stream_with_an_error_event_failed(engine_account, tmp_path):
     out = passed(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
     assert next(events(out[0][0])) == {"error": {"message": "no"}}
     assert record(tmp_path).outcome == "failed"
@@ -301,7 +279,7 @@ class Whole(SimpleNamespace):
         [event(error={"message": "no"})],
     ],
 )
-def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, clock, tmp_path, answer):
+def test_no_ttft_without_a_first_token(engine_account, clock, tmp_path, answer):
     async def slow():
         clock.now += 2
         yield answer
@@ -310,20 +288,14 @@ def test_where_nobody_sees_a_first_token_there_is_no_time_to_it(engine_account, 
     assert record(tmp_path).ttft_s is None
 
 
-def test_a_whole_answer_gets_the_summary_in_its_json_and_apart(engine_account, tmp_path):
+def test_whole_answer_contains_the_summary(engine_account, tmp_path):
     (answer,) = passed(engine_account, generate([Whole(usage=USAGE, metrics=DRAFTS)]), shown_usage="last")
     assert answer.reported["peagle"]["acceptance_length"] == 1.5
     assert json.loads(answer.body) == answer.reported
     assert record(tmp_path).usage.num_output_tokens == 2
 
 
-def test_a_refusal_of_the_engine_passes_as_it_is(engine_account, tmp_path):
-    refusal = SimpleNamespace(error=SimpleNamespace(code=400))
-    assert passed(engine_account, generate([refusal]), shown_usage="last") == [refusal]
-    assert record(tmp_path).outcome == "failed"
-
-
-def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut(engine_account, clock, tmp_path):
+def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def answers():
@@ -334,7 +306,7 @@ def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut
 
     async def leave():
         reader = asyncio.create_task(
-            anext(relay(answers(), partial(engine_account.begin, "r1", "alice"), shown_usage="last"))
+            anext(relay(answers(), partial(engine_account.begin, CONTEXT), shown_usage="last"))
         )
         await asyncio.sleep(0)
         reader.cancel()
@@ -346,18 +318,16 @@ def test_a_whole_answer_that_is_cut_pays_its_seconds_though_vllm_answers_the_cut
     assert (cut.outcome, cut.usage.num_output_tokens, cut.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
 
 
-def test_an_engine_that_dies_leaves_no_record(engine_account, tmp_path):
+def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
     with pytest.raises(EngineDeadError):
         passed(engine_account, generate(STREAM[:1], EngineDeadError()), shown_usage="last")
     assert not RequestReader(tmp_path / "ledger").new()
 
 
-# --- what a power cut leaves
+# --- power cuts
 
 
-def test_an_answer_has_not_ended_before_its_record_is_on_the_disk_and_the_loop_is_not_held(
-    engine_account, tmp_path, monkeypatch
-):
+def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monkeypatch):
     may_end = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: may_end.wait(20))
 
@@ -375,7 +345,7 @@ def test_an_answer_has_not_ended_before_its_record_is_on_the_disk_and_the_loop_i
 
 
 @pytest.mark.parametrize(("disk", "says"), [("fails", "Input/output error"), ("hangs", "no answer of the disk")])
-def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account, monkeypatch, caplog, disk, says):
+def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, caplog, disk, says):
     may_end = threading.Event()
 
     def sync(_):
@@ -392,25 +362,29 @@ def test_a_disk_that_fails_or_hangs_is_logged_and_the_answer_ends(engine_account
 
 async def drained(engine_account, name):
     answers = generate(STREAM)
-    return [item async for item in relay(answers, partial(engine_account.begin, name, "a"), shown_usage="last")]
+    begin = partial(engine_account.begin, Context(request_id=name, key="a"))
+    return [item async for item in relay(answers, begin, shown_usage="last")]
 
 
-def answered(items):
-    async def read():
-        refusals = answering_refusals(generate(items), lambda error: None, lambda told: ("refused", told["code"]))
-        return [item async for item in refusals]
-
-    return asyncio.run(read())
-
-
-def test_a_refusal_in_the_first_event_of_a_stream_becomes_the_answer():
-    told = event(error={"message": "no", "code": 400})
-    assert answered([[told, "data: [DONE]\n\n"]]) == [("refused", 400)]
-    assert answered([[told], ["data: [DONE]\n\n"]]) == [("refused", 400)]
+REFUSAL = event(error={"message": "no", "code": 400})
 
 
 @pytest.mark.parametrize(
-    "items", [STREAM, [[token("a", 1)], [event(error={"message": "no", "code": 400})]], [[event(error="no")]], [[]]]
+    ("items", "expected"),
+    [
+        ([[REFUSAL, "data: [DONE]\n\n"]], [("refused", 400)]),
+        ([[REFUSAL], ["data: [DONE]\n\n"]], [("refused", 400)]),
+        (STREAM, STREAM),
+        ([[token("a", 1)], [REFUSAL]], [[token("a", 1)], [REFUSAL]]),
+        ([[]], [[]]),
+    ],
 )
-def test_any_other_stream_passes_as_it_is(items):
-    assert answered(items) == items
+def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
+    async def check_health():
+        raise AssertionError
+
+    async def read():
+        answers = convert_errors(generate(items), check_health, told_refusal=lambda told: ("refused", told["code"]))
+        return [item async for item in answers]
+
+    assert asyncio.run(read()) == expected

@@ -8,8 +8,8 @@ from pipelines.online.replica import server
 
 
 @pytest.mark.parametrize(("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1")])
-def test_openmp_variables_of_an_engine(monkeypatch, set_by_user, max_num_seqs, expected):
-    """As of a bulk engine; the threads that Ray sets do not hold."""
+def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, expected):
+    """Like a bulk engine; Ray's number of threads is ignored."""
 
     class Replica(server.PeagleServer):
         def __init__(self):

@@ -9,8 +9,8 @@ from pipelines.online.serve.calls import NOTE, Answered, Cancelling, listen
 from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
-def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_they_are():
-    """They are no events: nothing in the ingress may parse them."""
+def test_stream_end_reports_its_usage():
+    """They are not events: the ingress must not parse them."""
     noted, reported = [], {"usage": {"completion_tokens": 2}}
 
     class Stream(Response):
@@ -24,12 +24,12 @@ def test_what_the_end_of_a_stream_says_is_noted_apart_and_its_events_pass_as_the
         return [part async for part in listen(lambda: stream, noted.append)]
 
     assert asyncio.run(hear("nor this")) == [["not an event"], ["nor this"]]
-    assert asyncio.run(hear("")) == [["not an event"]]  # of which nothing is the client's
+    assert asyncio.run(hear("")) == [["not an event"]]  # nothing for the client
     assert noted == [reported] * 2
 
 
 class Response:
-    """Parts of an answer, and then what Serve's generators do: nothing more for long, the end, or an error."""
+    """Two parts of an answer, then a long pause, the end or an error, like Serve's generators."""
 
     def __init__(self, end):
         self._end = end
@@ -51,7 +51,7 @@ class Response:
 
 
 class Once(Response):
-    """The same part, again and again."""
+    """Repeats one part."""
 
     def __init__(self, part, end):
         super().__init__(end)
@@ -63,20 +63,20 @@ class Once(Response):
 
 
 def called(response, note=lambda reported: None):
-    """The parts as the ingress gets them."""
+    """Return the parts that the ingress receives."""
     NOTE.set(note)
     return call([response])
 
 
 def call(responses):
-    """What the first of several calls that is not refused answers."""
+    """Return the answer of the first call that is not refused."""
     calls = iter(responses)
     chat = SimpleNamespace(remote=lambda *_: next(calls))
     handle = SimpleNamespace(options=lambda stream: SimpleNamespace(chat=chat))
     return Cancelling(handle).options(stream=True).chat.remote("body", "headers")
 
 
-def test_a_caller_that_gives_up_cancels_the_call():
+def test_cancelled_caller_cancels_the_call():
     async def give_up():
         seen, response = [], Response(end=None)
 
@@ -91,7 +91,7 @@ def test_a_caller_that_gives_up_cancels_the_call():
     assert asyncio.run(give_up()) == ([1, 2], 1)
 
 
-def test_a_caller_that_stops_listening_cancels_the_call():
+def test_closed_generator_cancels_the_call():
     async def stop():
         response = Response(end=None)
         parts = called(response)
@@ -109,7 +109,7 @@ class Refused(Response):
         raise BackPressureError(num_queued_requests=2, max_queued_requests=2)
 
 
-def test_a_call_that_a_burst_has_refused_is_made_again_for_a_moment(monkeypatch):
+def test_refused_call_is_retried(monkeypatch):
     waited = []
 
     async def sleep(seconds):
@@ -131,7 +131,7 @@ def test_a_call_that_a_burst_has_refused_is_made_again_for_a_moment(monkeypatch)
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("x")])
-def test_a_call_that_has_ended_is_left_alone(end):
+def test_ended_call_is_not_cancelled(end):
     async def hear():
         response = Response(end=end)
         try:
@@ -144,7 +144,7 @@ def test_a_call_that_has_ended_is_left_alone(end):
 
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
-def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(end):
+def test_whole_answer_bypasses_rays_handler(end):
     whole, noted = WholeAnswer(body=b"{}", reported={"usage": None}), []
 
     async def hear():
@@ -157,7 +157,7 @@ def test_a_whole_answer_is_raised_past_rays_handler_once_its_record_is_written(e
     assert noted == [whole.reported]
 
 
-def test_rays_handler_still_serialises_a_whole_answer_again():
+def test_rays_handler_serialises_whole_answers_again():
     """Once this fails, the answer may go through it."""
     from ray.serve.llm.ingress import OpenAiIngress
 

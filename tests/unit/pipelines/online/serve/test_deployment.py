@@ -33,20 +33,20 @@ def options(max_replicas=1, queued=8, on_gpu=False, **spec):
     return deployment_config(EngineSpec(model="m", **spec), sizes(max_replicas, queued), on_gpu=on_gpu)
 
 
-def test_a_request_is_sampled_as_in_a_batch_whatever_the_models_generation_config_says():
+def test_generation_config_of_the_model_is_ignored():
     config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
     assert config.engine_kwargs["generation_config"] == "vllm"
 
 
 @pytest.mark.parametrize(("lends", "policy"), [(False, None), (True, "priority")])
-def test_an_engine_that_lends_slots_goes_by_priority(lends, policy):
+def test_lending_engine_schedules_by_priority(lends, policy):
     lending = replace(sizes(), lends=lends)
     config = make_llm_config("m", EngineSpec(model="m"), CPU, lending, num_engines_on_node=1, parsers={})
     assert config.engine_kwargs.get("scheduling_policy") == policy
 
 
-def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_asks():
-    """Once vLLM no longer keeps the first request's, its issue 43920 is mended."""
+def test_grammar_backend_is_fixed():
+    """If this fails, vLLM issue 43920 is fixed."""
     from vllm.config import StructuredOutputsConfig
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -58,7 +58,7 @@ def test_one_compiler_of_grammars_serves_all_keys_whatever_the_first_request_ask
 
 
 @pytest.mark.parametrize("max_replicas", [1, 3])
-def test_serve_takes_the_options(max_replicas):
+def test_serve_accepts_the_options(max_replicas):
     schema = DeploymentSchema(name="m", **options(max_replicas))
     assert schema.autoscaling_config["target_ongoing_requests"] == 5.6
 
@@ -68,7 +68,7 @@ def test_scaling_to_zero_starts_with_one():
     assert (scaling["min_replicas"], scaling["initial_replicas"]) == (0, 1)
 
 
-def test_prefixes_are_followed_only_where_there_is_a_choice():
+def test_prefix_router_needs_several_engines():
     assert "request_router_config" not in options()
     assert "request_router_config" not in options(3, enable_prefix_caching=False)
     router = options(3)["request_router_config"]
@@ -76,12 +76,12 @@ def test_prefixes_are_followed_only_where_there_is_a_choice():
     assert router["request_router_kwargs"]["most_ahead"] == 2
 
 
-def test_an_engine_on_cpu_takes_no_more_than_its_bundle():
+def test_cpu_engine_uses_only_its_bundle():
     assert options()["ray_actor_options"] == {"num_cpus": 0}
     assert options(queued=0)["max_queued_requests"] == 1
 
 
-def test_parsers_are_vllms():
+def test_parser_arguments():
     keys = ServedModelKeys(tool_call_parser="hermes", reasoning_parser="qwen3")
     assert keys.parsers == {
         "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
@@ -91,14 +91,14 @@ def test_parsers_are_vllms():
 
 
 @pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
-def test_a_parser_that_vllm_does_not_have_is_refused(key):
+def test_unknown_parser_is_refused(key):
     with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM does not have this parser") as info:
         check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
     assert "qwen3" in info.value.hint
 
 
-def test_rays_own_counts_never_scale_and_its_streams_wait_for_a_timer():
-    """Once this fails, Ray has other defaults than those for which ours take their place."""
+def test_rays_defaults_that_we_replace():
+    """If this fails, Ray has changed the defaults that we replace."""
     from ray.llm._internal.serve import constants
 
     assert constants.DEFAULT_MAX_ONGOING_REQUESTS == constants.DEFAULT_MAX_TARGET_ONGOING_REQUESTS == 10**9

@@ -16,12 +16,12 @@ def spec(method=None, k=7, **keys):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8, 64, 256])
-def test_the_mean_and_one_deviation_find_a_slot(slots):
+def test_target_leaves_one_standard_deviation(slots):
     target = target_ongoing_requests(slots)
     assert target + math.sqrt(target) == pytest.approx(slots)
 
 
-def test_a_step_that_is_too_small_for_every_draft_has_fewer_slots():
+def test_small_step_has_fewer_slots():
     assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
     assert decode_slots(spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
     assert decode_slots(spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1
@@ -29,18 +29,18 @@ def test_a_step_that_is_too_small_for_every_draft_has_fewer_slots():
     assert decode_slots(spec(max_num_seqs=8), CPU) == 8
 
 
-def test_an_engine_is_given_a_few_more_than_it_decodes_and_the_rest_waits():
+def test_default_request_counts():
     counts = request_counts(spec(max_num_seqs=16), CPU, max_replicas=3)
     assert (counts.admitted, counts.queued) == (18, 48)
     assert request_counts(spec(max_num_seqs=1), CPU, max_replicas=1).admitted == 2
 
 
-def test_a_users_own_figures_win():
+def test_configured_request_counts():
     counts = request_counts(spec(max_num_seqs=16), CPU, max_replicas=3, target=2.5, queued=0)
     assert (counts.target, counts.queued) == (2.5, 0)
 
 
-def test_an_engine_that_shares_its_cores_sends_by_their_number():
+def test_pieces_per_s():
     shared = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
     alone = Placement(num_cpus=1, num_gpus=1, num_devices=1, device="accelerator", num_engines_on_node=1)
     assert (pieces_per_s(shared), pieces_per_s(alone)) == (40, 400)

@@ -1,4 +1,4 @@
-"""Private names of Starlette and FastAPI are still there, and mean what they are taken for."""
+"""Private names of Starlette and FastAPI still exist and have the expected meaning."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from pipelines.online.serve.http_names import route_path, validated
     ("path", "root_path", "found"),
     [("/v1/models", "", "/v1/models"), ("/a/v1/models", "/a", "/v1/models"), ("/ab", "/a", "/ab"), ("/a", "/a", "")],
 )
-def test_a_path_is_what_the_router_sees(path, root_path, found):
+def test_route_path(path, root_path, found):
     assert route_path({"type": "http", "path": path, "root_path": root_path}) == found
 
 
-def test_a_body_is_validated_by_its_field():
+def test_validated():
     from fastapi import Body, FastAPI
 
     app = FastAPI()

@@ -27,7 +27,7 @@ def body(text=b"", more_body=False):
 
 
 def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
-    """What a client gets through this proxy."""
+    """Return what a client receives through this proxy."""
     sent = []
 
     async def send(message):
@@ -39,7 +39,7 @@ def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
 
 
 def passed_on(*messages, error=None, **request):
-    """What a client gets when the proxy sends these messages, and then maybe fails."""
+    """Return what a client receives if the proxy sends these messages, and then optionally fails."""
 
     async def proxy(scope, receive, send):
         for message in messages:
@@ -51,7 +51,7 @@ def passed_on(*messages, error=None, **request):
 
 
 def got_through(*headers, **request):
-    """Those of a client's headers that the proxy gets."""
+    """Return the client's headers that reach the proxy."""
     seen = []
 
     async def proxy(scope, receive, send):
@@ -62,7 +62,7 @@ def got_through(*headers, **request):
 
 
 def no_route(path):
-    """What Ray's proxy says where no application has the path."""
+    """Return the answer of Ray's proxy if no application has the path."""
     from ray.serve._private.proxy import HTTPProxy
 
     async def messages():
@@ -84,12 +84,12 @@ def no_route(path):
         (start(200, OURS), body(b"half", True)),
     ],
 )
-def test_what_the_ingress_says_is_passed_on(messages):
+def test_answers_of_the_ingress_pass(messages):
     assert passed_on(*messages) == list(messages)
 
 
 @pytest.mark.parametrize("messages", [(), (start(500), body(b"ActorDiedError: ray::Secret")), (start(503), body(b"x"))])
-def test_an_ingress_that_died_is_a_503_of_the_api(messages):
+def test_crashed_ingress_is_503(messages):
     head, text = passed_on(*messages)
     assert head["status"] == 503
     assert int(dict(head["headers"])[b"retry-after"]) > 0
@@ -98,7 +98,7 @@ def test_an_ingress_that_died_is_a_503_of_the_api(messages):
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/prefix/v1/chat/completions", "/invocations"])
-def test_an_endpoint_that_is_not_there_is_a_503_with_which_clients_ask_again(path):
+def test_missing_endpoint_is_503(path):
     messages = no_route(path)
     assert messages[0]["status"] == 404
     head, text = passed_on(*messages, path=path)
@@ -108,12 +108,12 @@ def test_an_endpoint_that_is_not_there_is_a_503_with_which_clients_ask_again(pat
 
 
 @pytest.mark.parametrize("path", ["/", "/another/application"])
-def test_a_path_that_is_not_the_apis_may_not_be_there(path):
+def test_404_of_other_paths_passes(path):
     messages = no_route(path)
     assert passed_on(*messages, path=path) == messages
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_event():
+def test_interrupted_stream_ends_with_an_error_event():
     begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
     *first, last = passed_on(*begun)
     assert first == begun
@@ -122,13 +122,13 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event():
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/another/application"])
-def test_a_proxy_that_fails_is_a_503(path):
+def test_failure_of_the_proxy_is_503(path):
     head, text = passed_on(error=KeyError("Secret"), path=path)
     assert head["status"] == 503
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
 
 
-def test_a_stream_in_which_the_proxy_fails_ends_with_an_error_event():
+def test_failure_of_the_proxy_ends_a_stream_with_an_error_event():
     begun = [start(200, OURS, EVENTS), body(b"data: 1\n\n", True)]
     *first, last = passed_on(*begun, error=KeyError("Secret"))
     assert first == begun
@@ -143,18 +143,18 @@ def test_a_stream_in_which_the_proxy_fails_ends_with_an_error_event():
         (start(200, EVENTS), body(b"data: 1\n\n", True)),
     ],
 )
-def test_what_another_application_says_is_its_own(messages):
+def test_answers_of_other_applications_pass(messages):
     assert passed_on(*messages, path="/another/application") == list(messages)
 
 
-def test_what_the_gate_has_signed_is_the_endpoints_wherever_it_is():
+def test_answers_of_the_gate_are_recognised_on_any_path():
     *_, last = passed_on(start(200, OURS, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
     assert b"overloaded_error" in last["body"]
 
 
 @pytest.fixture
 def control():
-    """The headers that Ray's proxy reads: those that it obeys, and those that it notes."""
+    """The headers that Ray's proxy obeys, and those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -168,13 +168,13 @@ def control():
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_nobody_but_another_applications_client_gives_the_proxy_orders(control, kind):
+def test_control_headers_of_clients_are_removed(control, kind):
     obeyed, noted = ([(name, "é".encode()) for name in names] for names in control)
     assert got_through(*obeyed, *noted, kind=kind) == []
     assert got_through(*obeyed, *noted, kind=kind, path="/another/application") == [*obeyed, *noted]
 
 
-def test_nothing_long_that_a_client_says_reaches_rays_logs(control):
+def test_logged_values_are_short(control):
     """Ray writes the method, the path and the id of each request into its logs."""
     _, noted = control
     path = "/another/application"
@@ -186,7 +186,7 @@ def test_nothing_long_that_a_client_says_reaches_rays_logs(control):
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
-def test_the_proxy_gets_nothing_to_read_that_is_no_text(control, kind, path):
+def test_undecodable_headers_are_removed(control, kind, path):
     other = (b"x-other", b"\xff")
     unreadable = [(name, b"\xff") for names in control for name in names]
     assert got_through(*unreadable, other, kind=kind, path=path) == [other]
@@ -196,7 +196,7 @@ def test_other_scopes_pass_unchanged():
     assert passed_on({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
 
 
-def test_ray_finds_it_by_its_name(monkeypatch):
+def test_import_path(monkeypatch):
     from uvicorn.protocols.http import auto
 
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # which it changes
@@ -206,16 +206,16 @@ def test_ray_finds_it_by_its_name(monkeypatch):
     assert middleware.cls is ProxyMiddleware
 
 
-def test_rays_limit_for_an_answer_is_none_beside_ours():
-    """It is read when Ray's module is imported, so in a process that is started with it."""
+def test_rays_timeout_is_disabled():
+    """Read when Ray's module is imported, so the test needs another process."""
     script = "from ray.llm._internal.serve.constants import DEFAULT_LLM_ROUTER_HTTP_TIMEOUT as s; print(s)"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=os.environ | proxy.ENVIRONMENT, capture_output=True, text=True, check=True)
     assert float(done.stdout) > 30 * 24 * 3600
 
 
-def test_ray_reads_each_of_the_variables():
-    """As the others: in a process of its own. Its own values differ from ours."""
+def test_ray_reads_the_variables():
+    """In a separate process. Ray's defaults differ from ours."""
     script = """if True:
         from ray.serve._private import constants as c
         print(c.RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, c.PROXY_HEALTH_CHECK_PERIOD_S, c.CONTROL_LOOP_INTERVAL_S,
@@ -229,7 +229,7 @@ def test_ray_reads_each_of_the_variables():
     assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
-def test_ray_reads_the_variables_that_rotate_its_logs():
+def test_ray_reads_the_log_rotation_variables():
     from ray._private import node
 
     read = inspect.getsource(node)
@@ -239,7 +239,7 @@ def test_ray_reads_the_variables_that_rotate_its_logs():
     ]
 
 
-def test_rays_proxy_says_so_where_it_has_no_route():
+def test_text_of_rays_404():
     from ray.serve._private.proxy import HTTPProxy
 
     async def said():
@@ -251,7 +251,7 @@ def test_rays_proxy_says_so_where_it_has_no_route():
     assert answer["body"].endswith(proxy._NO_ROUTE)
 
 
-def test_the_orders_are_rays():
+def test_header_names_are_rays():
     from ray.serve._private import constants
 
     orders = {
@@ -267,7 +267,7 @@ def test_the_orders_are_rays():
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
-def test_the_proxy_never_sees_a_path_of_the_api_that_cannot_be_printed(end):
+def test_unprintable_api_path_is_refused(end):
     head, answer = passed_on(start(200), body(b"all"), path=f"/v1/models{end}")
     assert (head["status"], json.loads(answer["body"])["error"]["code"]) == (400, "invalid_path")
     assert passed_on(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
@@ -288,7 +288,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def pair(tmp_path, made):
-    """Write a certificate and a key, and require them."""
+    """Write a certificate and a key, and check them."""
 
     def require(certificate=made["one.pem"], key=made["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -301,9 +301,9 @@ def pair(tmp_path, made):
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
-def test_a_certificate_with_its_key_passes(pair, made, mode):
+def test_matching_certificate_and_key_pass(pair, made, mode):
     pair(mode=mode)
-    pair(certificate=made["one.pem"] + made["two.pem"])  # those of its issuers after it
+    pair(certificate=made["one.pem"] + made["two.pem"])  # followed by its issuers
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
@@ -312,7 +312,7 @@ def test_world_readable_key_is_refused(pair, mode):
         pair(mode=mode)
 
 
-def test_the_key_of_another_certificate_is_refused(pair, made):
+def test_key_of_another_certificate_is_refused(pair, made):
     with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"):
         pair(key=made["two.key"])
 
@@ -329,7 +329,7 @@ def test_file_without_private_key_is_refused(pair, data):
         pair(key=data)
 
 
-def test_the_two_the_wrong_way_round_are_refused(pair, made):
+def test_swapped_files_are_refused(pair, made):
     with pytest.raises(ConfigError, match="contains no certificate"):
         pair(certificate=made["one.key"], key=made["one.pem"])
 
@@ -341,17 +341,17 @@ def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):
         pair(certificate=(tmp_path / "of-it").read_bytes(), key=(tmp_path / "locked").read_bytes())
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tls_cert .*: Is a directory"):
         require_certificate(tmp_path, tmp_path)
 
 
-def test_where_serve_deploys_the_certificate_is_serves(tmp_path):
+def test_build_refuses_a_certificate(tmp_path):
     with pytest.raises(ConfigError, match="tls_cert") as caught:
         build(ServeConfig(tls_cert=tmp_path / "c", tls_key=tmp_path / "k"))
     assert "ssl_certfile" in caught.value.hint
 
 
 @pytest.mark.parametrize("files", [{}, {"tls_cert": "c", "tls_key": "k"}])
-def test_the_address_says_which_way_clients_come(files):
+def test_url_scheme(files):
     assert ServeConfig(**files).url == f"{'https' if files else 'http'}://127.0.0.1:8000/v1"

@@ -1,4 +1,4 @@
-"""Private names of Ray Serve are still there, and mean what they are taken for."""
+"""Private names of Ray Serve still exist and have the expected meaning."""
 
 import inspect
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from pipelines.online.serve import ray_names
 from pipelines.online.serve.ray_names import count_states, refusal
 
 
-def test_serves_client_has_the_http_options():
-    """`running_http_options` needs a Serve that runs: test_serve_shared.py."""
+def test_client_of_serve_has_http_options():
+    """test_serve_shared.py tests `running_http_options`, which needs a running Serve."""
     from ray.serve import context
     from ray.serve._private.client import ServeControllerClient
 
@@ -21,7 +21,7 @@ def test_serves_client_has_the_http_options():
     assert isinstance(ServeControllerClient.http_config, property)
 
 
-def test_a_deletion_waits_a_minute_unless_it_is_told_not_to(monkeypatch):
+def test_deletion_does_not_block(monkeypatch):
     from ray import serve
 
     assert inspect.signature(serve.delete).parameters["_blocking"].default is True
@@ -31,7 +31,7 @@ def test_a_deletion_waits_a_minute_unless_it_is_told_not_to(monkeypatch):
     assert seen == [("peagle", {"_blocking": False})]
 
 
-def test_serves_states_become_three():
+def test_replica_states_are_reduced_to_three():
     from ray.serve._private.common import ReplicaState
 
     states = {ReplicaState.RUNNING: 2, ReplicaState.STARTING: 1, ReplicaState.RECOVERING: 1, ReplicaState.STOPPING: 3}
@@ -40,13 +40,13 @@ def test_serves_states_become_three():
     assert {state for state in ReplicaState if not any(count_states({state: 1}).values())} == {ReplicaState.STOPPED}
 
 
-def test_rays_engine_keeps_its_client_under_that_name():
+def test_name_of_rays_engine_client():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
     assert "self._engine_client = self._start_async_llm_engine(" in inspect.getsource(VLLMEngine.start)
 
 
-def test_rays_engine_keeps_vllms_api_server_under_these_names():
+def test_names_of_vllms_api_server():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
@@ -77,7 +77,7 @@ ALTERNATE, UNTOLD = jinja2.TemplateError("roles must alternate"), "the engine ca
         (jinja2.UndefinedError("'dict object' has no attribute 'x'"), UNTOLD),
     ],
 )
-def test_a_client_reads_vllms_words_and_none_of_pythons(error, text):
+def test_python_errors_are_hidden(error, text):
     serving = SimpleNamespace(create_error_response=create_error_response)
     ray_names.hide_python_errors(SimpleNamespace(_oai_serving_chat=serving, _oai_serving_completion=None))
     answers = [refusal(error), serving.create_error_response(error)]
@@ -87,6 +87,6 @@ def test_a_client_reads_vllms_words_and_none_of_pythons(error, text):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("too long"), 400), (RuntimeError("boom"), None)])
-def test_a_refusal_is_that_of_vllm_serve(error, status):
+def test_refusal_is_vllms(error, status):
     found = refusal(error)
     assert (found and found.error.code) == status

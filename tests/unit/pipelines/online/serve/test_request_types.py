@@ -20,11 +20,11 @@ def chat(**changes):
     return TypeAdapter(ChatBody).validate_python({"model": "m", "messages": MESSAGES, **changes})
 
 
-def test_a_request_is_vllms_own():
+def test_valid_chat():
     assert chat(temperature=0.5).temperature == 0.5
 
 
-def test_a_check_that_breaks_is_the_clients_fault():
+def test_crash_of_a_validator_is_a_client_error():
     with pytest.raises(ApiError) as found:
         chat(structured_outputs=[])
     assert (found.value.status, found.value.code) == (422, "invalid_type")
@@ -33,12 +33,12 @@ def test_a_check_that_breaks_is_the_clients_fault():
     assert (found.value.status, found.value.param) == (400, "prompt")
 
 
-def test_rays_own_types_break_read_lists_late_and_check_them_to_their_end():
-    """Once a part of this fails, what `request_types.py` does about it can go."""
+def test_rays_types_still_need_our_validation():
+    """If a part of this fails, its work-around in `request_types.py` can be removed."""
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(late.messages[0]["content"], list)  # and so it has not been looked at
+    assert not isinstance(late.messages[0]["content"], list)  # so it was not validated
     with pytest.raises(ValidationError) as found:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
     assert len(found.value.errors()) >= 1000
@@ -47,7 +47,7 @@ def test_rays_own_types_break_read_lists_late_and_check_them_to_their_end():
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
 def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
-    """Of two hundred bytes, that take xgrammar 0.2.8 some eight seconds; with other numbers they take minutes."""
+    """xgrammar 0.2.8 needs eight seconds for this, and minutes with other numbers."""
     patterns = {f"^a{{1,{1000 + number}}}$": {"type": "string"} for number in range(20)}
     schema = {"type": "object", "patternProperties": patterns}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
@@ -57,8 +57,8 @@ def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
     assert time.process_time() - began < 4
 
 
-def test_vllm_itself_compiles_a_structural_tag_there():
-    """Once this fails, `leave_tags_to_trials` can go."""
+def test_vllm_compiles_structural_tags():
+    """If this fails, `leave_tags_to_trials` can be removed."""
     from vllm.entrypoints.generate.base import protocol
     from vllm.v1.structured_output import backend_xgrammar
 
@@ -69,15 +69,15 @@ def test_vllm_itself_compiles_a_structural_tag_there():
     )
 
 
-def test_a_wrong_type_still_says_where():
+def test_wrong_type_has_its_location():
     with pytest.raises(ValidationError) as found:
         chat(temperature="hot")
     assert found.value.errors()[0]["loc"] == ("temperature",)
 
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM reads it itself
-def test_a_cap_is_no_number_of_tokens_that_the_context_must_hold_beside_the_prompt():
-    """As vLLM counts, of a request as it comes to the engine's process."""
+def test_cap_does_not_reserve_context():
+    """According to vLLM, after the request was pickled."""
 
     def room_for_prompt(request):
         return request.build_tok_params(SimpleNamespace(max_model_len=8192)).max_input_tokens
@@ -119,7 +119,7 @@ def test_lists_in_messages_can_be_sent_to_an_engine():
     ids=range(10),
 )  # fmt: skip
 def test_only_first_error_of_a_list_is_reported(body, changes):
-    """Of messages that are none pydantic collected fifteen errors each, which took minutes."""
+    """Pydantic collected fifteen errors for each invalid message, which took minutes."""
     began = time.process_time()
     with pytest.raises(ValidationError) as found:
         TypeAdapter(body).validate_python({"model": "m", **changes})
@@ -127,13 +127,13 @@ def test_only_first_error_of_a_list_is_reported(body, changes):
     assert time.process_time() - began < 10
 
 
-def test_a_message_has_parts_that_can_be_read():
+def test_number_of_parts_is_limited():
     part = {"type": "text", "text": "x"}
     assert len(chat(messages=[{"role": "user", "content": [part] * 1024}]).messages[0]["content"]) == 1024
     with pytest.raises(ApiError, match="has 1025 parts"):
         chat(messages=[{"role": "user", "content": [part] * 1025}])
 
 
-def test_a_body_that_has_been_read_is_not_read_again():
+def test_validated_body_is_not_validated_again():
     for body, request in ((ChatBody, chat()), (CompletionBody, TypeAdapter(CompletionBody).validate_python(TEXT))):
         assert TypeAdapter(body).validate_python(request) is request

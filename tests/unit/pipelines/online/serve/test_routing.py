@@ -1,4 +1,4 @@
-"""Which of several engines gets a request. The engines are names; Ray's routing around the choice is its own."""
+"""The choice of an engine for a request, with engines that are only names."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ LONG = "def add(a, b):\n    return a + b\n" * 20
 
 
 class Router(PrefixRouter):
-    """The router with engines by name, and how many requests each has."""
+    """The router, with engines given by name and number of requests."""
 
     def __init__(self, most_ahead=2, max_blocks=100):
         super().__init__(
@@ -121,7 +121,7 @@ def test_busy_engine_gets_no_more_prefix_matches():
     routed(check)
 
 
-def test_where_the_engine_has_no_room_two_of_all_are_tried_next():
+def test_two_random_engines_are_the_fallback():
     async def check(router):
         router.have(a=0, b=0, c=0)
         router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
@@ -132,7 +132,7 @@ def test_where_the_engine_has_no_room_two_of_all_are_tried_next():
     routed(check)
 
 
-def test_engines_that_are_gone_are_forgotten_and_never_chosen():
+def test_removed_engines_are_forgotten():
     async def check(router):
         router.on_request_routed(request(prompt=LONG), replica_id("b"), None)
         router.on_replica_actor_died(replica_id("b"))
@@ -150,7 +150,7 @@ def test_engines_that_are_gone_are_forgotten_and_never_chosen():
     routed(check)
 
 
-def test_only_the_latest_blocks_are_remembered_and_the_beginning_of_a_prompt_longest():
+def test_oldest_blocks_are_evicted_from_the_end_of_a_prompt():
     async def check(router):
         router.initialize_state(most_ahead=2, max_blocks=4)
         router.on_request_routed(request(prompt=LONG), replica_id("b"), None)  # five blocks
@@ -163,7 +163,7 @@ def test_only_the_latest_blocks_are_remembered_and_the_beginning_of_a_prompt_lon
 
 
 def test_prefix_matches_respect_cache_salt():
-    """Engines keep it apart by its salt, so nothing of it would be computed already."""
+    """Engines separate prefixes by salt, so another salt has no cache hits."""
 
     async def check(router):
         router.on_request_routed(request(prompt=LONG, cache_salt="alice"), replica_id("b"), None)
@@ -176,7 +176,7 @@ def test_prefix_matches_respect_cache_salt():
 @pytest.mark.parametrize(
     "prompt", [[1] * 524_000, [[1] * 524_000], ["x"] * 250_000, "x" * 2**20], ids=["ids", "prompts", "texts", "text"]
 )
-def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
+def test_long_prompt_is_routed_fast(prompt):
     async def check(router):
         began = time.process_time()
         router.on_request_routed(request(prompt=prompt), replica_id("b"), None)
@@ -186,8 +186,8 @@ def test_a_prompt_of_a_mebibyte_is_routed_by_its_beginning(prompt):
     routed(check)
 
 
-def test_rays_own_router_still_divides_by_the_length_of_a_prompt_without_text():
-    """Once this fails, Ray has mended its issue 64573: its router may do."""
+def test_rays_router_still_divides_by_zero():
+    """If this fails, Ray has fixed issue 64573, and its router may suffice."""
     from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
 
     before, division, _ = inspect.getsource(prefix_aware_router).partition("len(matched_text) / len(input_text)")

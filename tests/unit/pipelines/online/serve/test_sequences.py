@@ -1,4 +1,4 @@
-"""Real output processors of vLLM, to which a test tells what an engine core would."""
+"""Real output processors of vLLM, which get the outputs of an engine core from tests."""
 
 import asyncio
 import gc
@@ -18,8 +18,9 @@ from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics
 from peagle.economics.ledger import RequestReader
 from pipelines.online.replica.relay import Pace, in_pieces, relay
 from pipelines.online.serve.sequences import Sequences, tell_sequences
+from pipelines.online.wire import Context
 
-PAST_S = 100.0  # so long ago the requests arrived
+PAST_S = 100.0  # age of the requests
 DRAFTED = RequestSpecDecodeMetrics(num_spec_tokens=3, histogram=[1, 0, 2, 0], num_draft_tokens=9)
 
 
@@ -32,14 +33,14 @@ class Whole(SimpleNamespace):
 
 
 class Engine:
-    """A front end whose core answers when a test says so."""
+    """A front end that gets outputs from `say`."""
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
         tell_sequences(SimpleNamespace(output_processor=self.processor))
 
     def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
-        """As `AsyncLLM.add_request`."""
+        """Like `AsyncLLM.add_request`."""
         params = SamplingParams(n=n, max_tokens=9, output_kind=kind)
         names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
         whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
@@ -67,7 +68,7 @@ class Engine:
         self.processor.process_outputs(outputs, time.monotonic(), IterationStats())
 
     async def answers(self, *names, n=1):
-        """A whole answer to so many prompts."""
+        """Yield a whole answer to these prompts."""
         for name in names:
             children, queue = self.add(name, n)
             await asyncio.sleep(0.01)
@@ -84,6 +85,10 @@ def engine():
     return Engine()
 
 
+def begin_of(account, request_id):
+    return partial(account.begin, Context(request_id=request_id, key="alice"))
+
+
 async def drain(answers):
     return [answer async for answer in answers]
 
@@ -95,10 +100,8 @@ def records(tmp_path):
 @pytest.mark.parametrize(
     ("names", "n", "num_sequences"), [(["a"], 1, 1), (["a"], 3, 3), (["a", "b"], 1, 2), (["a", "b"], 2, 4)]
 )
-def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
-    engine, engine_account, tmp_path, names, n, num_sequences
-):
-    begin = partial(engine_account.begin, "r", "alice")
+def test_drafts_of_all_choices_and_prompts_count(engine, engine_account, tmp_path, names, n, num_sequences):
+    begin = begin_of(engine_account, "r")
     asyncio.run(drain(relay(engine.answers(*names, n=n), begin, shown_usage="last")))
     speculation = records(tmp_path)["r"].usage.speculation
     assert speculation.num_drafts == 3 * num_sequences
@@ -108,7 +111,7 @@ def test_a_request_has_the_drafts_of_each_choice_of_each_prompt(
 
 def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
     def asked(name, n):
-        answers = relay(engine.answers(name, n=n), partial(engine_account.begin, name, "alice"), shown_usage="last")
+        answers = relay(engine.answers(name, n=n), begin_of(engine_account, name), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
 
     async def both():
@@ -120,18 +123,16 @@ def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_whole_answer_has_a_time_to_its_first_token(engine, engine_account, tmp_path, n):
-    """From the beginning of its account, whenever vLLM itself says that it came."""
+def test_whole_answer_has_a_ttft(engine, engine_account, tmp_path, n):
+    """Measured from the start of its account."""
     began = time.time()
-    (answer,) = asyncio.run(
-        drain(relay(engine.answers("a", n=n), partial(engine_account.begin, "r", "alice"), shown_usage="last"))
-    )
+    (answer,) = asyncio.run(drain(relay(engine.answers("a", n=n), begin_of(engine_account, "r"), shown_usage="last")))
     record = records(tmp_path)["r"]
     assert 0.01 <= record.ttft_s <= time.time() - began - 0.01
     assert answer.reported["peagle"]["ttft_s"] == pytest.approx(record.ttft_s, abs=1e-4)
 
 
-def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine, engine_account, tmp_path):
+def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
     async def answers(says):
         names, queue = engine.add("-".join(says))
         for _ in says:
@@ -140,7 +141,7 @@ def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine
         yield
 
     async def leave(name, says):
-        stream = relay(answers(says), partial(engine_account.begin, name, "alice"), shown_usage="last")
+        stream = relay(answers(says), begin_of(engine_account, name), shown_usage="last")
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.01)
         reader.cancel()
@@ -155,7 +156,7 @@ def test_a_whole_answer_that_is_cut_has_the_time_to_the_token_that_it_had(engine
     assert found["begun"].usage.speculation.num_drafts == 0
 
 
-def test_the_end_of_a_stream_that_comes_together_with_what_was_before_has_its_drafts(engine):
+def test_drafts_of_a_merged_stream_end_are_kept(engine):
     sequences = Sequences()
     sequences.listen()
     names, queue = engine.add("a", kind=RequestOutputKind.DELTA)
@@ -167,8 +168,8 @@ def test_the_end_of_a_stream_that_comes_together_with_what_was_before_has_its_dr
     assert sequences.speculation.num_drafts == 3
 
 
-def test_of_a_choice_that_a_string_of_stop_ends_vllm_tells_no_drafts(engine):
-    """The front end finds the string, and the core, which has the drafts, is only told to give the sequence up."""
+def test_vllm_reports_no_drafts_after_a_stop_string(engine):
+    """The front end finds the string and aborts the sequence in the core, which has the drafts."""
     sequences = Sequences()
     sequences.listen()
     names, queue = engine.add("a", n=2)
@@ -179,7 +180,7 @@ def test_of_a_choice_that_a_string_of_stop_ends_vllm_tells_no_drafts(engine):
     assert sequences.speculation.num_drafts == 3
 
 
-def test_of_a_search_that_starts_new_sequences_at_each_token_only_the_figures_are_kept(engine):
+def test_ended_sequences_are_dropped(engine):
     sequences = Sequences()
     sequences.listen()
     states = []
@@ -188,7 +189,7 @@ def test_of_a_search_that_starts_new_sequences_at_each_token_only_the_figures_ar
         states += [weakref.ref(engine.processor.request_states[name]) for name in names]
         began_at = sequences.first_token_at
         engine.say(*names)
-        assert began_at in (None, sequences.first_token_at), "the first one's is told"
+        assert began_at in (None, sequences.first_token_at), "the first token of all sequences counts"
     assert sequences.speculation.num_drafts == 3 * len(states)
     gc.collect()
     assert [state() is None for state in states] == [True] * 8 + [False] * 2

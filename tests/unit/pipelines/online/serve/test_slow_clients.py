@@ -27,7 +27,7 @@ UPGRADE = (
 
 
 async def app(scope, receive, send):
-    """Answers when the body is there, or at once where the path is /early."""
+    """Answer after the body, or immediately if the path is /early."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
@@ -72,7 +72,7 @@ def client(request):
 
 
 def rest(client):
-    """All that comes until the server closes the connection, and how long it took."""
+    """Return everything until the server closes the connection, and the time that it took."""
     started, said = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
@@ -89,7 +89,7 @@ def is_open(client):
 
 
 def trickle(client, data):
-    """Send byte by byte, slower than the limit for all of it; how much could be sent."""
+    """Send byte by byte, slower than the limit. Returns how much could be sent."""
     client.settimeout(LIMIT_S / 10)
     for index in range(len(data)):
         with contextlib.suppress(TimeoutError):
@@ -114,13 +114,13 @@ def check_408(said):
     assert json.loads(body)["error"]["code"] == "request_timeout"
 
 
-def test_who_sends_nothing_is_let_go(client):
+def test_silent_connection_is_closed(client):
     said, took_s = rest(client)
     assert said == b""
     assert 0.5 * LIMIT_S < took_s < 8 * LIMIT_S
 
 
-def test_headers_that_come_byte_by_byte_have_one_limit_for_all(client):
+def test_slow_headers_get_408(client):
     assert trickle(client, HEAD) < len(HEAD)
     client.settimeout(10)
     said, _ = rest(client)
@@ -128,7 +128,7 @@ def test_headers_that_come_byte_by_byte_have_one_limit_for_all(client):
 
 
 @pytest.mark.parametrize("half", [HEAD, b"G"])
-def test_so_have_those_of_the_next_request(client, half):
+def test_slow_headers_of_the_next_request_get_408(client, half):
     client.sendall(REQUEST)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(half)
@@ -137,14 +137,14 @@ def test_so_have_those_of_the_next_request(client, half):
     assert took_s < 8 * LIMIT_S
 
 
-def test_empty_lines_before_a_request_do_not_hold_a_connection():
+def test_empty_lines_do_not_keep_a_connection():
     with connected_to(slow_clients.limited(HttpToolsProtocol)) as client:  # h11 refuses them
         client.sendall(REQUEST)
         answer(client)
         assert trickle(client, b"\r\n" * 20) < 40
 
 
-def test_a_body_that_was_answered_before_its_end_has_it_too(client):
+def test_rest_of_an_answered_body_is_limited(client):
     client.sendall(HEAD.replace(b"/", b"/early", 1) + b"\r\n")
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(b"b")
@@ -154,7 +154,7 @@ def test_a_body_that_was_answered_before_its_end_has_it_too(client):
 
 @pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
 @pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
-def test_headers_without_end_are_refused(protocol, status, begun):
+def test_endless_headers_are_refused(protocol, status, begun):
     with connected_to(slow_clients.limited(protocol)) as client:
         client.sendall(REQUEST)
         answer(client)
@@ -166,7 +166,7 @@ def test_headers_without_end_are_refused(protocol, status, begun):
 
 
 @pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
-def test_nor_does_what_else_is_no_body_come_without_end(begun):
+def test_endless_trailers_and_extensions_are_refused(begun):
     head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
     with connected_to(slow_clients.limited(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
         client.sendall(head + begun + b"x" * READ_BYTES)
@@ -175,7 +175,7 @@ def test_nor_does_what_else_is_no_body_come_without_end(begun):
 
 
 @pytest.mark.parametrize("path", [b"/", b"/early"])
-def test_a_body_may_be_longer(client, path):
+def test_long_body_passes(client, path):
     body = b"x" * 2 * READ_BYTES
     client.sendall(HEAD.replace(b"/", path, 1).replace(b": 4", f": {len(body)}".encode()) + b"\r\n" + body)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
@@ -183,7 +183,7 @@ def test_a_body_may_be_longer(client, path):
     assert answer(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_body_may_take_longer_and_so_may_what_comes_between_requests(client):
+def test_slow_body_and_idle_connection_pass(client):
     client.sendall(HEAD + b"\r\n")
     for piece in (b"b", b"o", b"d", b"y"):
         time.sleep(LIMIT_S)
@@ -195,19 +195,19 @@ def test_a_body_may_take_longer_and_so_may_what_comes_between_requests(client):
     assert answer(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_websocket_is_left_alone(client):
+def test_websocket_has_no_limit(client):
     client.sendall(UPGRADE)
     assert client.recv(65_536).startswith(b"HTTP/1.1 101 ")
     assert is_open(client)
 
 
-def test_uvicorn_alone_has_no_such_limit():
+def test_uvicorn_has_no_header_timeout():
     with connected_to("auto") as client:
         client.sendall(b"GET")
         assert is_open(client)
 
 
-def test_the_server_of_rays_proxies_has_it(monkeypatch):
+def test_rays_proxies_have_the_header_timeout(monkeypatch):
     from ray.serve._private import http_util
     from ray.serve.config import HTTPOptions
 

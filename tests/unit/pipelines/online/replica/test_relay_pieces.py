@@ -6,11 +6,11 @@ import pytest
 from pipelines.online.replica.relay import Pace, coalesce, in_pieces
 
 INTERVAL_S = 0.05
-SILENCE_S = 0.4  # long track_interactive what a busy machine adds
+SILENCE_S = 0.4  # long compared with delays of a busy machine
 
 
 async def steps(*groups, pause_s=0.0, error=None):
-    """Each group at once, a pause between them."""
+    """Yield each group immediately, with a pause between groups."""
     for number, group in enumerate(groups):
         if number:
             await asyncio.sleep(pause_s)
@@ -27,7 +27,7 @@ def collected(pieces):
     return asyncio.run(collect())
 
 
-def test_the_first_goes_at_once_and_the_rest_together():
+def test_first_piece_is_sent_immediately():
     async def watch():
         clock = asyncio.get_running_loop().time
         began, seen = clock(), []
@@ -41,7 +41,7 @@ def test_the_first_goes_at_once_and_the_rest_together():
     assert later < 4, "the end of the source ends the wait"
 
 
-def test_after_a_silence_nothing_waits():
+def test_piece_after_a_pause_is_sent_immediately():
     async def watch():
         clock = asyncio.get_running_loop().time
         waits = []
@@ -60,14 +60,14 @@ def test_after_a_silence_nothing_waits():
     assert max(waits) < SILENCE_S / 2
 
 
-def test_without_an_interval_each_step_is_a_piece():
+def test_each_step_is_a_piece_without_interval():
     assert collected(coalesce(steps([1], [2], [3], pause_s=0.01), Pace(0))) == [[1], [2], [3]]
 
 
 @pytest.mark.parametrize(
     ("interval_s", "num_streams", "expected"), [(0.05, 1, 0.05), (0.05, 2, 0.05), (0.05, 8, 0.2), (0, 8, 0)]
 )
-def test_the_more_streams_the_longer_their_intervals(interval_s, num_streams, expected):
+def test_interval_grows_with_the_number_of_streams(interval_s, num_streams, expected):
     pace = Pace(interval_s, pieces_per_s=40)
     with contextlib.ExitStack() as streams:
         for _ in range(num_streams):
@@ -76,7 +76,7 @@ def test_the_more_streams_the_longer_their_intervals(interval_s, num_streams, ex
     assert pace.interval_s == interval_s
 
 
-def test_streams_share_the_pieces():
+def test_streams_share_the_rate_of_pieces():
     pieces_per_s, run_s = 40, 1.0
 
     async def source(end):
@@ -92,12 +92,12 @@ def test_streams_share_the_pieces():
         return await asyncio.gather(*(count(pace, end) for _ in range(8)))
 
     counts = asyncio.run(listen())
-    # The first of each and the last are track_interactive the pace.
+    # The first and last piece of each stream are not limited.
     assert sum(counts) <= pieces_per_s * run_s + 2 * len(counts)
     assert min(counts) >= 3
 
 
-def test_what_has_said_nothing_yet_slows_no_stream():
+def test_answers_without_output_do_not_count():
     async def scene():
         pace, end = Pace(INTERVAL_S, pieces_per_s=1), asyncio.Event()
 
@@ -123,7 +123,7 @@ def test_what_has_said_nothing_yet_slows_no_stream():
 
 
 @pytest.mark.parametrize("items", [[], [1, 2]])
-def test_an_error_comes_after_what_came_before_it(items):
+def test_error_follows_earlier_items(items):
     async def watch():
         seen, pieces = [], coalesce(steps(items, error=ValueError("broken")), Pace(INTERVAL_S))
         if items:
@@ -136,7 +136,7 @@ def test_an_error_comes_after_what_came_before_it(items):
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_who_leaves_ends_the_source(is_cancelled):
+def test_closing_ends_the_source(is_cancelled):
     closed = []
 
     async def source():
@@ -166,6 +166,6 @@ def test_who_leaves_ends_the_source(is_cancelled):
     assert closed == [True]
 
 
-def test_texts_are_joined_and_whole_answers_left_as_they_are():
+def test_only_texts_are_joined():
     answers = steps([["a", "b"]], [["c"], ["d"], {"error": 1}, ["e"]], pause_s=0.001)
     assert collected(in_pieces(answers, Pace(INTERVAL_S))) == [["ab"], ["cd"], {"error": 1}, ["e"]]

@@ -21,7 +21,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 async def app(scope, receive, send):
-    """Answers with more than all the buffers between it and a client hold."""
+    """Answer with more than fits in all buffers up to the client."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % NUM_BYTES)]})
     for _ in range(NUM_BYTES // len(PIECE)):
         await send({"type": "http.response.body", "body": PIECE, "more_body": True})
@@ -69,14 +69,14 @@ def wait_until_nobody_is_connected(server):
         time.sleep(0.05)
 
 
-def test_who_does_not_read_is_let_go(server, client):
+def test_connection_without_reader_is_closed(server, client):
     client.recv(1)
     wait_until_nobody_is_connected(server)
     with pytest.raises(ConnectionResetError):  # also what the kernel had of the answer is gone
         all(client.recv(1 << 18) for _ in range(NUM_BYTES))
 
 
-def test_so_is_who_reads_next_to_nothing(server, client):
+def test_very_slow_reader_is_closed(server, client):
     deadline = time.monotonic() + 30 * LIMIT_S
     with contextlib.suppress(ConnectionError):
         while client.recv(64) and server.server_state.connections:
@@ -86,14 +86,14 @@ def test_so_is_who_reads_next_to_nothing(server, client):
 
 
 def test_slow_reader_gets_the_whole_answer(client):
-    """For longer than the limit in all."""
+    """Even if it takes longer than the limit in total."""
     started = time.monotonic()
     assert num_read(client, pause_s=LIMIT_S / 40) > NUM_BYTES
     assert time.monotonic() - started > LIMIT_S
 
 
 class Slow:
-    """Connections of one key that read nothing, on a loop that a test moves."""
+    """A connection that reads nothing."""
 
     def __init__(self, holders, unread_bytes, paused_at):
         self.holders, self.unread_bytes, self.paused_at, self.is_aborted = holders, unread_bytes, paused_at, False
@@ -108,11 +108,11 @@ class Slow:
         ([(("a", "k"), 20, 0.0), (("b", "k"), 20, 1.0)], 1),  # one key from two addresses
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
-        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # they have only begun to be slow
+        ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # slow only for a moment
         ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
     ],
 )
-def test_slow_connections_of_one_key_or_address_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
+def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
     monkeypatch.setattr(slow_readers, "UNREAD_LIMIT_BYTES", 30)
     unread, loop = slow_readers._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
     slow = [Slow(*one) for one in connections]
@@ -123,7 +123,7 @@ def test_slow_connections_of_one_key_or_address_are_closed_beyond_the_limit(monk
     assert all(one.paused_at == 0.0 for one in aborted)  # the slowest
 
 
-def test_memory_is_returned_once_everybody_has_read_or_left(monkeypatch):
+def test_memory_is_returned_after_slow_readers(monkeypatch):
     calls = []
     loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, what, *args: calls.append(what))
     unread = slow_readers._Unread()
@@ -135,8 +135,8 @@ def test_memory_is_returned_once_everybody_has_read_or_left(monkeypatch):
     assert calls == [unread._look, slow_readers.trim_malloc]
 
 
-def test_an_application_does_not_wait_for_a_slow_client_and_what_is_unread_is_counted(server):
-    """The client reads nothing until the application has said everything."""
+def test_application_does_not_wait_for_a_slow_client(server):
+    """The client reads nothing until the application has finished."""
     seen = {}
 
     async def eager(scope, receive, send):

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.online.batches.files import BELIEVED_AFTER_S, SteadyClock, boot_id
+from pipelines.online.batches.store import BELIEVED_AFTER_S, SteadyClock
 
 YEAR_S = 365 * 24 * 3600.0
 START = 1.8e9
@@ -25,7 +25,7 @@ def make_clock(machine):
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, 60.0, -60.0, -YEAR_S])
-def test_a_wall_clock_that_is_set_anew_is_believed_after_a_day(machine, make_clock, jump_s):
+def test_clock_jump_is_trusted_after_a_day(machine, make_clock, jump_s):
     clock = make_clock()
     before = clock()
     machine.uptime += 10
@@ -37,7 +37,7 @@ def test_a_wall_clock_that_is_set_anew_is_believed_after_a_day(machine, make_clo
     assert clock() == START + machine.uptime + jump_s
 
 
-def test_one_that_is_put_right_within_a_day_changes_nothing(machine, make_clock):
+def test_jump_that_is_corrected_within_a_day_is_ignored(machine, make_clock):
     clock = make_clock()
     for _ in range(5):
         for ahead in (YEAR_S, -YEAR_S, 0.0):
@@ -46,7 +46,7 @@ def test_one_that_is_put_right_within_a_day_changes_nothing(machine, make_clock)
             assert clock() == START + machine.uptime
 
 
-def test_one_that_is_corrected_a_little_is_followed(machine, make_clock):
+def test_small_corrections_are_followed(machine, make_clock):
     clock = make_clock()
     for _ in range(100):
         machine.ahead += 1
@@ -54,7 +54,7 @@ def test_one_that_is_corrected_a_little_is_followed(machine, make_clock):
         assert clock() == START + machine.uptime + machine.ahead
 
 
-def test_the_next_process_goes_on_where_the_last_one_was(machine, make_clock):
+def test_clock_continues_in_the_next_process(machine, make_clock):
     clock = make_clock()
     machine.ahead = YEAR_S
     clock()
@@ -69,7 +69,7 @@ def test_the_next_process_goes_on_where_the_last_one_was(machine, make_clock):
 
 
 @pytest.mark.parametrize("boot", ["b", None])
-def test_on_a_machine_that_was_started_anew_it_goes_on_from_the_last_note(machine, make_clock, boot):
+def test_clock_continues_from_the_saved_time_after_a_reboot(machine, make_clock, boot):
     note = make_clock().state()
     machine.ahead, machine.uptime = YEAR_S, 5.0
     later = make_clock(boot)
@@ -80,11 +80,7 @@ def test_on_a_machine_that_was_started_anew_it_goes_on_from_the_last_note(machin
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_what_is_to_live_for_a_while_does_so_by_both_clocks(machine, make_clock, jump_s):
+def test_lifetime_holds_for_both_clocks(machine, make_clock, jump_s):
     clock = make_clock()
     machine.ahead = jump_s
     assert clock.after(3600) == START + machine.uptime + max(0, jump_s) + 3600
-
-
-def test_a_start_of_this_machine_has_an_id():
-    assert boot_id() == boot_id() != ""

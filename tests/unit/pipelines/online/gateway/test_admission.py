@@ -1,9 +1,9 @@
-"""What a request holds beside its numbers."""
+"""Contents of requests: media, messages, lists and constraints."""
 
 import pytest
 
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.contents import check_contents
+from pipelines.online.gateway.admission import check_contents
 
 
 def refused(values, media=None, domains=(), max_messages=100):
@@ -49,7 +49,7 @@ def test_text_model_refuses_media(part, role):
     assert refused(body) == (400, "unsupported_content", "messages")
 
 
-def test_texts_pass_in_every_form():
+def test_text_contents_pass():
     assert refused({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}) is None
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
@@ -73,12 +73,12 @@ def test_media_urls_must_be_in_allowed_domains(url, domains):
     assert refused(says(image(url)), {"image": 1}, domains) == (400, "media_not_allowed", "messages")
 
 
-def test_every_url_of_a_part_is_looked_at():
+def test_every_url_of_a_part_is_checked():
     part = {"type": "video_url", "image_url": {"url": "data:x"}, "video_url": {"url": URL}}
     assert refused(says(part), {"video": 1, "image": 1}) == (400, "media_not_allowed", "messages")
 
 
-def test_media_that_are_allowed_pass_up_to_their_number():
+def test_allowed_media_pass_up_to_their_limit():
     data = image("data:image/png;base64,AAAA")
     assert refused(says(data), {"image": 2}) is None
     assert refused(says(image("https://A.example/x.png"), data), {"image": 2}, ["a.example"]) is None
@@ -99,7 +99,7 @@ def test_media_that_are_allowed_pass_up_to_their_number():
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ],
 )
-def test_what_the_engines_side_would_run_or_fetch_for_a_client_is_refused(body, param):
+def test_unsafe_template_arguments_are_refused(body, param):
     assert refused(body) == (400, "unsupported_parameter", param)
     assert refused(dict.fromkeys(body)) is None
 
@@ -127,31 +127,31 @@ def test_chat_template_arguments_pass():
 @pytest.mark.parametrize(
     ("field", "most"), [("tools", 128), ("stop", 64), ("bad_words", 128), ("documents", 128), ("stop_token_ids", 1024)]
 )
-def test_lists_have_a_length(field, most):
+def test_lists_are_limited(field, most):
     assert refused({field: [1] * (most + 1)}) == (400, "invalid_value", field)
     assert refused({field: [1] * most}) is None
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
-def test_texts_that_every_token_is_held_against_have_a_size(field):
+def test_stop_strings_are_limited(field):
     assert refused({field: ["x" * 5000] * 2}) == (400, "invalid_value", field)
     assert refused({field: "x" * 9000}) == (400, "invalid_value", field)
 
 
-def test_a_chat_has_no_more_messages_than_its_model_has_tokens():
+def test_number_of_messages_is_limited_by_the_context():
     messages = [{"role": "user", "content": ""}] * 101
     assert refused({"messages": messages}) == (400, "invalid_value", "messages")
     assert refused({"messages": messages[1:]}) is None
 
 
-def test_a_constraint_beyond_its_bounds_names_its_field():
+def test_large_constraint_is_refused_with_its_field():
     assert refused({"structured_outputs": {"regex": "a{999999}"}}) == (
         400, "constraint_too_large", "structured_outputs.regex",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["max_pattern_size", "min_count"])
-def test_patterns_that_an_engines_core_looks_for_at_each_token_are_short(name):
+def test_repetition_patterns_are_limited(name):
     within = {"max_pattern_size": 64, "min_count": 64}
     assert refused({"repetition_detection": within}) is None
     for number in (65, 1e9, "100000"):

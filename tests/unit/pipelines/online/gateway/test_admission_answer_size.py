@@ -1,4 +1,4 @@
-"""How large an answer may become."""
+"""The maximum size of an answer."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 
 from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.errors import ApiError
-from pipelines.online.gateway.admission import ServedModel, check
-from pipelines.online.gateway.contents import answer_shape
+from pipelines.online.gateway.admission import ServedModel, answer_shape, check
 from pipelines.online.gateway.keys import LOCAL
 
 MIB = 2**20
@@ -36,26 +35,26 @@ TEXT = [{"role": "user", "content": "x" * 6000}]
      {"echo": True, "logprobs": 5, "max_tokens": 0}, {"logprobs": 20, "max_tokens": 500},
      {"prompt_logprobs": "20"}, {"return_token_ids": True}],
 )  # fmt: skip
-def test_many_prompts_with_log_probabilities_are_refused(asked):
+def test_many_prompts_with_logprobs_are_refused(asked):
     assert is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1, **asked})
     assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS[:1], "max_tokens": 1, **asked})
     assert not is_refused(COMPLETIONS_URL, {"prompt": PROMPTS, "max_tokens": 1})
 
 
-def test_choices_repeat_what_comes_back_of_the_prompt():
+def test_choices_multiply_the_prompt_in_the_answer():
     body = {"prompt": "x" * 6000, "max_tokens": 1, "prompt_logprobs": 1}
     assert not is_refused(COMPLETIONS_URL, body)
     assert is_refused(COMPLETIONS_URL, {**body, "n": 64})
     assert not is_refused(COMPLETIONS_URL, {**body, "n": 64, "prompt_logprobs": None})
 
 
-def test_token_ids_count_by_their_number():
+def test_token_ids_are_counted():
     assert not is_refused(COMPLETIONS_URL, {"prompt": [1] * 4000, "prompt_logprobs": 20, "max_tokens": 1})
     assert is_refused(COMPLETIONS_URL, {"prompt": [[1] * 4000] * 8, "prompt_logprobs": 20, "max_tokens": 1})
 
 
 @pytest.mark.parametrize("more", [{"top_logprobs": 20}, {"logprob_token_ids": list(range(128))}])
-def test_a_chat_counts_its_choices_and_its_log_probabilities(more):
+def test_choices_and_logprobs_of_a_chat_count(more):
     body = {"messages": TEXT, "logprobs": True, "max_tokens": 500, **more}
     assert not is_refused(CHAT_URL, body)
     assert is_refused(CHAT_URL, {**body, "n": 64})
@@ -66,7 +65,7 @@ def test_answer_size_without_logprobs():
     assert is_refused(CHAT_URL, {"messages": TEXT, "n": 1024, "max_tokens": 8000})
 
 
-def test_a_chat_that_is_repeated_has_log_probabilities_of_its_prompt():
+def test_chat_with_echo_has_prompt_logprobs():
     shape = answer_shape({"echo": True}, 1000, is_chat=True, max_model_len=8192, num_choices=1)
     assert shape.prompt_logprobs == 1
     shape = answer_shape({"echo": True, "prompt": "x"}, 1000, is_chat=False, max_model_len=8192, num_choices=1)
