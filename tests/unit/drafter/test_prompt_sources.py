@@ -136,7 +136,7 @@ def test_code_is_a_source() -> None:
     [
         ("", "the file is empty"),
         ("\n", "has no rows"),
-        ('{"promt": "x"}', "neither a column 'prompt' nor 'messages'"),
+        ('{"promt": "x"}', "no column 'prompt' or 'messages'"),
         ("{", "not valid JSON"),
     ],
 )
