@@ -82,7 +82,6 @@ class Endpoint:
         return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
 
     def _price(self) -> Price | None:
-        """Return the price that it recorded, if it is up."""
         try:
             told = json.loads((self.state / _UP).read_bytes())
         except FileNotFoundError:
@@ -108,7 +107,6 @@ def record_up(state: Path, price: Price) -> None:
 
 
 def endpoints() -> list[Endpoint]:
-    """Return all background endpoints, sorted by name."""
     return [Endpoint.read(path.parent) for path in sorted(_folder().glob(f"*/{_RECORD}"))]
 
 
@@ -137,7 +135,6 @@ def find(name: str | None) -> Endpoint:
 
 
 def start(config: ServeConfig, *, port: int) -> Endpoint:
-    """Start `peagle serve` in the background."""
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
         raise ConfigError(

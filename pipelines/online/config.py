@@ -25,8 +25,6 @@ ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):
-    """One model of the endpoint: its engine, and the number of engines."""
-
     name: str | None = Field(
         None,
         min_length=1,
@@ -265,7 +263,6 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:
-        """The configured models; a single one if `models` is empty."""
         if self.models:
             return self.models
         return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)

@@ -57,7 +57,6 @@ class CostView:
         return self.totals.budgets.spent_usd(account)
 
     def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
-        """Return the state of all budgets by name."""
         with self.totals.snapshot():
             budgets = self.totals.budgets
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
@@ -115,7 +114,6 @@ class CostView:
         return coarsen(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
 
     def _engines(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
-        """Return the account of all engines in the window, and their self-checks."""
         sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
         known = {session.session_id for session in sessions}
         total = account((unit for unit in units if unit.session_id in known), sessions, self._price)

@@ -44,7 +44,6 @@ class EndpointForecast:
         return "none; only this machine can connect"
 
     def usd_per_h(self, *, at_most: bool) -> float:
-        """Return the cost per hour of the minimum or maximum number of engines."""
         num_devices = sum(
             model.placement.num_devices * (model.keys.max_replicas if at_most else model.keys.min_replicas)
             for model in self.served

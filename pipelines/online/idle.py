@@ -44,7 +44,6 @@ class IdleWatch:
         self._since = monotonic()
 
     def idle_s(self) -> float:
-        """Return the seconds without work."""
         worked_s = self._read()
         if worked_s != self._worked_s or self._has_batches():
             self._worked_s, self._since = worked_s, self._monotonic()
@@ -78,7 +77,6 @@ def ended_when_idle(
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
-    """Return the cost of engines since a Unix time."""
     return account((), SessionReader(ledger).since(since), price).total_usd
 
 

@@ -112,13 +112,11 @@ class LiveView:
         return needed_at(self._break_even.get(model, {}), found["requests_at_once"])
 
     def _notes(self, model: str, found: Mapping[str, Any]) -> list[str]:
-        """Return a note if the model's drafter costs more than it saves."""
         length = reliable_length(found["num_drafts"], found["acceptance_length"])
         said = note(length, break_even=self._needed(model, found))
         return [f"{model}: {said}"] if said else []
 
     def on_attach(self, totals: Totals) -> None:
-        """Add recent records that were read before."""
         for request in totals.recent(self._now() - MAX_WINDOW_S):
             self.on_ledger_record(request)
 

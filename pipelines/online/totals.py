@@ -153,7 +153,6 @@ class Sums:
         self.usd += request.usd
 
     def merge(self, other: "Sums") -> None:
-        """Add sums of the same engine process."""
         self.usage = self.usage + other.usage
         self.num_requests += other.num_requests
         self.num_cut += other.num_cut
@@ -176,7 +175,6 @@ def coarsen(minute: int, now: int) -> int:
 
 
 def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
-    """Return the sums with old ones merged by hour or day."""
     kept: dict[RequestGroup, Sums] = {}
     for cell, sums in cells.items():
         minute = coarsen(cell.minute, now)
@@ -349,7 +347,6 @@ class Totals:
         self._joining.append(follower)
 
     def catch_up(self) -> None:
-        """Read new records."""
         with self._lock:
             if not self._is_restored:
                 self._restore()

@@ -18,7 +18,7 @@ from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchModel, BatchSettings
-from pipelines.online.batches.work import RayRunner
+from pipelines.online.batches.work import Runner
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -46,7 +46,7 @@ class Endpoint:
             ledger=folder / "ledger",
         )  # fmt: skip
         routes = BatchRoutes()
-        self.batches = routes.batches = Batches(self.settings, RayRunner(), spent_usd=lambda key: 0.0)
+        self.batches = routes.batches = Batches(self.settings, Runner(), spent_usd=lambda key: 0.0)
         app = guarded_app()
         answer_errors(app)
         gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)

@@ -91,7 +91,6 @@ class Download(Response):
         super().__init__(status_code=206 if self._span.num_bytes < file.num_bytes else 200, headers=self._head(etag))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, and wait until the client has received it."""
         window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
         num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes

@@ -111,7 +111,6 @@ class BatchMoney:
         return held_usd
 
     def held_by(self, batch_id: str, payers: Sequence[Payer]) -> float:
-        """Return what the batch has reserved in each of its budgets."""
         return min((self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers), default=0.0)
 
     def settle(self, batch_id: str, record: RequestUsage | None) -> None:

@@ -31,7 +31,6 @@ Item = TypeVar("Item", bound=_Shown)
 
 
 def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")

@@ -351,7 +351,6 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _detect_path(values: Mapping[str, Any]) -> str:
-    """Return the API path for a body that came without one."""
     for field, path in (("messages", CHAT_URL), ("prompt", COMPLETIONS_URL)):
         if field in values:
             return path

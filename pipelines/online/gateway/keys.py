@@ -278,5 +278,4 @@ class SharedBudgets:
         return [budget for budget in self._file.now() if budget.account in accounts]
 
     def of_endpoint(self) -> list[SharedBudget]:
-        """Return the endpoint's budget, if there is one."""
         return [budget for budget in self._file.now() if budget.account == ENDPOINT_ACCOUNT]

@@ -156,8 +156,6 @@ def require_known_parameters(scope: Scope, route: APIRoute) -> None:
 
 
 class _CheckedRequest(Request):
-    """A request whose `json` is the already validated body."""
-
     def __init__(self, scope: Scope, value: Any) -> None:
         super().__init__(scope)
         self._value = value

@@ -54,7 +54,6 @@ class PartsWatch:
 
 
 def watch_parts(stopped: threading.Event, say: Callable[[str], None]) -> None:
-    """Check every two seconds in a thread, until `stopped` is set."""
     watch = PartsWatch(serve_processes, say)
 
     def run() -> None:

@@ -87,8 +87,6 @@ def middlewares() -> list[Any]:
 
 
 class ProxyMiddleware:
-    """ASGI middleware around one request."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -142,7 +140,6 @@ class _Answer:
         await self._send(message)
 
     async def close(self) -> None:
-        """Complete the answer if the proxy did not."""
         if self._is_ended:
             return
         if not self._is_started:
@@ -152,7 +149,6 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
-        """Send an error instead of the proxy's answer."""
         self._is_ended = True
         headers, body = error_response(error)
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded(headers)})
@@ -179,7 +175,6 @@ class _Answer:
 
 
 def _refusal(scope: Scope) -> ApiError | None:
-    """Return why a request does not reach Serve, which writes its method and path into logs, or None."""
     if len(scope["method"]) > _MAX_METHOD_CHARS:
         return ApiError(405, "unknown method", code="method_not_allowed")
     if len(scope["path"]) > _MAX_PATH_CHARS:

@@ -60,7 +60,6 @@ def serve_processes() -> dict[Hashable, str]:
 
 
 def count_states(states: Mapping[Any, int]) -> dict[str, int]:
-    """Reduce Serve's replica states to three counts."""
     numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
     return {
         "num_running_replicas": numbers.get("RUNNING", 0),
@@ -114,7 +113,6 @@ def _for_client(answer: Any, error: Any) -> Any:
 
 
 def told_refusal(error: Mapping[str, Any]) -> Any:
-    """Return the refusal in an event of a stream."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate({"error": error})
