@@ -239,8 +239,8 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            there, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{there} is given without {missing}: https needs both")
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is given without {missing}: https needs both")
         return self
 
     @model_validator(mode="after")

@@ -106,10 +106,10 @@ def settled(config: ServeConfig) -> Settled:
 
     With several models, names are prefixed by the model: "plain.drafter".
     """
-    found = forecast(config, print)
+    endpoint = forecast(config, print)
     rows: Settled = {}
-    for model in found.served:
+    for model in endpoint.served:
         prefix = f"{model.keys.served_name}." if config.models else ""
-        of_model = settled_keys(model.keys, model.engine, found.hardware, is_here=found.is_here)
+        of_model = settled_keys(model.keys, model.engine, endpoint.hardware, is_here=endpoint.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
-    return rows | resolve_price_defaults(config, found.price)
+    return rows | resolve_price_defaults(config, endpoint.price)

@@ -199,8 +199,8 @@ class BatchStore:
         return READ_AHEAD_BYTES if self.is_remote else 0
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
-        found = self._file(file_id)
-        return found if found is not None and found.owner == owner and self._is_current(found) else None
+        file = self._file(file_id)
+        return file if file is not None and file.owner == owner and self._is_current(file) else None
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
@@ -341,8 +341,8 @@ class BatchStore:
 
     def save_idempotent(self, name: str, request: BatchRequest, body: Mapping[str, Any]) -> None:
         """Store a request and the HTTP body under its idempotency hash for a day. The first of several wins."""
-        kept = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
-        write_once(self.root / "ordered" / f"{name}.json", json.dumps(kept).encode())
+        stored = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
+        write_once(self.root / "ordered" / f"{name}.json", json.dumps(stored).encode())
 
     def load_idempotent(self, name: str) -> dict[str, Any] | None:
         return read_json(self.root / "ordered" / f"{name}.json")
@@ -371,7 +371,7 @@ class BatchStore:
 
     def begin_to_schedule(self) -> None:
         """Become the only process that writes progress. Reloads progress that others wrote."""
-        self._progress = {name: one for name, one in list(self._progress.items()) if one.status in FINAL}
+        self._progress = {name: progress for name, progress in list(self._progress.items()) if progress.status in FINAL}
         self.is_scheduling = True
 
     def save(self, batch_id: str, progress: BatchProgress) -> None:

@@ -249,7 +249,7 @@ def _usd(directory: RunDirectory, *, lent: bool) -> float:
 
 
 def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
-    return (one for one in records if is_lent(one.session_id) is lent)
+    return (record for record in records if is_lent(record.session_id) is lent)
 
 
 _Answer = TypeVar("_Answer")

@@ -79,13 +79,13 @@ class FakeServeEngine:
         return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
-        asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)
-        prompt = self._prompt(url, {key: value for key, value in asked.items() if key not in _NOT_OF_THE_BODY})
+        values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
+        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _NOT_OF_THE_BODY})
         if isinstance(prompt, str):
             yield _refusal(prompt)
             return
         try:
-            if asked.get("stream"):
+            if values.get("stream"):
                 self._live().require_life()  # vLLM looks before a stream begins; then it raises nothing any more
                 async for text in self._stream(url, request.request_id, *prompt):
                     yield text
@@ -101,9 +101,9 @@ class FakeServeEngine:
         assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
-    def _prompt(self, url: str, asked: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
+    def _prompt(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
         """Return token ids and sampling parameters, or an error message."""
-        body = openai.parse_body(url, asked)
+        body = openai.parse_body(url, values)
         if isinstance(body, str):
             return body
         token_ids = self._prompts.of_body(body)

@@ -79,11 +79,11 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def _check(self, job: ReplicaJob) -> None:
         """Run the self-check, which compares the engine's answers with its target's."""
         engine = self.engine.checkable if self._is_fake else CheckableLlm(engine_client(self.engine))
-        found = await self_check(engine, job.spec, hardware.detect())
-        self._account.self_check = found.to_json()
-        self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
+        result = await self_check(engine, job.spec, hardware.detect())
+        self._account.self_check = result.to_json()
+        self._account.start_warnings += [result.describe()] * (result.outcome == "skipped")
         self._account.heartbeat()
-        require_passed(found)
+        require_passed(result)
 
     async def _end_with_engine(self) -> None:
         """Exit when the engine is dead.

@@ -219,13 +219,13 @@ def _for_proxy(scope: Scope) -> Scope:
     """
     read = _OBEYED_HEADERS | _LOGGED_HEADERS
     refused = read if _is_for_api(scope) else frozenset()
-    kept = []
+    headers = []
     for name, value in scope.get("headers", []):
         as_read = name.replace(b"_", b"-")
         is_loggable = _is_text(value) and len(value) <= _MAX_LOGGED_CHARS
         if as_read not in refused and (as_read not in read or is_loggable):
-            kept.append((name, value))
-    return {**scope, "headers": kept}
+            headers.append((name, value))
+    return {**scope, "headers": headers}
 
 
 def _is_text(value: bytes) -> bool:

@@ -43,7 +43,9 @@ def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
 
     app_name = serve.get_replica_context().app_name
     application = serve.status().applications.get(app_name)
-    states = {name: one.replica_states for name, one in application.deployments.items()} if application else {}
+    states = (
+        {name: deployment.replica_states for name, deployment in application.deployments.items()} if application else {}
+    )
     return {model: count_states(states.get(name, {})) for model, name in deployments.items()}
 
 
