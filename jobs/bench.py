@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Measure, and print the tables."""
     config = flags.load(BenchConfig, args)
+    from peagle.bench.report import text_tables
     from peagle.bench.run import bench
-    from peagle.bench.tables import text_tables
 
     report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, with plots")

@@ -68,11 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Print the statement."""
-    from peagle.economics.other_nodes import node_charges
     from peagle.economics.report.focus import focus_csv
-    from peagle.economics.report.spending import csv_statement, text_statement
-    from peagle.economics.report.spending_page import html_statement
-    from peagle.economics.spending import charges
+    from peagle.economics.report.spending import csv_statement, html_statement, text_statement
+    from peagle.economics.spending import charges, node_charges
     from peagle.economics.statement import convert_currency, dimensions, statement
     from peagle.plain_json import to_json
     from peagle.profiles.baselines import read_benchmark

@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Evaluate, and print the table."""
     config = flags.load(EvaluateConfig, args)
-    from peagle.bench.acceptance import evaluate
-    from peagle.bench.acceptance_tables import text_report
+    from peagle.bench.acceptance import evaluate, text_report
 
     report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, with plots")

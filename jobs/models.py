@@ -7,8 +7,7 @@ from jobs.output import console
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from peagle.catalog.cards import HeadCard, ModelCard
-    from peagle.catalog.published import Method, PublishedTable
+    from peagle.catalog.cards import HeadCard, Method, ModelCard, PublishedTable
 
 HELP = """\
 List the catalog, or show one model's card: licence, context, heads, K by concurrency and published speeds, each with

@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Print the plan."""
     config = flags.load(PlanConfig, args)
-    from peagle.planning.plan import make_plan
-    from peagle.planning.text import text_plan
+    from peagle.planning.plan import make_plan, text_plan
 
     plan = make_plan(config)
     print(text_plan(plan))

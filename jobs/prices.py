@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from peagle.economics.offers import Offer
-    from peagle.economics.prices import PriceTable
+    from peagle.economics.prices import Offer, PriceTable
 
 HELP = """\
 List the prices per machine and hour that runs and endpoints are charged, each with its date and source.

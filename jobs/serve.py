@@ -272,7 +272,7 @@ def _start(application: Any, state: Path) -> None:
     from ray import serve
 
     from peagle.economics.ledger import read_sessions
-    from peagle.economics.sessions import start_warnings
+    from peagle.economics.usage import start_warnings
     from peagle.engine.self_check import require_none_failed
     from peagle.engine.startup import as_told
     from peagle.engine.vllm_internals import with_root_cause

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(TrainConfig, args)
     _require_ray(config)
     if config.responses == "regenerate":
-        from peagle.drafter.checks import check_training
+        from peagle.drafter.pipeline import check_training
 
         check_training(config, say)  # answers may take hours, and the trainer checks only then
         _regenerate(config, args.command_line)

@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Tune, and print the measurements and the choice."""
     config = flags.load(TuneConfig, args)
-    from peagle.tuning.answer import text_table
-    from peagle.tuning.run import tune
+    from peagle.tuning.run import text_table, tune
 
     profile, path = tune(config, listener())
     say(f"\n{text_table(profile)}\n\nprofile: {path}")

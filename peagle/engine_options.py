@@ -1,9 +1,6 @@
-"""Engine options: from a user's keys to an EngineSpec.
+"""Resolve a user's engine options into an EngineSpec: model, drafter, K, precision, slots and memory.
 
-They are model, drafter, K, precision, slots and memory.
-
-Bulk runs and the endpoint share it, so that equal keys are equal engines. It starts nothing, and knows nothing of how
-many engines there are or where they are placed.
+Bulk runs and the endpoint share this, so that equal options mean equal engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +10,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from peagle.catalog.cards import StepTable
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
-from peagle.catalog.step_times import StepTable
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, resolve_model, target_fields
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
@@ -36,14 +33,14 @@ DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
 SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
 
-# Rows, usage and reports must never name a model that did not answer.
+# Rows, usage and reports must not name a real model.
 FAKE_MODEL = ResolvedModel(
     name="fake", path="fake", card=None, fingerprint="fake", config={"max_position_embeddings": 8192, "vocab_size": 256}
 )
 
 
 class EngineKeys(TargetKeys):
-    """The keys of an engine, among those of commands that run engines."""
+    """The engine options of commands that run engines."""
 
     profile: Path | None = Field(
         None, description="YAML of `peagle tune`: it sets engine keys that flags, environment and --config leave open"
@@ -85,12 +82,12 @@ class EngineKeys(TargetKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedEngine:
-    """An engine, decided.
+    """A resolved engine.
 
     Attributes:
-        spec: its models by names that any node can resolve, its precision never `auto`.
-        precision: what it computes in on this hardware.
-        profile: where it comes from, None where it was not tuned.
+        spec: names its models so that any node can resolve them; its precision is never `auto`.
+        precision: the formats on this hardware.
+        profile: the tuning that it uses, or None.
     """
 
     spec: EngineSpec
@@ -101,19 +98,16 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether it drafts as its profile says.
-
-        Otherwise the profile's acceptance says nothing of it.
-        """
+        """Whether its drafter is the profile's; otherwise the profile's acceptance does not apply."""
         drafter = self.spec.drafter
         own = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and own == (self.profile.chosen.method, self.profile.chosen.k)
 
     def break_even(self, hardware: Hardware) -> dict[int, float]:
-        """The acceptance lengths below which its drafter costs more than it saves.
+        """Return the break-even acceptance lengths by concurrency.
 
-        By requests at once: from the profile that it follows, else from its card's measurements with the card's own
-        head. Empty where there are none.
+        They come from the profile that it follows, or from its card's measurements with the card's own head. Empty if
+        unknown.
         """
         if self.follows_profile and (profile := self.profile) is not None:
             return break_evens(profile.chosen, _alike(profile))
@@ -123,10 +117,8 @@ class ResolvedEngine:
         return table.break_even(drafter.method, drafter.num_speculative_tokens)
 
     def baseline(self, hardware: Hardware) -> Baseline | None:
-        """The times of its steps, measured on hardware like this.
-
-        None where there are none. They are from where `break_even` has its lengths. A ratio may hold on other
-        hardware, and seconds do not.
+        """Return step times measured on the same hardware, from the same source as `break_even`; None if there are
+        none.
         """
         if self.follows_profile and (profile := self.profile) is not None:
             if profile.hardware != hardware.describe():
@@ -139,10 +131,7 @@ class ResolvedEngine:
         return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
 
     def _step_table(self, hardware: Hardware) -> StepTable | None:
-        """The card's table of steps for this engine.
-
-        It holds for compiled engines, without a drafter or with the card's own head.
-        """
+        """Return the card's step times for a compiled engine without a drafter or with the card's own head, or None."""
         drafter, card = self.spec.drafter, self.model.card
         if card is None or self.spec.enforce_eager:
             return None
@@ -153,19 +142,17 @@ class ResolvedEngine:
         return next((table for table in card.steps if (table.platform, table.precision) == here), None)
 
     def drafter_watch(self, hardware: Hardware, concurrency: float | None = None) -> DrafterWatch | None:
-        """The watch over its drafter.
-
-        None for an engine without a drafter, and for one that follows its profile: that is watched instead.
+        """Return a watch over its drafter; None without a drafter.
 
         Args:
-            concurrency: as `DrafterWatch` takes it.
+            concurrency: as for `DrafterWatch`.
         """
         if self.spec.drafter is None:
             return None
         return DrafterWatch(self.break_even(hardware), concurrency)
 
     def profile_notes(self, hardware: Hardware) -> list[str]:
-        """Return the profile's decision, and in what this engine differs from it. Empty without a profile."""
+        """Return the profile's decision, and how this engine differs from it; empty without a profile."""
         profile = self.profile
         if profile is None:
             return []
@@ -184,7 +171,7 @@ class ResolvedEngine:
 
 
 def _alike(profile: Profile) -> list[MeasuredCell]:
-    """The measurements in the precision that the profile chose."""
+    """Return the measurements in the precision that the profile chose."""
     return [cell for cell in profile.measurements if cell.precision == profile.chosen.precision]
 
 
@@ -197,15 +184,15 @@ def resolve_engine(
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
 ) -> ResolvedEngine:
-    """Decide everything about an engine, and that the hardware can hold it.
+    """Resolve an engine, and check that the hardware can hold it.
 
     Args:
-        num_nodes: on which the engine's ranks lie.
-        commits: by hub id, the commits of a run that goes on, or of the engine that this one is to equal.
-        announce: told what takes long, such as converting a model.
+        num_nodes: nodes of the engine's ranks.
+        commits: pinned commits by hub id, for a run that continues or an engine that must equal another one.
+        announce: called before something slow, such as converting a model.
 
     Raises:
-        ConfigError: of the kind that fits (model, drafter, precision).
+        ConfigError: model, drafter or precision is invalid.
         CapacityError: the hardware cannot hold that many engines.
     """
     require_usable(hardware)
@@ -225,10 +212,10 @@ def resolve_engine(
 
 
 def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
-    """The engine that stands in for one: no model, and a drafter where K is given.
+    """Return the fake engine: without a model, and with a pretended drafter if K is given.
 
     Raises:
-        ConfigError: a drafter is asked for, or what `compose_engine` refuses.
+        ConfigError: a drafter is requested, or as `compose_engine`.
     """
     if keys.drafter not in ("auto", "none"):
         raise ConfigError(
@@ -245,22 +232,21 @@ def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
 def compose_engine(
     keys: EngineKeys, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
-    """The engine of a model and a drafter that are decided already.
+    """Return the engine of a resolved model and drafter.
 
     Raises:
         PrecisionError: the hardware cannot run it.
-        ConfigError: pipeline stages together with a drafter, or without compiling on a CPU; token slots that leave
-            prompts none.
+        ConfigError: pipeline stages with a drafter, or without compilation on a CPU; no token slots for prompts.
     """
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29's models hand on their hidden states from stage to stage, and not those that a drafter reads.
+        # vLLM 0.29 does not pass the hidden states that a drafter reads from stage to stage.
         raise ConfigError(
             f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
             " pipeline stages: vLLM keeps only the last stage's",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
-        # vLLM 0.29 makes the buffers between stages when it compiles, and its later stages fail without them.
+        # vLLM 0.29 creates the buffers between stages when it compiles; later stages fail without them.
         raise ConfigError(
             f"vLLM cannot run {keys.pipeline_parallel_size} pipeline stages on a CPU without compiling",
             hint="leave --enforce-eager out, or use --tensor-parallel-size instead",
@@ -286,10 +272,10 @@ Settled = dict[str, tuple[Any, str]]
 
 
 def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
-    """Values for keys left open, from the catalog, the model and the machine.
+    """Return values for options that are not set, from the catalog, the model and the machine.
 
     Args:
-        is_here: the machine was looked at; else it is as the price table has it.
+        is_here: whether the machine was detected; otherwise it comes from the price table.
     """
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
@@ -307,16 +293,16 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """The footprint of a model that may not be on this disk, by store or card."""
+    """Return the footprint of a model that may not be on this disk, from its store or card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)
 
 
 def _reference(name: str, model: ResolvedModel) -> str:
-    """A name that any node can resolve: its folder or hub id.
+    """Return a name that any node can resolve: a folder or hub id.
 
-    A packaged model keeps its name, since each node converts its own.
+    A packaged model keeps its name, because each node converts its own copy.
     """
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return name if is_packaged else model.path

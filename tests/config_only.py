@@ -29,7 +29,7 @@ def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
 
 def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for counters; what a measurement sets in the environment is put back afterwards."""
-    monkeypatch.setattr("peagle.bench.closed_loop._COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from peagle.drafter.estimate import draft_logits, drafted_tokens
-from peagle.drafter.features import HiddenStateReader
-from peagle.drafter.store import Document
+from peagle.drafter.features import Document, HiddenStateReader
+from peagle.drafter.forward import _draft_states, drafted_tokens
 
 TIE = 1e-3
 _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
@@ -125,8 +124,8 @@ def _count_ties(head, document, known, ours, theirs):
 
 def _margin(head, document, known, k, depth, token):
     """By how much our logit of a token stays behind the largest."""
-    anchor, depths, logits = draft_logits(head, document, k)
-    row = logits[(anchor == known - 1) & (depths == depth)][0]
+    anchor, depths, states = _draft_states(head, document, k)
+    row = states[(anchor == known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
     ids = torch.arange(len(row)) + (0 if head.d2t is None else head.d2t)
     assert (ids == token).any(), f"token {token} is outside the draft vocabulary"
     return (row.max() - row[ids == token]).item()

@@ -18,7 +18,7 @@ import uvicorn
 from peagle import hardware
 from peagle.economics.ledger import RequestReader
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.batches.settings import BatchModel, BatchSettings

@@ -1,4 +1,4 @@
-"""Peak memory of one training step on one long document, computed in 1, 2, 4 and 8 parts (peagle/drafter/micro.py).
+"""Peak memory of one training step on one long document, computed in 1, 2, 4 and 8 parts (peagle/drafter/training.py).
 
     python benchmarks/drafter/partition_memory.py --target FOLDER --output partition.json
 
@@ -72,10 +72,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     """One step in this process: seconds, and peak resident memory above where it stood."""
     import gc
 
-    from peagle.drafter.head import build_head
-    from peagle.drafter.head_spec import HeadSpec
+    from peagle.drafter.features import FeatureStore
+    from peagle.drafter.head import HeadSpec, build_head
     from peagle.drafter.recipe import TrainingConfig
-    from peagle.drafter.store import FeatureStore
     from peagle.drafter.training import train
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +109,7 @@ def _write_features(folder: Path, options: argparse.Namespace) -> None:
     """Two documents of random states: one to warm up, and the long one, a sixteenth of which is prompt."""
     import torch
 
-    from peagle.drafter.store import FeatureSpec, StoreWriter
+    from peagle.drafter.features import FeatureSpec, StoreWriter
 
     hidden = json.loads((options.target / "config.json").read_text())["hidden_size"]
     spec = FeatureSpec(target="random", aux_layers=(2, 15, 29), hidden_size=hidden, samples="random")

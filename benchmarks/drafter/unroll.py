@@ -32,9 +32,9 @@ from peagle.catalog.head_files import read_head
 from peagle.drafter.batch import TrainingBatch
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.forward import drafted_ids, parallel_rows
-from peagle.drafter.head_folder import save_head
-from peagle.drafter.micro import sampled_batch
+from peagle.drafter.head import save_head
 from peagle.drafter.pipeline import Listener, prepare
+from peagle.drafter.training import sampled_batch
 from peagle.errors import ConfigError, DrafterError
 
 _PAIRS = 8  # rotary pairs, the fastest ones, that tell one place from the next

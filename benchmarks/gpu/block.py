@@ -21,14 +21,13 @@ from typing import Any
 from shapes import write_shapes
 
 from jobs.output import listener, say
-from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import BenchConfig
+from peagle.bench.engine import run_loop
 from peagle.bench.plan import MODEL_RUNNER, Pass
 from peagle.bench.record import PassRecord
 from peagle.bench.run import Bench
 from peagle.bench.spending import EngineSpending
-from peagle.catalog.cards import load_catalog
-from peagle.catalog.published import PublishedTable
+from peagle.catalog.cards import PublishedTable, load_catalog
 from peagle.engine.interface import Engine
 from peagle.engine.vllm import start_engine
 from peagle.errors import PeagleError

@@ -34,10 +34,9 @@ from peagle import hardware
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import read_from, reported
 from peagle.bench.folder import MeasurementFolder
-from peagle.bench.plan import BenchPlan, make_plan
+from peagle.bench.plan import BenchPlan, Setup, make_plan
 from peagle.bench.prompts import Dataset, build_dataset, read_dataset
 from peagle.bench.report import labels
-from peagle.bench.setups import Setup
 from peagle.catalog.folders import read_config
 from peagle.catalog.int8 import converted_spec
 from peagle.catalog.targets import hub_config, resolve_model

@@ -4,7 +4,7 @@
 
 A run is the folder of a `peagle generate` that was started once and ended by itself. Its tokens, engines and price are
 taken as they were; its speed and start are predicted from the benchmark's cell of the same method and K, at the nearest
-concurrency, by the closed form in `peagle.planning.estimate`.
+concurrency, by the closed form in `peagle.planning.options`.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.economics.prices import Price
-from peagle.planning.estimate import Machine, estimate
+from peagle.planning.options import Machine, estimate
 from peagle.planning.sweeps import read_sweep
 from peagle.profiles.measurements import Cell
 from peagle.tables import markdown

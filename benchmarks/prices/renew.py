@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from peagle.economics.offers import COLUMNS, Offer
-from peagle.economics.prices import PriceTable
+from peagle.economics.prices import COLUMNS, Offer, PriceTable
 
 CATALOGUE = "skypilot-org/skypilot-catalog"
 _PRICE_COLUMNS = ("Price", "SpotPrice")

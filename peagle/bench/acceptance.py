@@ -9,29 +9,31 @@ category.
     logs/                  engine output
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.acceptance_tables import length_plot, markdown_report, position_plot
 from peagle.bench.config import EvaluateConfig, as_benchmark
 from peagle.bench.engine import MeasurementListener, Start
 from peagle.bench.folder import SCHEMA
 from peagle.bench.loop import TokenizerOf
-from peagle.bench.plan import BenchPlan, Pass
+from peagle.bench.plan import BenchPlan, Pass, Setup, make_setup, require_capacity, target_spec
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources
+from peagle.bench.report import POSITION_NOTE, acceptance_figures, conditions, positions_of, subject_of
 from peagle.bench.run import Bench
-from peagle.bench.setups import Setup, make_setup, require_capacity, target_spec
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
 from peagle.catalog.targets import ResolvedModel
+from peagle.charts import MAX_SERIES, Axes, line_chart, standalone
+from peagle.economics.report.plots import Rates, acceptance_svg
 from peagle.engine.keys import drafter_with, lookup_note
 from peagle.engine.spec import EngineSpec, spec_precision
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError, DrafterError, EngineError
 from peagle.hardware import Hardware
 from peagle.requests.tokenizer import load_tokenizer
+from peagle.tables import aligned, markdown
 
 _NOT_BY_CATEGORY = "This vLLM counts drafts per engine, not per request, so acceptance by category is unknown."
 
@@ -43,33 +45,17 @@ def evaluate(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure every missing cell; return the report and its folder.
-
-    Args:
-        tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-
-    Raises:
-        ConfigError: the configuration is invalid; no engine was started.
-        EngineError: no cell could be measured. If only some engines fail, the report names them.
-    """
+    """Measure every missing cell; return the report and its folder."""
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
 
 class Evaluation(Bench):
-    """The cells of an evaluation: a pass for each drafter and K."""
-
     name = "evaluation"
     parent = Path("runs/evaluate")
     parts = "cells"
 
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Plan everything except the prompts.
-
-        Raises:
-            ConfigError: a drafter, the precision or the context is not possible.
-            CapacityError: the memory of this hardware is too small for an engine.
-        """
         drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
         labelled = list(zip(_labels(drafters), drafters, strict=True))
         spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
@@ -113,7 +99,6 @@ class Evaluation(Bench):
         return f"{one.setup.label}: {length}, {record.output_tokens_per_s:.1f} output tokens/s"
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
         fingerprint = self.plan.fingerprint(self.dataset)
         categories = {prompt.category for prompt in self.dataset.prompts} - {None}
         is_split = all(record.by_category for record in done.values())
@@ -152,7 +137,6 @@ class Evaluation(Bench):
 
 
 def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
-    """Return the figures of a drafter at one K as JSON-ready data."""
     stats = record.speculation
     return {
         "drafter": setup.head,
@@ -212,11 +196,7 @@ def _setups(
 
 
 def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
-    """Return the drafters' names, with as much of their paths as makes equal names distinct.
-
-    Raises:
-        ConfigError: a head occurs twice.
-    """
+    """Return the drafters' names, with as much of their paths as makes equal names distinct."""
     fingerprints = [drafter.fingerprint for drafter in drafters]
     paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
     for i, drafter in enumerate(drafters):
@@ -231,3 +211,102 @@ def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
         own = [drafter.name for drafter in drafters]
         names = ["/".join(p[-depth:]) if own.count(n) > 1 else str(n) for p, n in zip(paths, own, strict=True)]
     return names
+
+
+_HEAD = ("drafter", "K", "acceptance length", "drafts")
+_SPEEDS = {
+    "drafted_tokens_per_s": "drafted/s",
+    "accepted_tokens_per_s": "accepted/s",
+    "output_tokens_per_s": "output/s",
+}
+
+
+def text_report(report: Mapping[str, Any]) -> str:
+    """Return the tables for the terminal: all cells, then by category if the data has categories."""
+    tables = [_conditions(report), "", *aligned(_cell_rows(report))]
+    if category_rows := _category_rows(report):
+        tables += ["", *aligned(category_rows)]
+    return "\n".join([*tables, *(f"! {note}" for note in report["notes"])])
+
+
+def markdown_report(report: Mapping[str, Any]) -> str:
+    parts = [f"Measured: {_conditions(report)}.", "", *markdown(_cell_rows(report))]
+    parts += ["", f"{POSITION_NOTE} Speeds are tokens per second."]
+    if category_rows := _category_rows(report):
+        parts += ["", *markdown(category_rows)]
+    return "\n".join([*parts, *(f"\n{note}" for note in report["notes"])]) + "\n"
+
+
+def _conditions(report: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return conditions(
+        report,
+        load=[f"concurrency {report['concurrency']}"],
+        versions=[versions] if versions else [],
+        hardware=report["hardware"],
+        dates=[cell["measured_at"] for cell in report["cells"]],
+    )
+
+
+def _cell_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    positions = positions_of(report["cells"])
+    rows = [[*_HEAD, *positions, *_SPEEDS.values()]]
+    for cell in report["cells"]:
+        speeds = [f"{cell[name]:,.1f}" for name in _SPEEDS]
+        rows.append([cell["drafter"], str(cell["k"]), *acceptance_figures(cell, positions), *speeds])
+    return rows
+
+
+def _category_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    cells = [cell for cell in report["cells"] if cell["by_category"]]
+    if not cells:
+        return []
+    positions = positions_of(cells)
+    rows = [["category", *_HEAD, "responses", *positions]]
+    for name in sorted({name for cell in cells for name in cell["by_category"]}):
+        for cell in cells:
+            if category := cell["by_category"].get(name):
+                length, drafts, *rates = acceptance_figures(category, positions)
+                responses = f"{category['num_responses']:,}"
+                rows.append([name, cell["drafter"], str(cell["k"]), length, drafts, responses, *rates])
+    return rows
+
+
+# The vertical axis starts at 1, the length without accepted drafts.
+_LENGTH_AXES = Axes(
+    name="Acceptance length by K",
+    x_name="draft tokens per step (K)",
+    y_name="tokens per verification step",
+    x_prefix="K=",
+    first=1.0,
+)
+
+
+def length_plot(report: Mapping[str, Any]) -> str:
+    """Plot acceptance length over K, one line per drafter."""
+    curves = {
+        label: [(cell["k"], cell["acceptance_length"]) for cell in cells]
+        for label, cells in _by_drafter(report).items()
+    }
+    chart = line_chart(list(curves.items()), _LENGTH_AXES)
+    return standalone(chart, f"Acceptance length, {subject_of(report)}", list(curves))
+
+
+def position_plot(report: Mapping[str, Any]) -> str:
+    """Plot acceptance by position in the draft, each drafter at its largest K."""
+    largest = {label: cells[-1] for label, cells in _by_drafter(report).items()}
+    labels = [f"{label}, K={cell['k']}" for label, cell in largest.items()]
+    rates = [
+        Rates(label=label, rates=cell["acceptance_rates"], series=series)
+        for series, (label, cell) in enumerate(zip(labels, largest.values(), strict=True))
+    ]
+    return standalone(acceptance_svg(rates), f"Acceptance by position, {subject_of(report)}", labels)
+
+
+def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Group cells by drafter, K ascending; only as many drafters as there are distinguishable colours."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in report["cells"]:
+        groups.setdefault(cell["drafter"], []).append(cell)
+    kept = list(groups.items())[:MAX_SERIES]
+    return {label: sorted(cells, key=lambda cell: cell["k"]) for label, cells in kept}

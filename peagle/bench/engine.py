@@ -8,19 +8,22 @@ memory in use according to the driver, minus that before the first engine starte
 """
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from peagle.bench.prompts import BenchPrompt
 from peagle.catalog.int8 import converted_spec
 from peagle.catalog.local import fetched_spec
-from peagle.engine.interface import Engine
+from peagle.engine.interface import Engine, Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import as_told
@@ -28,6 +31,7 @@ from peagle.engine.vllm_internals import costly_warnings, with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
 from peagle.quiet import QuietStderr
+from peagle.speculation import SpeculationStats
 
 Result = TypeVar("Result")
 Start = Callable[[EngineSpec, Hardware], Engine]
@@ -51,12 +55,7 @@ def with_engine(
     """Start an engine, run its self-check, use it, and shut it down.
 
     Args:
-        log: engine output is appended to this file.
         use: called with the engine and the seconds that it took to start.
-
-    Raises:
-        EngineError: the engine failed to start, failed its self-check, or crashed.
-        PeagleError: the head could not be fetched, or the target not be converted to INT8.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the tables
     with QuietStderr() as quiet:
@@ -92,33 +91,13 @@ def _warn(quiet: QuietStderr, warning: str) -> None:
 
 
 def read_from(log: Path, position: int) -> str:
-    """Return the text of a log after a position."""
     with log.open("rb") as file:
         file.seek(position)
         return file.read().decode(errors="replace")
 
 
-class Measuring(Protocol):
-    """A measurement that consists of several parts."""
-
-    @property
-    def done(self) -> Mapping[Any, Any]:
-        """Parts that this command or earlier ones have finished."""
-
-    def measure(self) -> None:
-        """Measure the remaining parts."""
-
-    def write_report(self) -> dict[str, Any]:
-        """Write the report of all finished parts to the folder."""
-
-
-def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
-    """Measure and write the report, also after an error or interrupt.
-
-    Args:
-        root: folder of the report.
-        parts: the name of a part, in the plural: "cells".
-    """
+def reported(run: Any, root: Path, listener: MeasurementListener, *, parts: str) -> dict[str, Any]:
+    """Measure and write the report, also after an error or interrupt."""
     try:
         run.measure()
     except BaseException:
@@ -126,7 +105,8 @@ def reported(run: Measuring, root: Path, listener: MeasurementListener, *, parts
             run.write_report()
             listener.say(f"report of the finished {parts}: {root / 'report.md'}")
         raise
-    return run.write_report()
+    report: dict[str, Any] = run.write_report()
+    return report
 
 
 _GIB = 1024**3
@@ -134,11 +114,7 @@ _EVERY_S = 1.0
 
 
 class PeakMemory:
-    """The largest reading between enter and exit.
-
-    Args:
-        read: returns memory in GiB, or None if unknown.
-    """
+    """The largest reading between enter and exit."""
 
     def __init__(self, read: Callable[[], float | None], every_s: float = _EVERY_S) -> None:
         self._read, self._every_s = read, every_s
@@ -210,8 +186,102 @@ def device_gib() -> float | None:
 
 
 def _tree(root: int, parents: dict[int, int]) -> list[int]:
-    """Return a process and its descendants."""
     processes = [root]
     for process in processes:  # grows during the iteration
         processes += [child for child, parent in parents.items() if parent == process and child != process]
     return processes
+
+
+_WARM_UP_TOKENS = 8
+# vLLM returns a response before it updates its counters.
+_COUNTERS_SETTLE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    generation: Generation
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The result of one pass over all prompts.
+
+    Attributes:
+        drafted: drafts counted by the engine during the pass; None if it does not count drafts.
+    """
+
+    answers: Sequence[Answer | None]
+    wall_s: float
+    drafted: SpeculationStats | None
+
+    @property
+    def generations(self) -> list[Generation | None]:
+        return [answer.generation if answer else None for answer in self.answers]
+
+    @property
+    def responses(self) -> list[Generation]:
+        return [answer.generation for answer in self.answers if answer]
+
+
+async def run_loop(
+    engine: Engine,
+    prompts: Sequence[BenchPrompt],
+    *,
+    sampling: Mapping[str, Any],
+    concurrency: int,
+    progress: Callable[[int, int], None],
+    num_warm_up: int,
+) -> Loop:
+    """Send every prompt once, after a short warm-up that is not measured."""
+    warm_up = {**sampling, "max_tokens": min(_WARM_UP_TOKENS, sampling["max_tokens"])}
+    await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
+    await asyncio.sleep(_COUNTERS_SETTLE_S)
+    before = engine.speculation_totals()
+    started = time.monotonic()
+    answers = await _send_all(engine, prompts, sampling, concurrency, progress)
+    wall_s = time.monotonic() - started
+    await asyncio.sleep(_COUNTERS_SETTLE_S)
+    return Loop(answers=answers, wall_s=wall_s, drafted=difference(engine.speculation_totals(), before))
+
+
+def difference(after: SpeculationStats | None, before: SpeculationStats | None) -> SpeculationStats | None:
+    """Return the drafts between two readings of an engine's counters; None if it does not count drafts."""
+    if after is None or before is None:
+        return None
+    pairs = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)
+    return SpeculationStats(
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        accepted_per_position=tuple(a - b for a, b in pairs),
+    )
+
+
+async def _send_all(
+    engine: Engine,
+    prompts: Sequence[BenchPrompt],
+    sampling: Mapping[str, Any],
+    concurrency: int,
+    progress: Callable[[int, int], None],
+) -> list[Answer | None]:
+    slots = asyncio.Semaphore(concurrency)
+    num_done = 0
+
+    async def send(index: int) -> Answer | None:
+        nonlocal num_done
+        async with slots:
+            try:
+                return await _send(engine, str(index), prompts[index], sampling)
+            finally:
+                num_done += 1
+                progress(num_done, len(prompts))
+
+    return list(await asyncio.gather(*map(send, range(len(prompts)))))
+
+
+async def _send(engine: Engine, request_id: str, prompt: BenchPrompt, sampling: Mapping[str, Any]) -> Answer | None:
+    started = time.monotonic()
+    with contextlib.suppress(RequestRefused):
+        generation = await engine.generate(request_id, prompt.token_ids, sampling)
+        return Answer(generation=generation, elapsed_s=time.monotonic() - started)
+    return None

@@ -25,11 +25,7 @@ class MeasurementFolder:
     """Creates or opens a folder of measurements.
 
     Args:
-        name: name of the manifest, without suffix.
         fingerprint: the settings that all records share, as JSON-ready data.
-
-    Raises:
-        ConfigError: the folder has measurements with another fingerprint, or cannot be written.
     """
 
     def __init__(self, root: Path, *, name: str, fingerprint: Mapping[str, Any]) -> None:
@@ -51,15 +47,9 @@ class MeasurementFolder:
         )  # another command may have written it first
 
     def log(self, name: str) -> Path:
-        """Return the log file of an engine."""
         return self._logs / f"{name}.log"
 
     def find(self, name: str, from_dict: Callable[[Mapping[str, Any]], Record]) -> Record | None:
-        """Return the record with a name; None if there is none.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
         path = self._cells / f"{name}.json"
         if not path.exists():
             return None
@@ -69,12 +59,10 @@ class MeasurementFolder:
             raise ConfigError(f"{path} is damaged: {error}", hint="delete it to measure this cell again") from error
 
     def keep(self, name: str, record: Mapping[str, Any]) -> None:
-        """Write the record of a finished measurement."""
         write_json(self._cells / f"{name}.json", record)
 
 
 def digest(text: str) -> str:
-    """Return a short hash of a text for file names."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from peagle import hardware
-from peagle.bench.closed_loop import run_loop
 from peagle.bench.config import MeasurementKeys
-from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, with_engine
+from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, run_loop, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
-from peagle.bench.plan import BenchPlan, Pass
+from peagle.bench.plan import BenchPlan, Pass, Setup
 from peagle.bench.prompts import BenchPrompt, Dataset, build_dataset, read_dataset
 from peagle.bench.record import PassRecord, make_record
 from peagle.bench.report import labels
-from peagle.bench.setups import Setup
 from peagle.bench.spending import EngineSpending
 from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
 from peagle.engine.interface import Engine
@@ -33,15 +31,7 @@ TokenizerOf = Callable[[str, str | None], Tokenizer]
 
 
 class Measurement(ABC):
-    """The passes of a command.
-
-    Attributes:
-        name: name of the manifest in the folder.
-        parent: parent of default folders.
-        done: finished passes of this command and earlier ones.
-        failed: engines that failed in this command, with the error message.
-        spent_s: time that engines were running, including their start.
-    """
+    """The passes of a command."""
 
     name: ClassVar[str]
     parent: ClassVar[Path]
@@ -71,11 +61,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def next(self, up: Setup | None = None) -> Pass | None:
-        """Return the next pass, or None at the end.
-
-        Args:
-            up: the engine that is running.
-        """
+        """Return the next pass, or None at the end."""
 
     @abstractmethod
     def prompts(self, one: Pass) -> Sequence[BenchPrompt]:
@@ -106,7 +92,6 @@ class Measurement(ABC):
         self.failed[setup] = reason
 
     def spend(self, spent_s: float) -> None:
-        """Set the total engine time of the command so far."""
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
@@ -119,11 +104,7 @@ class Measurement(ABC):
     def prepare(
         cls, config: MeasurementKeys, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
     ) -> Self:
-        """Plan everything, open the folder, and print the plan, without starting an engine.
-
-        Raises:
-            ConfigError: the configuration is invalid.
-        """
+        """Plan everything, open the folder, and print the plan, without starting an engine."""
         rows = read_dataset(config)
         model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
         plan = cls.make_plan(config, identified(hardware.detect()), model)
@@ -152,11 +133,6 @@ class Measurement(ABC):
         self.say(f"  {self.standing()}")
 
     def measure(self) -> None:
-        """Measure all remaining passes.
-
-        Raises:
-            EngineError: all engines failed, and there are no passes of earlier commands.
-        """
         one = self.next()
         while one is not None:
             try:
@@ -216,5 +192,4 @@ class Measurement(ABC):
 
 
 def pass_name(one: Pass) -> str:
-    """Return the file name of a pass."""
     return f"{one.setup.name}-c{one.concurrency}-r{one.repeat}"

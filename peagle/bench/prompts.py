@@ -32,10 +32,7 @@ class Dataset:
 
     Attributes:
         name: display name.
-        fingerprint: of the rows.
-        spec: how rows are converted to prompts.
         rejected: number of rows without a prompt, by reason.
-        category_column: the column with categories; None if they are not used.
     """
 
     name: str
@@ -54,12 +51,6 @@ class Dataset:
 
 
 def read_dataset(config: MeasurementKeys) -> list[Row]:
-    """Read up to `config.limit` rows of the dataset.
-
-    Raises:
-        InputError: the file does not exist, cannot be read, or has no rows.
-        ConfigError: HumanEval is not installed.
-    """
     rows = list(islice(_rows(config.dataset), config.limit))
     if not rows:
         raise InputError(f"dataset {config.dataset}: has no rows")
@@ -74,17 +65,11 @@ def build_dataset(
     *,
     category_column: str | None = None,
 ) -> Dataset:
-    """Template and tokenise the rows.
-
-    Args:
-        category_column: the column with each row's category.
-
-    Raises:
-        InputError: there is no prompt column, or no row yields a prompt.
-        ConfigError: the template is invalid, or a chat template is required but missing.
-    """
+    """Template and tokenise the rows."""
     keys = config
-    if config.dataset == HUMANEVAL and not _names_a_source(config):
+    if config.dataset == HUMANEVAL and not bool(
+        config.prompt_column or config.prompt_template or config.messages_column
+    ):
         keys = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     body_column = "body" if is_batch(rows[0]) else None
@@ -112,10 +97,6 @@ def _rows(dataset: str) -> Iterable[Row]:
             f"dataset {dataset}: {error.message.removeprefix(f'input {dataset!r}: ')}",
             hint=f"use {HUMANEVAL}, or a corpus of prompts in a format that `peagle generate` reads",
         ) from error
-
-
-def _names_a_source(config: MeasurementKeys) -> bool:
-    return bool(config.prompt_column or config.prompt_template or config.messages_column)
 
 
 def _build(

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from peagle.bench.closed_loop import Answer, Loop
+from peagle.bench.engine import Answer, Loop
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation
@@ -49,14 +49,11 @@ class RequestTimes:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens per second of this request."""
         return self.num_output_tokens / self.elapsed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryResult:
-    """The results of one category of prompts."""
-
     num_responses: int
     num_output_tokens: int
     speculation: SpeculationStats
@@ -69,11 +66,8 @@ class PassRecord:
     Attributes:
         wall_s: from the first request to the last response, without the warm-up.
         start_s: seconds to start the engine, including compilation.
-        num_refused: requests that the engine rejected.
         speculation: drafts of all responses; empty without drafts.
-        requests: the answered requests.
         peak_memory_gib: during the pass (`peagle.bench.engine`); None if unknown.
-        measured_at: UTC, ISO 8601.
         model_runner: vLLM's, "V1" or "V2"; None if unknown, and in old records.
         self_check: from `SelfCheck.to_dict`; None in old records.
         by_category: empty if the data has no categories, or the engine does not count drafts per request.
@@ -100,11 +94,9 @@ class PassRecord:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second of the engine."""
         return self.num_output_tokens / self.wall_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data for `from_dict`."""
         categories = {
             name: asdict(category) | {"speculation": category.speculation.to_dict()}
             for name, category in self.by_category.items()
@@ -114,11 +106,6 @@ class PassRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the data of `to_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the data is invalid.
-        """
         requests = [RequestTimes(**request) for request in data["requests"]]
         categories = {
             name: CategoryResult(**{**category, "speculation": SpeculationStats.from_dict(category["speculation"])})
@@ -137,7 +124,6 @@ def make_record(
     start_s: float,
     peak_memory_gib: float | None,
 ) -> PassRecord:
-    """Return the record of a finished pass."""
     return PassRecord(
         method=one.setup.method,
         k=one.setup.k,
@@ -162,10 +148,6 @@ def by_category(
     """Group responses by category, in alphabetical order.
 
     Empty if no row has a category, or the engine does not count drafts per request.
-
-    Args:
-        generations: by prompt; None if the engine rejected it.
-        categories: of the same prompts.
     """
     pairs = [(g, c) for g, c in zip(generations, categories, strict=True) if g is not None]
     if all(category is None for _, category in pairs) or all(g.speculation is None for g, _ in pairs):
@@ -211,11 +193,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict[str, Any]:
-    """Summarise all passes of one setup at one concurrency as JSON-ready data.
-
-    Args:
-        usd_per_s: price of the engine's devices; None if unknown.
-    """
+    """Summarise all passes of one setup at one concurrency as JSON-ready data."""
     first, requests = records[0], [request for record in records for request in record.requests]
     speeds = [record.output_tokens_per_s for record in records]
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
@@ -245,7 +223,6 @@ def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict
 
 
 def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
-    """Return the sum of drafts, with acceptance length and rates."""
     merged = sum(stats, start=SpeculationStats.empty())
     return {
         **merged.to_dict(),

@@ -1,29 +1,26 @@
 """The report of a benchmark as JSON-ready data, from which all tables and plots are made."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.folder import SCHEMA
-from peagle.bench.plan import MODEL_RUNNER, BenchPlan, Pass, chosen_model_runner
+from peagle.bench.plan import MODEL_RUNNER, BenchPlan, Pass, Setup, chosen_model_runner
 from peagle.bench.prompts import Dataset
 from peagle.bench.record import PassRecord, acceptance, sources, summarise
-from peagle.bench.setups import Setup
+from peagle.charts import Axes, Curve, line_chart, standalone
+from peagle.economics.report.figures import UNKNOWN, format_count, format_share
 from peagle.engine.steps import max_num_batched_tokens
 from peagle.errors import ConfigError
 from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.provenance import git_revision, versions
+from peagle.tables import aligned, markdown
 
 _ENOUGH = 3  # requests per slot; with fewer, much of a pass runs below its concurrency
 
 
 def require_prompts(config: BenchConfig, num_prompts: int) -> None:
-    """Check that there are enough prompts for every concurrency.
-
-    Raises:
-        ConfigError: there are fewer prompts than concurrent requests.
-    """
     largest = max(config.concurrency)
     if config.requests_per_slot is None and num_prompts < largest:
         raise ConfigError(
@@ -45,12 +42,7 @@ def few_prompts(config: BenchConfig, num_prompts: int) -> list[str]:
 
 
 def model_runners(config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]) -> list[str]:
-    """Return a warning if methods used, or may use, different model runners of vLLM.
-
-    Args:
-        chosen: the user's setting of `VLLM_USE_V2_MODEL_RUNNER`.
-        records: records of finished passes.
-    """
+    """Return a warning if methods used, or may use, different model runners of vLLM."""
     methods: dict[str, list[str]] = {}
     for record in records:
         if record.model_runner is not None:
@@ -79,11 +71,7 @@ DUMMY = "DUMMY WEIGHTS: the weights are random and the text is meaningless; thes
 def make_report(
     plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the report of all finished passes.
-
-    Args:
-        failed: error messages of failed engines, by label.
-    """
+    """Return the report of all finished passes."""
     cells = _cells(plan, done)
     num_left = len(plan.passes) - len(done)
     warnings = [
@@ -123,7 +111,6 @@ def labels(plan: BenchPlan) -> list[str]:
 
 
 def caveats(plan: BenchPlan, dataset: Dataset, records: Sequence[PassRecord]) -> list[str]:
-    """Return warnings about the reliability of the figures."""
     config, platform = plan.config, plan.hardware.platform
     return [
         *few_prompts(config, len(dataset.prompts)),
@@ -210,3 +197,249 @@ def _setup(plan: BenchPlan, setup: Setup, done: Mapping[Pass, PassRecord]) -> di
         "model_runner": next((record.model_runner for record in own if record.model_runner), None),
         **acceptance([record.speculation for record in own]),
     }
+
+
+Rows = list[list[str]]
+Form = Callable[[Sequence[Sequence[str]]], list[str]]
+
+POSITION_NOTE = "By position: the share of drafts whose token at that position was accepted."
+_LATENCIES = ("p50", "p95", "p99")
+_SPEED_NOTE = "Output tokens/s of the engine: the median of {passes}, and their range divided by the median."
+_BEST_NOTE = (
+    "Best: the fastest K at that concurrency; the maximum of several figures is biased upwards. In brackets: the"
+    " range of "
+    "the ratio over the repeats, with the same K."
+)
+_COST_NOTE = (
+    "Per user: tokens/s of the median request. TTFT: time to first token. TPOT: time per later token. Step: one"
+    " decoding "
+    "step of a request, including drafting and verification. Memory: {memory}."
+)
+_MEMORY = {
+    "cpu": "peak RSS of all processes",
+    "cuda": "peak on the device, most of which vLLM reserves",
+}
+
+
+def text_tables(report: Mapping[str, Any]) -> str:
+    return "\n".join(_page(report, aligned))
+
+
+def markdown_tables(report: Mapping[str, Any]) -> str:
+    return "\n".join(_page(report, markdown)) + "\n"
+
+
+def speed_rows(report: Mapping[str, Any]) -> Rows:
+    concurrencies = report["configuration"]["concurrency"]
+    cells = {(cell["method"], cell["k"], cell["concurrency"]): cell for cell in report["cells"]}
+    rows = [["output tokens/s", "K", *(f"concurrency {c}" for c in concurrencies)]]
+    for setup in report["setups"]:
+        own = [cells.get((setup["method"], setup["k"], c)) for c in concurrencies]
+        rows.append([*_names(setup), *map(_speed, own)])
+    return rows
+
+
+def best_rows(report: Mapping[str, Any]) -> Rows:
+    """Return the best K of each method and their ratios by concurrency; empty if there is no comparison."""
+    if not report["ratios"]:
+        return []
+    methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
+    overs = [f"{_best_name(ratio['method'])} / {_best_name(ratio['over'])}" for ratio in report["ratios"]]
+    rows = [["concurrency", *map(_best_name, methods), *overs]]
+    for concurrency in report["configuration"]["concurrency"]:
+        bests = [_best(best(report["cells"], method, concurrency)) for method in methods]
+        rows.append([str(concurrency), *bests, *(_ratio_text(ratio, str(concurrency)) for ratio in report["ratios"])])
+    return rows
+
+
+def acceptance_rows(report: Mapping[str, Any]) -> Rows:
+    """Return acceptance length and acceptance by position of every setup with drafts."""
+    drafting = [setup for setup in report["setups"] if setup["num_drafts"]]
+    if not drafting:
+        return []
+    positions = positions_of(drafting)
+    rows = [["acceptance", "K", "length", "drafts", *positions]]
+    rows += [[*_names(setup), *acceptance_figures(setup, positions)] for setup in drafting]
+    return rows
+
+
+def positions_of(stats: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the column headers for positions up to the largest K."""
+    return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in stats))]
+
+
+def acceptance_figures(stats: Mapping[str, Any], positions: Sequence[str]) -> list[str]:
+    """Return acceptance length, drafts, and the rate at each position; blank after K."""
+    rates = [format_share(rate) for rate in stats["acceptance_rates"]]
+    blank = [""] * (len(positions) - len(rates))
+    return [_decimals(stats["acceptance_length"], 2), f"{stats['num_drafts']:,}", *rates, *blank]
+
+
+def cost_rows(report: Mapping[str, Any]) -> Rows:
+    """Return latencies and costs, one row per cell."""
+    percentiles = [f"{name} {p}" for name in ("TTFT ms", "TPOT ms") for p in _LATENCIES]
+    rows = [["latency and cost", "K", "conc.", "per user", *percentiles, "step ms", "GiB", "tokens per $"]]
+    for cell in report["cells"]:
+        latencies = [_ms((cell[name] or {}).get(p)) for name in ("ttft_s", "tpot_s") for p in _LATENCIES]
+        tokens_per_usd = cell["tokens_per_usd"]
+        rows.append(
+            [
+                *_names(cell),
+                str(cell["concurrency"]),
+                _decimals(cell["user_tokens_per_s"], 1),
+                *latencies,
+                _ms(cell["step_s"]),
+                _decimals(cell["peak_memory_gib"], 2),
+                UNKNOWN if tokens_per_usd is None else format_count(tokens_per_usd),
+            ]
+        )
+    return rows
+
+
+def conditions(
+    report: Mapping[str, Any], *, versions: Sequence[str], hardware: str, dates: Sequence[str], load: Sequence[str] = ()
+) -> str:
+    """Describe the conditions of a measurement in one line."""
+    temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
+    parts = [
+        report["model"],
+        f"{report['dataset']['num_prompts']} prompts of {report['dataset']['name']}",
+        f"temperature {temperature:g}" if temperature else "greedy",
+        f"{'exactly' if report.get('labels') else 'at most'} {max_tokens} tokens",
+        *load,
+        f"{report['precision']}, {'compiled' if report['compiled'] else 'not compiled'}",
+        *versions,
+        hardware,
+        " to ".join(dict.fromkeys((min(dates)[:10], max(dates)[:10]))),
+    ]
+    return "; ".join(parts)
+
+
+def _page(report: Mapping[str, Any], form: Form) -> list[str]:
+    memory = _MEMORY[report["hardware"]["platform"]]
+    lines = [line for label in report["labels"] for line in (f"**{label}.**" if form is markdown else f"! {label}", "")]
+    lines += [f"{_conditions(report)}.", "", *form(speed_rows(report)), "", _SPEED_NOTE.format(passes=_passes(report))]
+    if compared := best_rows(report):
+        lines += ["", *form(compared), "", _BEST_NOTE]
+    if drafted := acceptance_rows(report):
+        lines += ["", *form(drafted), "", POSITION_NOTE]
+    lines += ["", *form(cost_rows(report)), "", _COST_NOTE.format(memory=memory)]
+    if any(cell["num_refused"] for cell in report["cells"]):
+        lines += [
+            "",
+            "The engine rejected some requests, which the figures do not include: see num_refused in the JSON.",
+        ]
+    return lines + [line for note in report["notes"] for line in ("", note)]
+
+
+def _conditions(report: Mapping[str, Any]) -> str:
+    return conditions(
+        report,
+        versions=[f"{name} {v}" for name, v in report["versions"].items() if name.startswith(("vllm", "torch"))],
+        hardware=report["hardware"]["description"],
+        dates=[date for cell in report["cells"] for date in cell["measured_at"]],
+    )
+
+
+def _names(found: Mapping[str, Any]) -> list[str]:
+    return [METHOD_NAMES[found["method"]], str(found["k"] or "-")]
+
+
+def _passes(report: Mapping[str, Any]) -> str:
+    repeats = [cell["repeats"] for cell in report["cells"]]
+    fewest, most = min(repeats), max(repeats)
+    return f"{fewest} to {most} passes" if fewest < most else f"{most} {'pass' if most == 1 else 'passes'}"
+
+
+def _best_name(method: str) -> str:
+    return METHOD_NAMES[method] if method == NONE else f"best {METHOD_NAMES[method]}"
+
+
+def _best(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return UNKNOWN
+    return f"{cell['output_tokens_per_s']:,.1f}" + (f" (K={cell['k']})" if cell["k"] else "")
+
+
+def _ratio_text(ratio: Mapping[str, Any], concurrency: str) -> str:
+    if (value := ratio["by_concurrency"].get(concurrency)) is None:
+        return UNKNOWN
+    between = ratio["range_by_concurrency"][concurrency]
+    return f"{value:.2f}x" + (f" ({between[0]:.2f} to {between[1]:.2f})" if between else "")
+
+
+def _speed(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return UNKNOWN
+    around = "" if cell["spread"] is None else f" ({format_share(cell['spread'])})"
+    return f"{cell['output_tokens_per_s']:,.1f}{around}"
+
+
+def _ms(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{seconds * 1000:,.1f}"
+
+
+def _decimals(value: float | None, decimals: int) -> str:
+    return UNKNOWN if value is None else f"{value:,.{decimals}f}"
+
+
+_SPEED_AXES = Axes(
+    name="Output tokens per second by concurrency",
+    x_name="concurrent requests",
+    y_name="output tokens/s",
+    x_prefix="concurrency ",
+    decimals=0,
+    is_even=True,
+)
+_COST_AXES = Axes(
+    name="Time of a decoding step by K",
+    x_name="draft tokens per step (K)",
+    y_name="ms per step, including drafting and verification",
+    x_prefix="K=",
+    decimals=1,
+)
+
+
+def speed_plot(report: Mapping[str, Any]) -> str:
+    """Plot the output tokens/s of each method's best K by concurrency."""
+    concurrencies = report["configuration"]["concurrency"]
+    curves: list[Curve] = []
+    for method in _methods(report):
+        bests = [(c, best(report["cells"], method, c)) for c in concurrencies]
+        points = [(c, cell["output_tokens_per_s"]) for c, cell in bests if cell]
+        name = METHOD_NAMES[method]
+        curves.append((name if method == NONE else f"{name}, best K", points))
+    return _plot(report, "Output tokens/s", curves, _SPEED_AXES)
+
+
+def cost_plot(report: Mapping[str, Any]) -> str | None:
+    """Plot the time of a whole step by K and method, at the smallest concurrency; None if step times are unknown.
+
+    `benchmarks/gpu/step_profile.py` measures the drafter's part of a step.
+    """
+    concurrency = min(report["configuration"]["concurrency"])
+    cells = [c for c in report["cells"] if c["concurrency"] == concurrency and c["step_s"] is not None]
+    ks = sorted({cell["k"] for cell in cells if cell["k"]})
+    if not ks:
+        return None
+    curves: list[Curve] = []
+    for method in _methods(report):
+        steps_ms = {cell["k"]: cell["step_s"] * 1000 for cell in cells if cell["method"] == method}
+        points = [(k, steps_ms[0]) for k in ks] if 0 in steps_ms else sorted(steps_ms.items())
+        if points:
+            curves.append((METHOD_NAMES[method], points))
+    return _plot(report, f"Time of a whole step, concurrency {concurrency}", curves, _COST_AXES)
+
+
+def _methods(report: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(cell["method"] for cell in report["cells"]))
+
+
+def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Axes) -> str:
+    label = f"{report['labels'][0].split()[0]}, " if report["labels"] else ""
+    heading = f"{label}{subject}, {subject_of(report)}"
+    return standalone(line_chart(curves, axes), heading, [words for words, _ in curves])
+
+
+def subject_of(report: Mapping[str, Any]) -> str:
+    return f"{report['model']}, {report['dataset']['name']}"

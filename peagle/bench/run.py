@@ -15,12 +15,10 @@ from typing import Any
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener, Start, reported
 from peagle.bench.loop import Measurement, TokenizerOf
-from peagle.bench.plan import BenchPlan, Pass, make_plan, num_starts
+from peagle.bench.plan import BenchPlan, Pass, Setup, make_plan, num_starts
 from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
-from peagle.bench.report import caveats, make_report, require_prompts
-from peagle.bench.setups import Setup
-from peagle.bench.tables import cost_plot, markdown_tables, speed_plot
+from peagle.bench.report import caveats, cost_plot, make_report, markdown_tables, require_prompts, speed_plot
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.report.figures import format_duration
 from peagle.engine.vllm import start_engine
@@ -30,11 +28,7 @@ from peagle.requests.tokenizer import load_tokenizer
 
 
 def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool) -> float | None:
-    """Estimate the seconds until the last pass ends; None before the first pass has finished.
-
-    Args:
-        is_up: the engine of the next pass is already running.
-    """
+    """Estimate the seconds until the last pass ends; None before the first pass has finished."""
     if not done:
         return None
     starts = num_starts(left) - (1 if is_up and left else 0)
@@ -43,11 +37,7 @@ def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_up: bool
 
 
 def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
-    """Estimate the seconds of a pass, including the start of its engine; 0 before a pass has finished.
-
-    Args:
-        is_up: its engine is already running.
-    """
+    """Estimate the seconds of a pass, including the start of its engine; 0 before a pass has finished."""
     if not done:
         return 0.0
     start_s = 0.0 if is_up else statistics.mean(record.start_s for record in done)
@@ -61,11 +51,7 @@ def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
 
 
 class Bench(Measurement):
-    """The passes of a benchmark, in the order of its plan.
-
-    Attributes:
-        parts: the name of a pass in messages, in the plural.
-    """
+    """The passes of a benchmark, in the order of its plan."""
 
     name = "bench"
     parent = Path("runs/bench")
@@ -73,7 +59,6 @@ class Bench(Measurement):
 
     @staticmethod
     def make_plan(config: Any, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Plan everything except the prompts."""
         return make_plan(config, hardware, model)
 
     def __init__(self, *args: Any) -> None:
@@ -108,7 +93,6 @@ class Bench(Measurement):
 
     @classmethod
     def require(cls, plan: BenchPlan, dataset: Dataset) -> None:
-        """Check that there are enough prompts for every concurrency."""
         require_prompts(plan.config, len(dataset.prompts))
 
     def caveats(self) -> list[str]:
@@ -126,12 +110,10 @@ class Bench(Measurement):
         return f"[{len(self.done)}/{len(self.plan.passes)}] {self.figures(one, record)}{rest}"
 
     def figures(self, one: Pass, record: PassRecord) -> str:
-        """Describe the figures of a pass."""
         speed = f"{record.output_tokens_per_s:.1f} output tokens/s"
         return f"{one.setup.label}, concurrency {one.concurrency}, repeat {one.repeat + 1}: {speed}"
 
     def write_report(self) -> dict[str, Any]:
-        """Write the report of all finished passes to the folder, and return it."""
         done = {one: self.done[one] for one in self.plan.passes if one in self.done}
         report = self.report(done, {setup.label: reason for setup, reason in self.failed.items()})
         write_json(self.folder.root / "report.json", report)
@@ -140,16 +122,10 @@ class Bench(Measurement):
         return report
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """Return the report as JSON-ready data.
-
-        Args:
-            done: finished passes, in the plan's order.
-            failed: error messages of failed engines, by label.
-        """
+        """Return the report as JSON-ready data."""
         return make_report(self.plan, self.dataset, done, failed)
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
-        """Return the files made from a report, by name."""
         pages = {"report.md": markdown_tables(report), "tokens-per-second.svg": speed_plot(report)}
         cost = cost_plot(report)
         return pages if cost is None else pages | {"drafting-cost.svg": cost}
@@ -162,13 +138,5 @@ def bench(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Run the remaining passes within the time budget; return the report and its folder.
-
-    Args:
-        tokenizer_of: loads the tokenizer of a folder, or of a hub id and its revision.
-
-    Raises:
-        ConfigError: the configuration is invalid; no engine was started.
-        EngineError: no engine could be measured. If only some fail, the report names them.
-    """
+    """Run the remaining passes within the time budget; return the report and its folder."""
     return Bench.prepare(config, listener, start, tokenizer_of).run()

@@ -11,25 +11,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from peagle.bench.closed_loop import Answer, Loop
-from peagle.bench.plan import BenchPlan
-from peagle.bench.setups import Setup
+from peagle.bench.engine import Answer, Loop
+from peagle.bench.plan import BenchPlan, Setup
 from peagle.economics.ledger import append_request, write_session
-from peagle.economics.prices import Device
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.tags import NO_TAGS
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.files import make_folder
 from peagle.speculation import SpeculationStats
 
 
 class EngineSpending:
-    """Records one engine, from before its start until its end.
-
-    Args:
-        folder: the ledger.
-        now: returns the Unix time.
-    """
+    """Records one engine, from before its start until its end."""
 
     def __init__(self, folder: Path, plan: BenchPlan, setup: Setup, *, now: Callable[[], float] = time.time) -> None:
         make_folder(folder)
@@ -47,7 +38,6 @@ class EngineSpending:
         self._write()
 
     def add(self, loop: Loop) -> None:
-        """Record a finished pass."""
         answers = [one for one in loop.answers if one]
         waited_s = sum(one.elapsed_s for one in answers)
         self._busy_s += loop.wall_s
@@ -57,7 +47,6 @@ class EngineSpending:
             append_request(self._folder, self._request(answer, loop.wall_s * answer.elapsed_s / waited_s))
 
     def end(self) -> None:
-        """Record that the engine has stopped."""
         self._write(ended=True)
 
     def _request(self, answer: Answer, busy_s: float) -> RequestUsage:
@@ -100,23 +89,11 @@ class EngineSpending:
 
 
 def _facts(plan: BenchPlan, setup: Setup) -> EngineFacts:
-    drafter = setup.head or (setup.label if setup.k else None)
-    device: Device = "accelerator" if plan.hardware.platform == "cuda" else "vcpu"
-    if plan.price is None:
-        return EngineFacts(
-            model=plan.model.name,
-            drafter=drafter,
-            num_devices=plan.num_devices,
-            device=device,
-            num_speculative_tokens=setup.k,
-        )
     return EngineFacts.priced(
         plan.price,
         model=plan.model.name,
-        drafter=drafter,
+        drafter=setup.head or (setup.label if setup.k else None),
         num_devices=plan.num_devices,
-        device=device,
-        tags=NO_TAGS,
+        device="accelerator" if plan.hardware.platform == "cuda" else "vcpu",
         num_speculative_tokens=setup.k,
-        baseline=None,
     )

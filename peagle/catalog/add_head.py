@@ -35,14 +35,7 @@ _UNKNOWN = "not confirmed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedHead:
-    """A head that was added to the catalog.
-
-    Attributes:
-        card: the target's card with the head.
-        path: the card's file.
-        folder: the copy of the head.
-        replaced: the card's previous head of the same method, if any.
-    """
+    """A head that was added to the catalog."""
 
     card: ModelCard
     path: Path
@@ -63,16 +56,8 @@ def add_head(
     """Add the head in `folder` to the user's catalog.
 
     Args:
-        folder: a P-EAGLE or EAGLE-3 head, in the layout of `peagle train` or of published heads.
-        target: catalog name, folder or hub id; None uses the target named by the head.
-        name: name of the card; None uses the target's.
         num_speculative_tokens: K; None uses the card's, the head's or the usual K.
         max_concurrency: draft up to this many concurrent requests; None uses the card's limit, if any.
-        announce: receives messages about slow operations.
-
-    Raises:
-        DrafterError: the folder is not a valid head, or the head does not fit the target.
-        CatalogError: the target does not exist, or the name is invalid.
     """
     config = read_config(folder, DrafterError)
     facts = read_head(config)
@@ -83,7 +68,15 @@ def add_head(
     card = base.card.model_copy(update={"name": _checked_name(name or base.card.name)})
     copy = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
     former = card.heads.get(facts.method)
-    card = _with_head(card, facts, copy, _describe(folder, facts, matter), num_speculative_tokens, max_concurrency)
+    words = _describe(folder, facts, matter)
+    if num_speculative_tokens is not None and num_speculative_tokens < 1:
+        raise ConfigError(f"K must be at least 1, got {num_speculative_tokens}")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
+    head = HeadCard(kind="folder", id=str(copy), **words)
+    rows = rows_with(card, facts, num_speculative_tokens, max_concurrency)
+    values = {"heads": {**card.heads, facts.method: head}, "speculation": rows}
+    card = ModelCard.model_validate(card.model_copy(update=values).model_dump())
     _copy(folder, copy)
     path = peagle_home() / "models" / f"{card.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +127,6 @@ class _Base:
 
 
 def _stated_target(folder: Path, config: Mapping[str, Any], matter: Mapping[str, Any]) -> str:
-    """Return the target that a head names in its configuration or on its card."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     base_model = matter.get("base_model")
     stated = verifier.get("name_or_path") or (base_model[0] if isinstance(base_model, list) else base_model)
@@ -209,20 +201,6 @@ def _describe(folder: Path, facts: HeadFacts, matter: Mapping[str, Any]) -> dict
         "note": f"{layers}, draft vocabulary {facts.draft_vocab_size:,}.",
         "source": f"`peagle models add`, {date.today().isoformat()}, from {folder.resolve()}",
     }
-
-
-def _with_head(
-    card: ModelCard, facts: HeadFacts, folder: Path, words: dict[str, Any], k: int | None, max_concurrency: int | None
-) -> ModelCard:
-    """Return the validated card with the head."""
-    if k is not None and k < 1:
-        raise ConfigError(f"K must be at least 1, got {k}")
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
-    head = HeadCard(kind="folder", id=str(folder), **words)
-    rows = rows_with(card, facts, k, max_concurrency)
-    values = {"heads": {**card.heads, facts.method: head}, "speculation": rows}
-    return ModelCard.model_validate(card.model_copy(update=values).model_dump())
 
 
 def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> SpeculationRow:

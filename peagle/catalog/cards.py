@@ -7,29 +7,173 @@ group of numbers names its source, and unconfirmed values are null.
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.catalog.folders import peagle_home
-from peagle.catalog.published import Deployment, Method, PublishedTable, Strict
-from peagle.catalog.step_times import StepTable
 from peagle.errors import CatalogError, did_you_mean
 from peagle.private import user_path
+from peagle.speculation import break_even_acceptance_length
+
+Method = Literal["peagle", "eagle3", "none"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Deployment(Strict):
+    """A published deployment of a head."""
+
+    where: str
+    instance_type: str
+    num_speculative_tokens: int = Field(gt=0)
+    source: str
+
+
+class PublishedSpeeds(Strict):
+    """Output tokens/s of one method and K."""
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0)
+    output_tokens_per_s: list[float] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if (self.method == "none") != (self.num_speculative_tokens == 0):
+            raise ValueError("num_speculative_tokens is 0 exactly with method none")
+        if min(self.output_tokens_per_s) <= 0:
+            raise ValueError("output_tokens_per_s must be positive")
+        return self
+
+
+class PublishedTable(Strict):
+    """Published output tokens/s of an engine by method, K and concurrency.
+
+    Attributes:
+        accelerator: name in the price table.
+        precision: of the target, a value of `--precision`.
+    """
+
+    dataset: str
+    accelerator: str
+    num_accelerators: int = Field(gt=0)
+    precision: Literal["bf16", "fp8"]
+    concurrency: list[int] = Field(min_length=1)
+    speeds: list[PublishedSpeeds] = Field(min_length=1)
+    source: str
+    url: str
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
+            raise ValueError("concurrency must ascend from 1 or more")
+        if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
+            raise ValueError("output_tokens_per_s must have a value per concurrency")
+        if len({(row.method, row.num_speculative_tokens) for row in self.speeds}) < len(self.speeds):
+            raise ValueError("speeds must have each method and K once")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The label of every figure: "published, one B200"."""
+        count = "one" if self.num_accelerators == 1 else str(self.num_accelerators)
+        return f"published, {count} {self.accelerator}"
+
+    def best(self, method: Method) -> list[PublishedSpeeds]:
+        """Return a method's fastest row at each concurrency; empty if the table does not have the method."""
+        rows = [row for row in self.speeds if row.method == method]
+        columns = range(len(self.concurrency) if rows else 0)
+        return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
+
+    def gains(self, method: Method, *, over: Method) -> list[float]:
+        """Return the ratio of the best speeds of two methods by concurrency; empty if one is missing."""
+        pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
+        return [one.output_tokens_per_s[i] / other.output_tokens_per_s[i] for i, (one, other) in enumerate(pairs)]
+
+
+class StepRow(Strict):
+    """Step times of one method and K.
+
+    Attributes:
+        step_ms: one value per concurrency, including drafting and verification.
+        spread: range of the repeats divided by their median, per concurrency; empty if unknown.
+    """
+
+    method: Method
+    num_speculative_tokens: int = Field(ge=0)
+    step_ms: list[float] = Field(min_length=1)
+    spread: list[float] = Field(default_factory=list)
+
+
+class StepTable(Strict):
+    """Step times by method, K and concurrency on one kind of hardware, compiled, with the card's heads.
+
+    Attributes:
+        hardware: from `Hardware.describe`; empty if unknown.
+    """
+
+    platform: Literal["cpu", "cuda"]
+    precision: str
+    hardware: str = ""
+    source: str
+    concurrency: list[int] = Field(min_length=1)
+    rows: list[StepRow]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
+            raise ValueError("steps: each row must have a time per concurrency")
+        if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
+            raise ValueError("steps: spread must be empty or have a value per concurrency")
+        if min(self.concurrency) < 1 or any(ms <= 0 for row in self.rows for ms in row.step_ms):
+            raise ValueError("steps: times must be above zero, and concurrencies at least 1")
+        if self.concurrency != sorted(set(self.concurrency)):
+            raise ValueError("steps: concurrencies must ascend")
+        kinds = [(row.method, row.num_speculative_tokens) for row in self.rows]
+        if kinds.count(("none", 0)) != 1 or len(set(kinds)) < len(kinds):
+            raise ValueError("steps: there must be one row with method none and K=0, and one per other method and K")
+        return self
+
+    def break_even(self, method: str, k: int) -> dict[int, float]:
+        """Return the break-even acceptance length by concurrency; empty if unknown."""
+        row = self.row(method, k)
+        if row is None:
+            return {}
+        lengths = map(break_even_acceptance_length, row.step_ms, self.plain.step_ms)
+        return dict(zip(self.concurrency, lengths, strict=True))
+
+    @property
+    def plain(self) -> StepRow:
+        """The row without a drafter."""
+        return next(row for row in self.rows if row.method == "none")
+
+    def row(self, method: str, k: int) -> StepRow | None:
+        """Return the row of a method and K, interpolated between measured K; None outside their range."""
+        measured = {row.num_speculative_tokens: row for row in self.rows if row.method == method}
+        return measured.get(k) or _between(measured, k)
+
+
+def _between(measured: dict[int, StepRow], k: int) -> StepRow | None:
+    for below, above in pairwise(sorted(measured)):
+        if below < k < above:
+            first, second, share = measured[below], measured[above], (k - below) / (above - below)
+            step_ms = [one + share * (two - one) for one, two in zip(first.step_ms, second.step_ms, strict=True)]
+            spread = list(map(max, first.spread, second.spread))
+            return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
+    return None
+
 
 Platform = Literal["cpu", "cuda"]
 RESERVED_NAMES = ("add",)  # `peagle models add` is a command
 
 
 class Source(Strict):
-    """The source of the target's weights: a Python package, the Hugging Face hub, or a local folder.
-
-    Attributes:
-        id: the distribution's name, the hub id, or the absolute path.
-        revision: version or commit; None is the latest.
-    """
+    """The source of the target's weights: a Python package, the Hugging Face hub, or a local folder."""
 
     kind: Literal["package", "huggingface", "folder"]
     id: str
@@ -37,8 +181,6 @@ class Source(Strict):
 
 
 class Licence(Strict):
-    """The licence and its source."""
-
     name: str
     source: str
 
@@ -59,8 +201,6 @@ class PrecisionFacts(Strict):
     """Precisions that run this model.
 
     Attributes:
-        options: useful values of `--precision`.
-        default: the default value.
         native_quantization: quantisation of the published checkpoint, such as mxfp4.
     """
 
@@ -85,10 +225,7 @@ class HeadCard(Strict):
         id: folder name under `heads/`, hub id, or absolute path; None if it is not published.
         published: whether it can be downloaded; otherwise `note` has the reason.
         long_context_id: the variant for long prompts.
-        licence: None if not confirmed.
         max_speculative_tokens: the depth that it was trained for; None if not confirmed.
-        deployments: published deployments.
-        note: information for users of the head.
     """
 
     kind: Literal["shipped", "huggingface", "folder"]
@@ -109,14 +246,7 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
-    """The recommended method and K up to a concurrency.
-
-    Attributes:
-        max_concurrency: maximum concurrent requests; None is unlimited.
-        method: "none" if drafting costs more than it saves.
-        num_speculative_tokens: K; 0 with "none".
-        source: the measurement.
-    """
+    """The recommended method and K up to a concurrency."""
 
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
@@ -135,8 +265,6 @@ class ModelCard(Strict):
     """One model of the catalog.
 
     Attributes:
-        speculation: recommendations for `--drafter auto`, by concurrency.
-        published: published speeds, for `peagle plan`.
         steps: measured step times, for the break-even acceptance length.
     """
 
@@ -194,33 +322,25 @@ _SHIPPED = Path(__file__).parent / "models"
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Model cards by name."""
-
     cards: Mapping[str, ModelCard]
 
     def names(self) -> list[str]:
         return sorted(self.cards)
 
     def get(self, name: str) -> ModelCard:
-        """Return the card of a model by catalog name or hub id.
-
-        Raises:
-            CatalogError: the model is not in the catalog; the hint has similar names.
-        """
+        """Return the card of a model by catalog name or hub id."""
         card = self.find(name)
         if card is None:
             raise self.unknown(name)
         return card
 
     def unknown(self, name: str) -> CatalogError:
-        """Return the error for an unknown name, with similar names."""
         return CatalogError(
             f"no model {name!r} in the catalog",
             hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also work)",
         )
 
     def find(self, name: str) -> ModelCard | None:
-        """Return the card of a model, or None."""
         by_id = {card.source.id.lower(): card for card in self.cards.values()}
         return self.cards.get(name) or by_id.get(name.lower())
 
@@ -229,21 +349,12 @@ class Catalog:
 
 
 def load_catalog() -> Catalog:
-    """Load the shipped cards and the user's.
-
-    Raises:
-        CatalogError: a card is invalid.
-    """
     paths = sorted(_SHIPPED.glob("*.yaml")) + sorted((peagle_home() / "models").glob("*.yaml"))
     return Catalog({card.name: card for card in map(load_card, paths)})
 
 
 def load_card(path: Path) -> ModelCard:
-    """Load a card, whose name must be that of the file.
-
-    Raises:
-        CatalogError: the card is invalid; the hint has the most similar valid keys.
-    """
+    """Load a card, whose name must be that of the file."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -280,7 +391,6 @@ def nearest_key(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _valid_keys(model: Any, parents: list[Any]) -> list[str]:
-    """Return the field names of the nested model at `parents`."""
     kind: Any = model
     for parent in parents:
         if isinstance(kind, type) and issubclass(kind, BaseModel):

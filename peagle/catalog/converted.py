@@ -32,13 +32,7 @@ def ensure_converted(
     Safe for concurrent processes: one converts, the others wait.
 
     Args:
-        folder: its name must be unique for the source.
-        lock: name of the lock file.
         fill: writes all files into an empty folder, and returns the manifest's facts about their source.
-        before: called before a conversion.
-
-    Raises:
-        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     if is_intact(folder):
         return folder
@@ -67,19 +61,13 @@ def is_intact(folder: Path) -> bool:
         return True
     if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
         return False
-    _write_stamps(folder, stamps)
+    with contextlib.suppress(OSError):
+        write_json(folder / _VERIFIED, stamps)
     return True
 
 
 def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int) -> None:
-    """Run `python -m MODULE ARGUMENTS` offline.
-
-    Args:
-        what: the name of the conversion in errors.
-
-    Raises:
-        PeagleError: the conversion failed or exceeded the time limit.
-    """
+    """Run `python -m MODULE ARGUMENTS` offline."""
     package_root = str(Path(peagle.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", module, *arguments]
@@ -103,11 +91,6 @@ def run_converter(module: str, arguments: list[str], *, what: str, limit_s: int)
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder under `$PEAGLE_HOME`, with its parents.
-
-    Raises:
-        ConfigError: `$PEAGLE_HOME` is not writable.
-    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,20 +106,17 @@ def _convert(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)  # of a conversion that was killed
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _write_manifest(staging, fill(staging))
+        source = fill(staging)
+        files = {}
+        for path in sorted(staging.iterdir()):
+            path.chmod(0o644)
+            files[path.name] = {"sha256": sha256(path), "size_bytes": path.stat().st_size}
+        (staging / MANIFEST).write_text(json.dumps(source | {"files": files}, indent=2))
         staging.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_manifest(folder: Path, source: dict[str, Any]) -> None:
-    files = {}
-    for path in sorted(folder.iterdir()):
-        path.chmod(0o644)
-        files[path.name] = {"sha256": sha256(path), "size_bytes": path.stat().st_size}
-    (folder / MANIFEST).write_text(json.dumps(source | {"files": files}, indent=2))
 
 
 def _stamp(path: Path) -> list[int]:
@@ -151,19 +131,9 @@ def _read_stamps(folder: Path) -> Any:
         return None
 
 
-def _write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Store the stamps. Without write access, files are hashed every time."""
-    with contextlib.suppress(OSError):
-        write_json(folder / _VERIFIED, stamps)
-
-
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold an exclusive lock among processes. The kernel releases it when the process exits.
-
-    Args:
-        waiting: called if another process holds the lock.
-    """
+    """Hold an exclusive lock among processes. The kernel releases it when the process exits."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

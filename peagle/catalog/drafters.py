@@ -27,8 +27,6 @@ class ResolvedDrafter:
     """A resolved drafter.
 
     Attributes:
-        spec: None decodes without speculation.
-        name: display name; None without a drafter.
         note: the reason for this choice, for the user.
         fingerprint: of the head; None without a drafter.
     """
@@ -48,22 +46,7 @@ def resolve_drafter(
     platform: Platform | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
 ) -> ResolvedDrafter:
-    """Resolve a drafter's name and check that it fits the model.
-
-    Args:
-        name: "auto", "none", "peagle", "eagle3", a local folder, an `s3://` folder, a hub id, or a name that
-            `find_head` accepts.
-        model: the target.
-        concurrency: concurrent requests.
-        num_speculative_tokens: K; None uses the measured, the head's or a default K.
-        platform: hardware of the engine, if known.
-        commits: see `resolve_model`.
-
-    Raises:
-        DrafterError: the head does not exist or does not fit the target.
-        CatalogError: the hub cannot be reached, or an `s3://` folder is incomplete.
-        StorageError: the store cannot be read.
-    """
+    """Resolve a drafter's name and check that it fits the model."""
     if name == "none":
         return _no_drafter("no drafter requested")
     if name == "auto":
@@ -80,9 +63,6 @@ def find_head(name: str, model: ResolvedModel | None = None) -> str:
 
     Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
     first, then the other cards, then the heads in `$PEAGLE_HOME`.
-
-    Raises:
-        CatalogError: a card of the catalog does not parse.
     """
     if is_stored(name) or user_path(name).exists():
         return name
@@ -96,9 +76,6 @@ def find_on_cards(name: str, model: ResolvedModel | None = None) -> tuple[str, s
     """Return the method of a catalog head and its folder or hub id.
 
     Returns None if no card has a head of this name.
-
-    Raises:
-        CatalogError: a card of the catalog does not parse.
     """
     own_cards = [model.card] if model is not None and model.card else []
     for card in (*own_cards, *load_catalog()):
@@ -137,7 +114,6 @@ def _build(
     *,
     note: str,
 ) -> ResolvedDrafter:
-    """Read the head, check that it fits, and choose K."""
     located = _locate_head(path, commits)
     head = check_fit(located.config, model.config)
     if k is None:
@@ -153,12 +129,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocatedHead:
-    """A head on disk, in a store or on the hub.
-
-    Attributes:
-        model: the name by which an engine loads it.
-        folder: the local folder, if any.
-    """
+    """A head on disk, in a store or on the hub."""
 
     model: str
     name: str
@@ -169,11 +140,6 @@ class _LocatedHead:
 
 
 def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
-    """Find a head in a store, on disk or on the hub.
-
-    Raises:
-        DrafterError: the head does not exist.
-    """
     if is_stored(path):
         stored = find_stored(path)
         config = read_config(fetch(stored), DrafterError)

@@ -28,8 +28,6 @@ _CONVERTER_PACKAGES = ("gguf", "accelerate", "transformers", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedTarget:
-    """The weights in a package, and the id of the model on the hub."""
-
     distribution: str
     module: str
     gguf_name: str
@@ -47,11 +45,6 @@ EMBEDDED_TARGETS = {
 
 
 def embedded_name(distribution: str) -> str:
-    """Return the name of the embedded target in a package.
-
-    Raises:
-        CatalogError: the package has no known target.
-    """
     for name, target in EMBEDDED_TARGETS.items():
         if target.distribution == distribution:
             return name
@@ -68,28 +61,23 @@ def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda messa
     """Return the folder of a target after converting it if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
-
-    Args:
-        name: a key of `EMBEDDED_TARGETS`.
-        announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: unknown name, or a required package is not installed.
-        ConfigError: `$PEAGLE_HOME` is not writable.
-        PeagleError: the conversion failed.
     """
     target = _find(name)
     folder = embedded_folder(name)
 
     def begin() -> None:
-        _require_converter(name)
+        missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
+        if missing:
+            raise CatalogError(
+                f"converting {name} requires {', '.join(missing)}",
+                hint="pip install 'peagle[embedded]'",
+            )
         announce(f"converting {name} to {folder} (once, about half a minute)")
 
     return ensure_converted(folder, name, lambda out: _fill(out, target, gguf_path(name)), before=begin)
 
 
 def is_embedded_ready(name: str) -> bool:
-    """Return whether the converted target exists and is intact."""
     return is_intact(embedded_folder(name))
 
 
@@ -100,11 +88,7 @@ def embedded_folder(name: str) -> Path:
 
 
 def gguf_path(name: str) -> Path:
-    """Return the GGUF file of an embedded target, verified with the wheel's RECORD.
-
-    Raises:
-        CatalogError: unknown name, or the package is damaged or not installed.
-    """
+    """Return the GGUF file of an embedded target, verified with the wheel's RECORD."""
     target = _find(name)
     module = find_spec(target.module)  # without importing it
     folders = list(module.submodule_search_locations or []) if module else []
@@ -136,15 +120,6 @@ def _recorded_sha256(target: EmbeddedTarget) -> str:
         f"the package {target.distribution} with {target.upstream_id} is not installed",
         hint="pip install 'peagle[embedded]'",
     )
-
-
-def _require_converter(name: str) -> None:
-    missing = [package for package in _CONVERTER_PACKAGES if find_spec(package) is None]
-    if missing:
-        raise CatalogError(
-            f"converting {name} requires {', '.join(missing)}",
-            hint="pip install 'peagle[embedded]'",
-        )
 
 
 def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:

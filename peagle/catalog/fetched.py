@@ -38,14 +38,11 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """The listing of a model folder in a store."""
-
     at: S3Path
     files: tuple["FolderFile", ...]
 
     @property
     def revision(self) -> str:
-        """A short hash of the listing."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name}:{file.num_bytes}:{file.etag}\n".encode())
@@ -56,11 +53,7 @@ class StoredModel:
         return sum(file.num_bytes for file in self.files if is_weights(file.name))
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of a copy (`folder_fingerprint`), reading both ends of each file in the store.
-
-        Raises:
-            StorageError: a file has been replaced since the listing, or the store rejects the request.
-        """
+        """Return the fingerprint of a copy (`folder_fingerprint`), reading both ends of each file in the store."""
         from peagle.storage.s3_folder import read_ranges
 
         with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
@@ -69,23 +62,14 @@ class StoredModel:
 
 
 def is_stored(name: str) -> bool:
-    """Return whether a model's name is a folder in a store."""
     return name.startswith(SCHEME)
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file name is that of weights."""
     return Path(name).suffix in WEIGHT_SUFFIXES
 
 
 def find_stored(url: str) -> StoredModel:
-    """List a model folder in a store.
-
-    Raises:
-        ConfigError: the URL is not that of a folder.
-        CatalogError: the folder is empty or incomplete.
-        StorageError: the store rejects the request or does not respond.
-    """
     from peagle.storage.s3_folder import list_files
 
     at = S3Path.parse(url)
@@ -95,17 +79,7 @@ def find_stored(url: str) -> StoredModel:
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
-    """Return this node's folder of a model, fetching what is missing.
-
-    Args:
-        revision: the required revision; None uses the current one.
-        weights: also fetch weights.
-        announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: the files have been replaced; or see `find_stored`.
-        StorageError, CapacityError, ConfigError: see `fetch`.
-    """
+    """Return this node's folder of a model, fetching what is missing."""
     if revision is not None and _is_there(folder := _folder(S3Path.parse(url), revision), weights=weights):
         return folder
     model = find_stored(url)
@@ -121,15 +95,6 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
     """Fetch a listed folder; return the local folder.
 
     Safe for concurrent processes of a node: one fetches, the others wait.
-
-    Args:
-        weights: also fetch weights.
-        announce: receives messages about slow operations.
-
-    Raises:
-        StorageError: the store rejects the request or does not respond, or files have been replaced.
-        CapacityError: the disk is full.
-        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     folder = _folder(model.at, model.revision)
     make_folder(folder)
@@ -156,7 +121,6 @@ def _folder(at: S3Path, revision: str) -> Path:
 
 
 def _is_there(folder: Path, *, weights: bool) -> bool:
-    """Return whether all required files of a folder are on this disk."""
     try:
         sizes: dict[str, int] = json.loads((folder / _LISTING).read_text())
         needed = [name for name in sizes if weights or not is_weights(name)]
@@ -166,11 +130,6 @@ def _is_there(folder: Path, *, weights: bool) -> bool:
 
 
 def _require_whole(at: S3Path, names: set[str], folders: list[str]) -> None:
-    """Check that a folder is a complete model.
-
-    Raises:
-        CatalogError: files are missing.
-    """
     if not names:
         inside = f"; it has only the folders {', '.join(folders[:3])}" if folders else ""
         raise CatalogError(f"{at}: has no files{inside}", hint="use the folder that contains config.json")
@@ -190,7 +149,6 @@ _UPLOAD = "finish the upload, then repeat the command"
 
 
 def _indexed(at: S3Path, index: str) -> set[str]:
-    """Return the weight files in an index."""
     try:
         return set(json.loads((at / index).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -234,8 +192,6 @@ def _size(path: Path) -> int | None:
 
 
 class _Progress:
-    """Progress of a download. Thread-safe."""
-
     def __init__(self, at: S3Path, total: int) -> None:
         self.total = total
         self._at, self._num_bytes, self._began_at, self._lock = at, 0, time.monotonic(), threading.Lock()

@@ -66,9 +66,5 @@ def _both_ends(path: Path) -> bytes:
 
 
 def peagle_home() -> Path:
-    """Return `$PEAGLE_HOME`, by default `~/.peagle`. It may not exist.
-
-    Raises:
-        ConfigError: the user has no home folder, and the variable is not set.
-    """
+    """Return `$PEAGLE_HOME`, by default `~/.peagle`. It may not exist."""
     return user_path(os.environ.get("PEAGLE_HOME") or "~/.peagle")

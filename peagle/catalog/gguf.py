@@ -12,11 +12,6 @@ from typing import Any
 
 
 def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
-    """Write config, weights, generation config and tokenizer into `folder`.
-
-    Raises:
-        RuntimeError: the GGUF has no chat template.
-    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -31,22 +26,14 @@ def convert(gguf: Path, folder: Path, upstream_id: str) -> None:
         source, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     model.save_pretrained(folder)
-    _name_special_tokens(tokenizer, model.config)
+    for role in ("bos", "eos", "pad"):
+        token_id = getattr(model.config, f"{role}_token_id", None)
+        if token_id is not None:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
     tokenizer.save_pretrained(folder)
     _rewrite(folder / "config.json", lambda config: _clean_config(config, upstream_id))
     context_tokens = model.config.max_position_embeddings
     _rewrite(folder / "tokenizer_config.json", lambda config: _clean_tokenizer(config, context_tokens))
-
-
-def _name_special_tokens(tokenizer: Any, config: Any) -> None:
-    """Set the special tokens from the model's configuration, which has the GGUF's ids.
-
-    transformers 5.17 uses SmolLM2's <|im_start|> as its end and no padding token; 5.19 is correct.
-    """
-    for role in ("bos", "eos", "pad"):
-        token_id = getattr(config, f"{role}_token_id", None)
-        if token_id is not None:
-            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _clean_config(config: dict[str, Any], upstream_id: str) -> dict[str, Any]:

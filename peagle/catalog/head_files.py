@@ -31,12 +31,9 @@ class HeadFacts:
 
     Attributes:
         target_hidden_size: width of the target's states.
-        vocab_size: of the embedding that the head shares with the target.
         draft_vocab_size: number of tokens it can draft; by default all.
-        num_layers: decoder layers; by default 1.
         aux_layer_ids: layers of the target whose inputs it reads; if empty, vLLM chooses.
         mask_token_id: represents unknown tokens; only for P-EAGLE.
-        num_speculative_tokens: default K of the head, if any.
         unmapped: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -57,11 +54,6 @@ class HeadFacts:
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
-    """Return the facts of a head.
-
-    Raises:
-        DrafterError: not a drafter head, an unsupported type, or a size is missing.
-    """
     layer = config.get("transformer_layer_config") or config
     method = _method(config)
     hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
@@ -85,15 +77,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """Return the head's facts if it fits the target.
-
-    Args:
-        drafter: the head's `config.json`.
-        target: the target's `config.json`.
-
-    Raises:
-        DrafterError: hidden size, vocabulary or layers differ.
-    """
+    """Return the head's facts if it fits the target."""
     head = read_head(drafter)
     text = target.get("text_config") or target
     num_layers = text["num_hidden_layers"]
@@ -168,29 +152,16 @@ _LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Return the shape of each tensor in a folder's `*.safetensors`, by name.
-
-    Raises:
-        DrafterError: there are no files, or one is damaged.
-    """
+    """Return the shape of each tensor in a folder's `*.safetensors`, by name."""
     return {name: shape for name, (_, shape) in _read_tables(folder).items()}
 
 
 def read_dtypes(folder: Path) -> Mapping[str, str]:
-    """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name.
-
-    Raises:
-        DrafterError: there are no files, or one is damaged.
-    """
+    """Return the dtype of each tensor in a folder's `*.safetensors`, such as `BF16` or `F8_E4M3`, by name."""
     return {name: dtype for name, (dtype, _) in _read_tables(folder).items()}
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
-    """Check that a head's weights match its configuration.
-
-    Raises:
-        DrafterError: layers, the mask state, or rows of lm_head are missing.
-    """
     layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
     if layers != set(range(head.num_layers)):
         raise _mismatch(f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}")

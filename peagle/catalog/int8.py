@@ -3,23 +3,122 @@
     $PEAGLE_HOME/targets/<name>-int8-<fingerprint>/    config.json  *.safetensors  tokenizer...
     peagle-manifest.json
 
-Each node converts its own copy from weights of 16 or 32 bits (`int8_weights.py`).
+Each node converts its own copy from weights of 16 or 32 bits (`int8.py`).
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peagle.catalog.converted import ensure_converted, log_to_stderr, run_converter
+from peagle.catalog.converted import MANIFEST, ensure_converted, log_to_stderr, run_converter
 from peagle.catalog.folders import folder_fingerprint, peagle_home
-from peagle.catalog.int8_weights import is_quantisable, weight_files
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CatalogError, PrecisionError
 from peagle.hardware import Hardware
 
-CONVERTER_VERSION = 1  # increment when the output of `int8_weights.py` changes
+if TYPE_CHECKING:
+    import torch
+
+
+# Linear layers that vLLM's architectures build with the checkpoint's quantisation. vLLM fuses q, k, v and gate, up, so
+# either all of them or none are converted.
+_LINEAR = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?((q|k|v|o|qkv|gate|up|down|gate_up)_proj|w[123])\.weight")
+_TOWER = re.compile(r"vision|visual|image|audio|speech")
+_LM_HEAD = r"re:(.*\.)?lm_head$"
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_INDEX = "model.safetensors.index.json"
+_MAX = 127
+
+
+def is_quantisable(name: str, num_dimensions: int) -> bool:
+    """Return whether a tensor is a matrix that is converted.
+
+    >>> is_quantisable("model.layers.0.mlp.down_proj.weight", 2), is_quantisable("lm_head.weight", 2)
+    (True, False)
+    """
+    return num_dimensions == 2 and _LINEAR.fullmatch(name) is not None and _TOWER.search(name) is None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder: those in its index, or all."""
+    index = folder / _INDEX
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def convert(source: Path, folder: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    for file in source.iterdir():
+        is_weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST and not is_weights:
+            shutil.copyfile(file, folder / file.name)
+    kept: list[str] = []
+    for file in weight_files(source):
+        written: dict[str, torch.Tensor] = {}
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - a handle is no mapping
+                tensor = opened.get_tensor(name)
+                if is_quantisable(name, tensor.dim()):
+                    written[name], written[f"{name}_scale"] = quantize(name, tensor)
+                    continue
+                written[name] = tensor
+                kept += [name.removesuffix(".weight")] * (name.endswith(".weight") and tensor.dim() == 2)
+        save_file(written, folder / file.name, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = quantization_config(kept)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return the matrix in int8, and its scales [N, 1] in float32.
+
+    A row [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
+    """
+    import torch
+
+    if weight_NK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{name} is {weight_NK.dtype}, but weights must have 16 or 32 bits")
+    exact_NK = weight_NK.float()
+    if not torch.isfinite(exact_NK).all():
+        raise ValueError(f"{name} has values that are not finite")
+    largest_N1 = exact_NK.abs().amax(dim=1, keepdim=True)
+    scale_N1 = torch.where(largest_N1 > 0, largest_N1 / _MAX, 1.0)
+    return (exact_NK / scale_N1).round().clamp(-_MAX, _MAX).to(torch.int8), scale_N1
+
+
+def quantization_config(kept: Iterable[str]) -> Mapping[str, Any]:
+    """Return the `quantization_config` of `config.json`, in the format of compressed-tensors."""
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": numbers | {"strategy": "channel", "dynamic": False},
+                "input_activations": numbers | {"strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": [*sorted(kept), _LM_HEAD],
+    }
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+CONVERTER_VERSION = 1  # increment when the output of `int8.py` changes
 _LIMIT_S = 600
 _BYTES_PER_S = 20e6  # of a slow disk
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -27,16 +126,7 @@ _HINT = "use --precision auto, or bf16"
 
 
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Check that a target can run in INT8. For a hub id, only the configuration is checked.
-
-    Args:
-        path: folder or hub id of the target.
-        config: its `config.json`.
-
-    Raises:
-        PrecisionError: it has no convertible weights, or vLLM does not support it on this hardware.
-        CatalogError: its weights cannot be read.
-    """
+    """Check that a target can run in INT8. For a hub id, only the configuration is checked."""
     text = config.get("text_config") or config
     if hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags and any(text.get(key) for key in _EXPERTS):
         raise PrecisionError(
@@ -61,16 +151,6 @@ def ensure_int8(
     """Return the folder of a target in INT8 after converting it if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
-
-    Args:
-        model: a folder, or a hub id, which is downloaded into the Hugging Face cache.
-        revision: of a hub id.
-        announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: the weights cannot be downloaded.
-        ConfigError: `$PEAGLE_HOME` is not writable.
-        PeagleError: the conversion failed.
     """
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     fingerprint = folder_fingerprint(source)
@@ -81,7 +161,7 @@ def ensure_int8(
     def fill(out: Path) -> dict[str, Any]:
         limit_s = _LIMIT_S + int(sum(file.stat().st_size for file in weight_files(source)) / _BYTES_PER_S)
         arguments = [str(source), str(out)]
-        run_converter("peagle.catalog.int8_weights", arguments, what=f"{model} to int8", limit_s=limit_s)
+        run_converter("peagle.catalog.int8", arguments, what=f"{model} to int8", limit_s=limit_s)
         return {
             "source": model,
             "source_fingerprint": fingerprint,
@@ -92,11 +172,7 @@ def ensure_int8(
 
 
 def converted_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with this machine's INT8 folder, converting it if necessary. Other precisions are unchanged.
-
-    Raises:
-        CatalogError, ConfigError, PeagleError: see `ensure_int8`.
-    """
+    """Return the spec with this machine's INT8 folder, converting it if necessary. Other precisions are unchanged."""
     if spec.precision != "int8":
         return spec
     folder = ensure_int8(spec.model, spec.revision, announce=log_to_stderr)
@@ -104,7 +180,6 @@ def converted_spec(spec: EngineSpec) -> EngineSpec:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of a model's tensors from the headers of its safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}

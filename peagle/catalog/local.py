@@ -19,12 +19,7 @@ from peagle.requests.tokenizer import load_tokenizer
 
 
 def local_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with this node's model folders, after fetching and converting models if necessary.
-
-    Raises:
-        CatalogError: a model is not available on this node.
-        StorageError, CapacityError: a model cannot be fetched.
-    """
+    """Return the spec with this node's model folders, after fetching and converting models if necessary."""
     spec = fetched_spec(spec)
     drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
     located = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
@@ -32,11 +27,7 @@ def local_spec(spec: EngineSpec) -> EngineSpec:
 
 
 def fetched_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with local folders instead of models in a store, after fetching them if necessary.
-
-    Raises:
-        CatalogError, StorageError, CapacityError: see `ensure_fetched`.
-    """
+    """Return the spec with local folders instead of models in a store, after fetching them if necessary."""
     drafter = spec.drafter
     if drafter is not None and is_stored(drafter.model):
         head = whole_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=log_to_stderr))
@@ -51,9 +42,6 @@ def local_path(name: str) -> str:
     """Return this node's folder of a model or drafter, or a hub id that vLLM downloads.
 
     The name may be a path of another machine, if the head is shipped or was added to the catalog on this node too.
-
-    Raises:
-        CatalogError: the model does not exist on this node.
     """
     folder = user_path(name)
     if folder.exists():
@@ -78,7 +66,6 @@ def localize(model: str, revision: str | None = None, *, weights: bool = True) -
     """Return this node's path of a model: a folder or a hub id.
 
     Args:
-        revision: the spec's revision, which avoids a request to the hub.
         weights: also fetch weights of an `s3://` folder.
     """
     if is_stored(model):

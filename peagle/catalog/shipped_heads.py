@@ -45,10 +45,6 @@ def whole_head(folder: Path) -> Path:
     """Return a folder that vLLM can load: the head's own, or a bf16 copy with the target's rows of lm_head.
 
     Safe for concurrent processes, which create identical copies.
-
-    Raises:
-        DrafterError: rows are missing, and the target is not an embedded one.
-        ConfigError: `$PEAGLE_HOME` is not writable.
     """
     if not _lacks_rows(folder):
         return folder
@@ -66,11 +62,7 @@ def whole_head(folder: Path) -> Path:
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
-    """Write a head for the package, without its rows of lm_head.
-
-    Raises:
-        DrafterError: the rows differ from the target's.
-    """
+    """Write a head for the package, without its rows of lm_head."""
     import torch
     from safetensors.torch import load_file
 
@@ -82,11 +74,6 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
 
 
 def target_of(folder: Path) -> str:
-    """Return the embedded target that a head names.
-
-    Raises:
-        DrafterError: the head names another target or none.
-    """
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
     stated = str(verifier.get("name_or_path"))
     name = stated if stated in EMBEDDED_TARGETS else embedded_of_upstream(stated)
@@ -122,7 +109,10 @@ def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{whole.name}.", dir=whole.parent) as staging:
         head = Path(staging) / whole.name
         _copy_with(folder, tensors, head)
-        _remove_quantization(head / "config.json")
+        config_file = head / "config.json"
+        config = json.loads(config_file.read_text())
+        if config.pop("quantization_config", None):
+            config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         try:
             head.rename(whole)
         except OSError:
@@ -130,14 +120,7 @@ def _restore_rows(folder: Path, target: Path, whole: Path) -> None:
                 raise
 
 
-def _remove_quantization(config_file: Path) -> None:
-    config = json.loads(config_file.read_text())
-    if config.pop("quantization_config", None):
-        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:
-    """Copy a head with other weights."""
     from safetensors.torch import save
 
     shutil.copytree(folder, output, ignore=shutil.ignore_patterns(_WEIGHTS))

@@ -32,11 +32,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a hub id.
-
-    Raises:
-        CatalogError: the model does not exist or is not accessible, or there is no network and it is not in the cache.
-    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -76,7 +71,6 @@ def hub_commit(model_id: str, revision: str | None = None) -> str | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Return whether a revision is a commit, not a branch or tag."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -121,14 +115,9 @@ class ResolvedModel:
     """A target that an engine can load.
 
     Attributes:
-        name: display name.
         path: a local folder, a hub id that vLLM downloads, or an `s3://` folder that each node fetches (`fetched.py`).
-        card: None outside the catalog.
-        fingerprint: of the weights and the configuration.
-        config: its `config.json`.
         revision: the revision to load. For a hub id, the commit of the card's revision or of the main branch; if the
             commit is unknown, the card's revision, or None for the latest. For an `s3://` folder, the listing's hash.
-        weights_bytes: size of the weights in a store; None elsewhere.
     """
 
     name: str
@@ -148,13 +137,11 @@ class ResolvedModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of rows of the embedding."""
         size: int | None = (self.config.get("text_config") or self.config).get("vocab_size")
         return size
 
     @property
     def native_quantization(self) -> str | None:
-        """Quantisation of the published checkpoint, if any."""
         return published_method(self.config) or (self.card.precision.native_quantization if self.card else None)
 
 
@@ -166,11 +153,6 @@ def resolve_model(
     Args:
         name: an `s3://` folder; or catalog name, local folder or hub id, in this order.
         commits: pinned commits by hub id, which override the current branches.
-        announce: receives messages about slow operations.
-
-    Raises:
-        CatalogError: the model does not exist; the hint has similar names.
-        StorageError, CapacityError: the files of an `s3://` folder, except the weights, cannot be fetched.
     """
     if is_stored(name):
         return _stored_model(name)
@@ -193,11 +175,7 @@ def resolve_model(
 
 
 def context_tokens(model: ResolvedModel) -> int:
-    """Return the maximum prompt and output tokens of a request from the model's configuration.
-
-    Raises:
-        ConfigError: the configuration has no such value.
-    """
+    """Return the maximum prompt and output tokens of a request from the model's configuration."""
     tokens = (model.config.get("text_config") or model.config).get("max_position_embeddings")
     if not isinstance(tokens, int):
         raise ConfigError(f"{model.name}: config.json has no max_position_embeddings", hint="set max_model_len")
@@ -205,11 +183,6 @@ def context_tokens(model: ResolvedModel) -> int:
 
 
 def max_model_len(model: ResolvedModel, requested: int | None) -> int:
-    """Return the context of an engine: the requested one, or the model's.
-
-    Raises:
-        ConfigError: the requested context is longer than the model's, or that is unknown.
-    """
     limit = context_tokens(model)
     if requested is not None and requested > limit:
         raise ConfigError(f"max_model_len is {requested}, but the context of {model.name} has {limit} tokens")
@@ -226,17 +199,12 @@ def name_of(model: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name has the form ORG/NAME."""
     owner, _, rest = name.partition("/")
     return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
 
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
-    """Return the model after fetching it from a store, if that is where it is.
-
-    Raises:
-        StorageError, CapacityError: it cannot be fetched.
-    """
+    """Return the model after fetching it from a store, if that is where it is."""
     if not is_stored(model.path):
         return model
     folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)
@@ -281,12 +249,7 @@ def _hub_model(
 
 
 def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) -> Precision:
-    """Return the precision of a target's weights and KV cache on this hardware.
-
-    Raises:
-        ConfigError: the context is longer than the model's.
-        PrecisionError: the hardware does not support the precision, or the model has no weights to convert to INT8.
-    """
+    """Return the precision of a target's weights and KV cache on this hardware."""
     require_computable(model.config, hardware)
     precision = resolve_precision(
         keys.precision,
@@ -303,11 +266,7 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
 
 
 def target_fields(keys: TargetKeys, model: ResolvedModel, hardware: Hardware, precision: Precision) -> dict[str, Any]:
-    """Return the fields of an `EngineSpec` that all commands share.
-
-    Raises:
-        ConfigError: the context is longer than the model's, or a vLLM argument does not exist.
-    """
+    """Return the fields of an `EngineSpec` that all commands share."""
     same = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
     return {
         "model": model.path,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.deploy.workload import Workload
-from peagle.economics.offers import Offer
+from peagle.economics.prices import Offer
 
 FOLDER = "/mnt/peagle"
 """The volume that all pods share: weights, and whatever the configuration puts there."""

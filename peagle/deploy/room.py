@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from peagle.catalog.cards import load_catalog
 from peagle.economics.machines import hardware_of
-from peagle.economics.offers import Offer
+from peagle.economics.prices import Offer
 from peagle.engine.keys import TargetKeys
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes
 from peagle.engine.spec import EngineSpec

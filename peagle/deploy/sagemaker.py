@@ -17,8 +17,7 @@ from peagle.catalog.cards import HeadCard, ModelCard
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.deploy.room import require_room
-from peagle.economics.offers import Offer
-from peagle.economics.prices import PriceTable
+from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetKeys
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
 from peagle.engine.spec import DrafterSpec, DraftMethod

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
-from peagle.economics.offers import Offer
 from peagle.economics.price_options import PriceOptions
-from peagle.economics.prices import PriceTable, choices
+from peagle.economics.prices import Offer, PriceTable, choices
 from peagle.errors import ConfigError
 from peagle.private import user_path
 

@@ -43,10 +43,7 @@ class Block:
     """Rows that attend together.
 
     Attributes:
-        query: the query rows; blocks are consecutive.
-        keys: the ranges of key rows, in order.
         query_rows: anchors and depths of `query`; None for causal attention of the rows to each other.
-        key_rows: anchors and depths of `keys`.
     """
 
     query: slice
@@ -95,7 +92,6 @@ class AttentionPlan:
         )
 
     def padded(self, device: torch.device | str = "cpu") -> "PaddedPlan":
-        """Return the plan with its blocks padded, to be computed together."""
         return PaddedPlan(tuple(PaddedBlocks.of(group, device) for group in self._groups()))
 
     def attend(
@@ -168,7 +164,6 @@ class PaddedPlan:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Compute attention group by group, [1, heads, rows, head_dim]."""
         output = torch.zeros_like(query)
         for group in self.groups:
             rows, attended = group.attend(query, key, value, scaling)
@@ -262,11 +257,8 @@ def document_attention(
     """Compute the attention of a plan, in the form that transformers expects.
 
     Args:
-        module: the layer; not used.
         query: [1, heads, rows, head_dim]. Rows after the last block are padding and get zeros.
         key: [1, KV heads, keys, head_dim].
-        value: like `key`.
-        attention_mask: the plan.
 
     Returns:
         [1, rows, heads, head_dim], and no weights.
@@ -278,8 +270,6 @@ def document_attention(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention block by block; backward computes each block again."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -331,12 +321,7 @@ def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    """Compute attention.
-
-    Args:
-        parts: query, key and value, each [N, heads, rows, head_dim]; there may be fewer KV heads.
-        mask: True where the row may attend; None for causal attention.
-    """
+    """Compute attention."""
     query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -349,7 +334,6 @@ def _length(rows: slice) -> int:
 
 
 def _pad(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
-    """Stack to [N, longest], padded on the right."""
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filler)
     return F.pad(padded, (0, -padded.shape[1] % _MULTIPLE), value=filler)
 

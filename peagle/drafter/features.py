@@ -3,41 +3,228 @@
 For each token these are the states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1),
 concatenated, and the state BEFORE the final norm, from which the target's distribution follows.
 
-Each shard of a store (`store.py`) covers a fixed range of the samples. So an interrupted extraction resumes where it
+Each shard of a store (`features.py`) covers a fixed range of the samples. So an interrupted extraction resumes where it
 stopped, and shards can be computed anywhere in any order. Features on the fly have the same interface and the same
 numbers, rounded to bf16; each pass over the documents runs the target again.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """
+# ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
 import hashlib
 import json
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peagle.drafter.architecture import auto_class_of
 from peagle.drafter.data import Sample
-from peagle.drafter.store import Document, FeatureSpec, StoreWriter
-from peagle.drafter.target import require_layers
-from peagle.errors import CapacityError, ConfigError, InputError
-from peagle.files import sha256
+from peagle.drafter.target import auto_class_of, require_layers
+from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
+from peagle.files import sha256, write_json, writing
+
+INDEX = "index.json"
+_BYTES_PER_STATE = 2  # bfloat16
+_PARTIAL = ".partial"
+_FULL = "free some space, or use --on-the-fly"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSpec:
+    """The source of stored states. Stores with equal specs are interchangeable."""
+
+    target: str
+    aux_layers: tuple[int, ...]
+    hidden_size: int
+    samples: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (len(self.aux_layers) + 1) * self.hidden_size * _BYTES_PER_STATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The states of one sample.
+
+    Attributes:
+        token_ids_T: int64.
+        loss_mask_T: bool, True for the response.
+        aux_TAH: [T, A * H], states before the aux layers.
+        last_TH: [T, H], state before the final norm.
+    """
+
+    token_ids_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    aux_TAH: torch.Tensor
+    last_TH: torch.Tensor
+
+
+def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> str:
+    """Write a shard atomically and return its checksum. The last of several writers wins."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    file = folder / _shard_name(number)
+    partial = file.with_suffix(f".{uuid.uuid4().hex}{_PARTIAL}")
+    with writing(file, SafetensorError, hint=_FULL):
+        try:
+            save_file(tensors, partial)
+            checksum = sha256(partial)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    return checksum
+
+
+class StoreWriter:
+    """An unfinished store."""
+
+    def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._index = _open_index(folder, spec, num_shards)
+        # A damaged shard is repaired by deleting its file, so ignore entries without a file.
+        self._index["shards"] = {
+            name: checksum for name, checksum in self._index["shards"].items() if (folder / name).is_file()
+        }
+
+    @property
+    def num_shards(self) -> int:
+        return int(self._index["num_shards"])
+
+    @property
+    def num_written(self) -> int:
+        return len(self._index["shards"])
+
+    def has(self, number: int) -> bool:
+        return _shard_name(number) in self._index["shards"]
+
+    def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a shard and add it to the index."""
+        self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
+
+    def take(self, number: int, checksum: str) -> None:
+        """Add a shard to the index that another process has written."""
+        file = self._folder / _shard_name(number)
+        if not file.is_file() or sha256(file) != checksum:
+            raise PeagleError(
+                f"{file}: missing or different from the file that a worker wrote",
+                hint="every node must have access to this folder at the same path",
+            )
+        self._add_to_index(file.name, checksum)
+
+    def clear(self) -> None:
+        """Delete files left by killed writers. Call it only while no process writes."""
+        for leftover in self._folder.glob(f"*{_PARTIAL}"):
+            leftover.unlink(missing_ok=True)
+
+    def _add_to_index(self, shard: str, checksum: str) -> None:
+        shards = {**self._index["shards"], shard: checksum}
+        self._index["shards"] = dict(sorted(shards.items()))
+        with writing(self._folder / INDEX, hint=_FULL):
+            write_json(self._folder / INDEX, self._index)
+
+
+class FeatureStore:
+    """A finished store."""
+
+    tokens_ahead = 0
+
+    def __init__(self, folder: Path, *, verify: bool = False) -> None:
+        if not (folder / INDEX).is_file():
+            raise InputError(f"{folder}: no features found", hint="extract them first")
+        index = json.loads((folder / INDEX).read_text())
+        if len(index["shards"]) != index["num_shards"]:
+            done = f"{len(index['shards'])} of {index['num_shards']} shards"
+            raise InputError(
+                f"{folder}: the extraction is not finished ({done})", hint="repeat the command to resume it"
+            )
+        self.spec = _spec_from(index["spec"])
+        self._shards = []
+        for name in sorted(index["shards"]):
+            file = folder / name
+            if not file.is_file():
+                raise InputError(f"{file}: not found", hint="repeat the command to extract it again")
+            if verify and sha256(file) != index["shards"][name]:
+                raise InputError(
+                    f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
+                )
+            self._shards.append(_load(file))
+        self._places = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
+        self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def num_tokens(self, index: int) -> int:
+        shard, place = self._places[index]
+        return int(self._shards[shard]["lengths"][place])
+
+    def __getitem__(self, index: int) -> Document:
+        number, place = self._places[index]
+        shard, start = self._shards[number], int(self._starts[number][place])
+        tokens = slice(start, start + int(shard["lengths"][place]))
+        token_ids = shard["token_ids"][tokens].long()
+        return Document(
+            token_ids_T=token_ids,
+            loss_mask_T=torch.arange(len(token_ids)) >= shard["num_prompt_tokens"][place],
+            aux_TAH=shard["aux"][tokens],
+            last_TH=shard["last"][tokens],
+        )
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        pass
+
+    def documents(self, indices: Sequence[int]) -> list[Document]:
+        return [self[index] for index in indices]
+
+
+def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, Any]:
+    file = store / INDEX
+    if not file.is_file():
+        return {
+            "spec": asdict(spec),
+            "bytes_per_token": spec.bytes_per_token,
+            "num_shards": num_shards,
+            "shards": {},
+        }
+    index: dict[str, Any] = json.loads(file.read_text())
+    stored = _spec_from(index["spec"])
+    if stored != spec:
+        other = [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]
+        raise ConfigError(
+            f"{store}: has other features: {', '.join(other)} differ",
+            hint="use another folder, or delete this one",
+        )
+    return index
+
+
+def _spec_from(raw: dict[str, Any]) -> FeatureSpec:
+    return FeatureSpec(**{**raw, "aux_layers": tuple(raw["aux_layers"])})
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(file))
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
 
 BATCH_TOKENS = 4096
 GPU_BATCH_TOKENS = 16_384  # smaller batches would leave a GPU waiting for Python
 
 
 class HiddenStateReader:
-    """Reads the inputs of the target's aux layers and final norm.
-
-    Raises:
-        ConfigError: the target does not have these layers.
-    """
+    """Reads the inputs of the target's aux layers and final norm."""
 
     def __init__(self, target: Any, aux_layers: Sequence[int]) -> None:
         self._decoder = target.get_decoder()
@@ -64,7 +251,6 @@ class HiddenStateReader:
 
 
 def load_reader(target: Path, aux_layers: Sequence[int], device: torch.device | str) -> HiddenStateReader:
-    """Load the target in bf16."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -85,11 +271,6 @@ def states_of(
     """Return the aux [T, A * H] and last [T, H] states of each sample, in bf16.
 
     As in every engine, batching may change the last bit of a state.
-
-    Args:
-        device: of the target.
-        batch_tokens: maximum padded tokens per batch; a longer document gets its own batch.
-        to: device of the results.
     """
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for batch in _batches_by_length(samples, batch_tokens):
@@ -130,15 +311,7 @@ SHARD_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureJob:
-    """An extraction of states.
-
-    Attributes:
-        target: folder of the target.
-        samples: documents, in an order that does not change between attempts.
-        spec: describes the target and the samples; a store with another spec is rejected.
-        folder: the store.
-        device: for the target.
-    """
+    """An extraction of states."""
 
     target: Path
     samples: Sequence[Sample]
@@ -148,11 +321,7 @@ class FeatureJob:
 
 
 def target_fingerprint(target: Path) -> str:
-    """Return the SHA-256 of the target's config.json and weight files.
-
-    Raises:
-        InputError: the folder has no target.
-    """
+    """Return the SHA-256 of the target's config.json and weight files."""
     files = [target / "config.json", *sorted(target.glob("*.safetensors"))]
     if not files[0].is_file() or len(files) == 1:
         raise InputError(f"{target}: must have a config.json and safetensors weights")
@@ -160,7 +329,6 @@ def target_fingerprint(target: Path) -> str:
 
 
 def samples_fingerprint(samples: Sequence[Sample]) -> str:
-    """Return the SHA-256 of the documents, in order."""
     return _digest(json.dumps([sample.token_ids, sample.num_prompt_tokens]).encode() for sample in samples)
 
 
@@ -181,23 +349,24 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """Open or create a store; return its writer and the samples of the missing shards by number.
-
-    Raises:
-        ConfigError: the store has the features of other documents or of another target.
-        CapacityError: the missing shards do not fit on the disk.
-    """
+    """Open or create a store; return its writer and the samples of the missing shards by number."""
     shards = plan_shards(samples)
     writer = StoreWriter(folder, spec, num_shards=len(shards))
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
     if missing:
         writer.clear()
-        _check_disk(folder, sum(len(sample.token_ids) for shard in missing.values() for sample in shard), spec)
+        num_tokens = sum(len(sample.token_ids) for shard in missing.values() for sample in shard)
+        needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(folder).free
+        if needed > free:
+            raise CapacityError(
+                f"{folder}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need "
+                f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free",
+                hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
+            )
     return writer, missing
 
 
 def extract(job: FeatureJob, progress: Callable[[int, int], None]) -> None:
-    """Run a job in this process."""
     extract_features(
         job.samples,
         lambda: load_reader(job.target, job.spec.aux_layers, job.device),
@@ -218,21 +387,7 @@ def extract_features(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill `store` with the states of all samples, keeping existing shards.
-
-    Args:
-        samples: documents, in an order that does not change between attempts.
-        load_reader: loads the target; only called if shards are missing.
-        spec: describes the target and the samples; a store with another spec is rejected.
-        store: folder to write.
-        device: of the target.
-        batch_tokens: maximum padded tokens per batch.
-        progress: called after each shard with the number of finished and of all shards.
-
-    Raises:
-        ConfigError: the store has the features of other documents or of another target.
-        CapacityError: the missing shards do not fit on the disk.
-    """
+    """Fill `store` with the states of all samples, keeping existing shards."""
     writer, missing = open_store(samples, spec, store)
     reader = load_reader() if missing else None
     for number, shard in missing.items():
@@ -248,7 +403,6 @@ def shard_tensors(
     device: torch.device | str,
     batch_tokens: int = BATCH_TOKENS,
 ) -> dict[str, torch.Tensor]:
-    """Compute the tensors of a shard from its samples."""
     states = states_of(samples, reader, device=device, batch_tokens=batch_tokens)
     return {
         "token_ids": torch.tensor([t for s in samples for t in s.token_ids], dtype=torch.int32),
@@ -259,16 +413,6 @@ def shard_tensors(
     }
 
 
-def _check_disk(store: Path, num_tokens: int, spec: FeatureSpec) -> None:
-    needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(store).free
-    if needed > free:
-        raise CapacityError(
-            f"{store}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need {needed / 2**30:.1f} GiB, but"
-            f" only {free / 2**30:.1f} GiB are free",
-            hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
-        )
-
-
 def _digest(parts: Iterable[bytes]) -> str:
     total = hashlib.sha256()
     for part in parts:
@@ -277,13 +421,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 class ComputedFeatures:
-    """The features of `samples`, computed on demand. Only documents that were read ahead are kept.
-
-    Args:
-        load_reader: loads the target, on first use.
-        device: for the target and the states.
-        batch_tokens: maximum padded tokens per batch.
-    """
+    """The features of `samples`, computed on demand. Only documents that were read ahead are kept."""
 
     def __init__(
         self,
@@ -332,3 +470,6 @@ class ComputedFeatures:
     @cached_property
     def _reader(self) -> HiddenStateReader:
         return self._load_reader()
+
+
+Features = FeatureStore | ComputedFeatures

@@ -13,6 +13,7 @@ Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from peagle.drafter.attention import DocumentPlan, parallel_plan, sequential_plan
-from peagle.drafter.batch import TrainingBatch
+from peagle.drafter.batch import TrainingBatch, make_batch, sample_rows
+from peagle.drafter.features import Document, Features
 from peagle.drafter.loss import (
     CHUNK_ROWS,
     RowLosses,
@@ -32,6 +34,7 @@ from peagle.drafter.loss import (
     greedy_confidence,
     linear_loss,
 )
+from peagle.speculation import SpeculationStats
 
 
 def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> torch.Tensor:
@@ -48,7 +51,10 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     state, token_ids = known[batch.anchor_S[rows_of_depth[0]]], batch.token_ids_T[batch.anchor_S[rows_of_depth[0]]]
     for depth, rows in enumerate(rows_of_depth):
         if depth:
-            parent = _parents(batch, rows_of_depth[depth - 1], rows)
+            previous = rows_of_depth[depth - 1]
+            place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
+            place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
+            parent = place[batch.anchor_S[rows]]
             state = outputs[-1][parent]
             token_ids = (
                 drafted_ids(head, head.norm(state))
@@ -76,13 +82,6 @@ def _one_depth(
             past_key_values=cache,
         )
     return row_states[0]
-
-
-def _parents(batch: TrainingBatch, previous: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the index in `previous` (one depth before) of the row with the same anchor."""
-    place = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
-    place[batch.anchor_S[previous]] = torch.arange(len(previous), device=place.device)
-    return place[batch.anchor_S[rows]]
 
 
 def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
@@ -116,10 +115,7 @@ class BatchLoss:
     Attributes:
         loss: scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With
             D-PACE it is not a mean, and comparable only with itself.
-        correct_D: number of rows whose most likely token is the target's.
         accepted_D: number of correct rows for which all earlier rows of their chain are correct too.
-        rows_D: number of rows under the loss.
-        divergence_D: sum of their KL divergences.
     """
 
     loss: torch.Tensor
@@ -162,7 +158,6 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
 
 
 def is_parallel(head: Any) -> bool:
-    """Return whether the head drafts all tokens in one pass (P-EAGLE)."""
     return bool(head.config.speculators_model_type == "peagle")
 
 
@@ -173,8 +168,6 @@ class ParallelRows:
     Attributes:
         states: [1, S, 2 H], embedding and state: at depth 0 the row's token and the projected aux states, at other
             depths the mask token and the learnt state.
-        places: positions, [1, S].
-        rotary: cosines and sines of the positions.
     """
 
     states: torch.Tensor
@@ -191,7 +184,6 @@ class ParallelRows:
 
 
 def parallel_rows(head: Any, batch: TrainingBatch) -> ParallelRows:
-    """Return the inputs of the first layer."""
     known = head.fc(batch.aux_TAH.to(head.fc.weight.dtype))
     masked = head.fc(head.mask_hidden[0])
     deeper = (batch.depth_S > 0)[:, None]
@@ -223,7 +215,6 @@ def batch_loss(
     """Return the weighted sum of the rows' losses over `total_weight`.
 
     Args:
-        num_depths: K_train.
         total_weight: fixed weight of the step that the batch is a part of; None if the batch is the whole step.
     """
     states = head_states(head, batch)
@@ -255,3 +246,71 @@ def batch_loss(
 
 def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) -> torch.Tensor:
     return values.new_zeros(num_depths).index_add_(0, depth, values.detach())
+
+
+@torch.no_grad()
+def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
+    """Return the drafts after each known token, [T - 1, K], as ids of the target's vocabulary.
+
+    Row t has the drafts for the tokens t+2, t+3, ... of the document. Rows outside the response are -1.
+    """
+    anchor, depth, states = _draft_states(head, document, num_speculative_tokens)
+    num_tokens = len(document.token_ids_T)
+    drafted = torch.full((num_tokens - 1 + num_speculative_tokens, num_speculative_tokens), -1)
+    drafted[anchor, depth] = drafted_ids(head, states).cpu()
+    return drafted[: num_tokens - 1]
+
+
+def _draft_states(
+    head: Any, document: Document, num_speculative_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return anchor_R, depth_R and the states [R, H] from which the head drafts after each known token."""
+    k = num_speculative_tokens
+    # Chains end with the document. Repeat the last token so that the last rows draft K tokens too.
+    padded = Document(
+        token_ids_T=torch.cat([document.token_ids_T, document.token_ids_T[-1:].expand(k)]),
+        loss_mask_T=torch.cat([document.loss_mask_T, document.loss_mask_T[-1:].expand(k)]),
+        aux_TAH=torch.cat([document.aux_TAH, document.aux_TAH[-1:].expand(k, -1)]),
+        last_TH=torch.cat([document.last_TH, document.last_TH[-1:].expand(k, -1)]),
+    )
+    batch = make_batch([padded], [sample_rows(padded.loss_mask_T[1:], num_depths=k, ratio=1.0)])
+    device = head.fc.weight.device
+    states = head_states(head, batch.to(device), free_run=True)[: batch.num_loss_rows]
+    rows = batch.row_R[: batch.num_loss_rows]
+    return batch.anchor_S[rows], batch.depth_S[rows], states
+
+
+def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[int]:
+    """Return the number of accepted drafts of each verification step of a response.
+
+    Example: the response is 5 6 7 8, every draft is right, and K=2. The first step drafts 6 7 after 5, accepts both and
+    emits 8: [2].
+
+    Args:
+        start: index of the response's first token, which prefill emits.
+    """
+    accepted = []
+    known = start
+    while known < len(token_ids) - 1:
+        num_accepted = 0
+        for draft, token in zip(drafted[known - 1].tolist(), token_ids[known + 1 :], strict=False):
+            if draft != token:
+                break
+            num_accepted += 1
+        accepted.append(num_accepted)
+        known += num_accepted + 1
+    return accepted
+
+
+def estimate_acceptance(
+    head: Any, store: Features, documents: Sequence[int], *, num_speculative_tokens: int
+) -> SpeculationStats:
+    """Estimate the acceptance of a greedy engine over documents. Exact only for greedy responses."""
+    histogram = [0] * (num_speculative_tokens + 1)
+    for index in documents:
+        (document,) = store.documents([index])
+        start = int(document.loss_mask_T.int().argmax())
+        drafted = drafted_tokens(head, document, num_speculative_tokens)
+        for accepted in walk(document.token_ids_T.tolist(), drafted, start):
+            histogram[accepted] += 1
+    return SpeculationStats.from_histogram(histogram, sum(histogram) * num_speculative_tokens)

@@ -40,15 +40,7 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A head written in another format.
-
-    Attributes:
-        output: its folder.
-        num_bytes_before: size of the original weight files.
-        num_bytes_after: size of the new weight file.
-        errors: the error of each converted matrix, relative to the original.
-        kept: why a tensor was not converted, by name.
-    """
+    """A head written in another format."""
 
     output: Path
     num_bytes_before: int
@@ -67,18 +59,7 @@ class Conversion:
 
 
 def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Conversion:
-    """Write the head in `source` as an FP8 head.
-
-    Args:
-        source: a P-EAGLE or EAGLE-3 head, in either layout that `catalog.fit` reads.
-        output: must be empty or not exist.
-        keep: modules of `fp8.OPTIONAL` that are not converted.
-
-    Raises:
-        DrafterError: not a head, already quantised, or vLLM has no FP8 drafter for its architecture.
-        ConfigError: the output exists, or `keep` has an unknown module.
-        CapacityError: the output cannot be written.
-    """
+    """Write the head in `source` as an FP8 head."""
     for module in keep:
         if module not in OPTIONAL:
             raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
@@ -104,13 +85,7 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9).
-
-    Raises:
-        DrafterError: not an FP8 head in the format that `quantize_head` writes.
-        ConfigError: the output exists.
-        CapacityError: the output cannot be written.
-    """
+    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9)."""
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
@@ -179,7 +154,11 @@ def _write(
             ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
             save_file(ordered, staging / "model.safetensors", metadata={"format": "pt"})
             (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-            _note(staging / "README.md", line)
+            card = staging / "README.md"
+            lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
+            title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
+            lines[title + 1 : title + 1] = ["", line]
+            card.write_text("\n".join(lines) + "\n", encoding="utf-8")
             for path in (staging, *staging.iterdir()):
                 path.chmod(0o755 if path.is_dir() else 0o644)
             staging.rename(output)
@@ -192,14 +171,6 @@ def _write(
         errors=tuple(sorted(errors, key=lambda error: error.name)),
         kept=dict(sorted(kept.items())),
     )
-
-
-def _note(card: Path, line: str) -> None:
-    """Insert a line after the card's title; create a card if there is none."""
-    lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
-    title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
-    lines[title + 1 : title + 1] = ["", line]
-    card.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _unconverted(kept: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:

@@ -3,20 +3,130 @@
 Its initial weights are the target's last layers, a saved head, or random. The networks are `speculators`' models.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import read_head
 from peagle.catalog.shipped_heads import whole_head
-from peagle.drafter.architecture import Architecture
 from peagle.drafter.attention import DOCUMENT_ATTENTION
-from peagle.drafter.head_folder import is_saved, model_class_of, silence_library
-from peagle.drafter.head_spec import HeadSpec, require_buildable
-from peagle.drafter.target_weights import TargetWeights, share_output
+from peagle.drafter.target import Architecture, TargetWeights, read_architecture, share_output
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError
+from peagle.files import write_atomic
+
+ALGORITHMS = ("peagle", "eagle3")
+INITS = ("warm", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The shape of a head.
+
+    Attributes:
+        num_key_value_heads: KV heads of the head's attention; None copies the target's number. Attention is the only
+            source of context for a mask row, so more KV heads may help; they start as copies of the target's.
+        init: "warm": layers start as the target's last ones, which must be like Llama's, and `fc` passes on the last
+            aux state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or
+            KV heads, which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the
+            identity.
+        num_frozen_layers: first layers of the saved head that are not trained. Their inputs (`fc`, mask state,
+            embeddings) are not trained either.
+        train_embeddings: train embeddings instead of sharing the target's. They are then saved with the head:
+            vocabulary x hidden size, most of its bytes.
+    """
+
+    aux_layers: tuple[int, ...]
+    algorithm: str = "peagle"
+    num_layers: int = 1
+    num_key_value_heads: int | None = None
+    num_depths: int = 8
+    mask_token_id: int = 0
+    init: str = "warm"
+    num_frozen_layers: int = 0
+    train_lm_head: bool = False
+    train_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= 8:
+            raise ConfigError(f"num_layers must be from 1 to 8, got {self.num_layers}")
+        if self.num_depths < 1:
+            raise ConfigError(f"num_depths must be at least 1, got {self.num_depths}")
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if self.init not in INITS and not Path(self.init).is_dir():
+            raise ConfigError(f"init must be one of {', '.join(INITS)} or the folder of a head, got {self.init!r}")
+        if not 0 <= self.num_frozen_layers < self.num_layers:
+            raise ConfigError(
+                f"num_frozen_layers must be from 0 to {self.num_layers - 1}, got {self.num_frozen_layers}",
+                hint="at least the last layer must be trained",
+            )
+        if self.num_frozen_layers and self.init in INITS:
+            raise ConfigError(
+                f"num_frozen_layers requires a saved head to continue, but init is {self.init!r}",
+                hint="set init to the folder of a head",
+            )
+        if self.num_frozen_layers and self.train_embeddings:
+            raise ConfigError(
+                "train_embeddings cannot be combined with num_frozen_layers: embeddings are an input of frozen layers",
+                hint="set only one of them",
+            )
+
+
+def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
+    """Check from the configurations that a head can be built for a target; return the target's architecture."""
+    shape = read_architecture(target)
+    if spec.init != "random" and spec.num_layers > shape.num_hidden_layers:
+        raise ConfigError(
+            f"{spec.num_layers} layers cannot start as the last layers of a target that has {shape.num_hidden_layers}",
+            hint="decrease --num-layers, or use --init random",
+        )
+    num_kv_heads, target_kv_heads = spec.num_key_value_heads, shape.num_key_value_heads
+    if num_kv_heads is not None and shape.num_attention_heads % num_kv_heads:
+        raise ConfigError(f"{num_kv_heads} KV heads do not divide {shape.num_attention_heads} attention heads")
+    if num_kv_heads is not None and num_kv_heads % target_kv_heads and spec.init != "random":
+        raise ConfigError(
+            f"{num_kv_heads} KV heads cannot start as copies of the target's {target_kv_heads}",
+            hint="use a multiple of the target's KV heads, or --init random",
+        )
+    if spec.init not in INITS:
+        _require_compatible(Path(spec.init), spec)
+    return shape
+
+
+def _require_compatible(folder: Path, spec: HeadSpec) -> None:
+    """Check that a saved head reads the same layers and drafts the same way as the head to train."""
+    saved = read_head(read_config(folder, ConfigError))
+    if saved.aux_layer_ids and saved.aux_layer_ids != spec.aux_layers:
+        raise ConfigError(
+            f"{folder}: reads layers {list(saved.aux_layer_ids)}, but the head to train reads {list(spec.aux_layers)}",
+            hint="use the --aux-layers of that head, or another --init",
+        )
+    if saved.method == spec.algorithm == "peagle" and saved.mask_token_id != spec.mask_token_id:
+        raise ConfigError(
+            f"{folder}: has mask token {saved.mask_token_id}, but the head to train has {spec.mask_token_id}",
+            hint="use the --mask-token-id of that head, or another --init",
+        )
+    if saved.num_layers > spec.num_layers:
+        raise ConfigError(
+            f"{folder}: has {saved.num_layers} layers, but the head to train has {spec.num_layers}",
+            hint=f"increase --num-layers to at least {saved.num_layers}",
+        )
+    if saved.method == "peagle" != spec.algorithm:
+        raise ConfigError(
+            f"{folder}: is a P-EAGLE head, but the head to train is {spec.algorithm}", hint="use --algorithm peagle"
+        )
+    if saved.num_layers < spec.num_frozen_layers:
+        raise ConfigError(
+            f"{folder}: has {saved.num_layers} layers, fewer than num_frozen_layers={spec.num_frozen_layers}",
+            hint=f"decrease --num-frozen-layers to {saved.num_layers} or less",
+        )
+
 
 _PROJECTIONS = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
 _COPIED = {
@@ -127,15 +237,7 @@ _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """Return a new float32 PEagleDraftModel or Eagle3DraftModel.
-
-    Args:
-        target: folder of the target.
-
-    Raises:
-        ConfigError: the target does not support such a head, or the saved head has another shape.
-        DrafterError: the saved head has no lm_head, and the target is not an embedded one that could provide it.
-    """
+    """Return a new float32 PEagleDraftModel or Eagle3DraftModel."""
     silence_library()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)
@@ -177,15 +279,12 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
         _load_saved(head, folder, saved)
     head.lm_head.requires_grad_(spec.train_lm_head)
     if spec.num_frozen_layers:
-        _freeze(head, spec.num_frozen_layers)
+        for name, parameter in head.named_parameters():
+            if name.startswith(
+                ("fc.", "mask_hidden", *(f"layers.{index}." for index in range(spec.num_frozen_layers)))
+            ):
+                parameter.requires_grad_(requires_grad=False)
     return head
-
-
-def _freeze(head: Any, num_layers: int) -> None:
-    """Freeze the first layers and their inputs, so that their outputs stay the same."""
-    for name, parameter in head.named_parameters():
-        if name.startswith(("fc.", "mask_hidden", *(f"layers.{index}." for index in range(num_layers)))):
-            parameter.requires_grad_(requires_grad=False)
 
 
 @torch.no_grad()
@@ -194,9 +293,6 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
 
     The mask state of an EAGLE-3 head is initialised as usual. Additional layers start as the identity, so that the
     drafts stay the same.
-
-    Raises:
-        ConfigError: the saved head has another shape; names the first weight that differs.
     """
     own = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
@@ -233,3 +329,58 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+_OWNED_BY_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+
+
+def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens: int | None = None) -> None:
+    """Write `config.json` and `model.safetensors` (bf16) in the format that vLLM loads.
+
+    Args:
+        verifier: the target's public name, which replaces the path it was trained with.
+    """
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = head.config.to_dict()
+    config["dtype"] = "bfloat16"
+    config["speculators_config"]["verifier"]["name_or_path"] = verifier
+    config["transformer_layer_config"]["_name_or_path"] = verifier
+    if num_speculative_tokens is not None:
+        for method in config["speculators_config"]["proposal_methods"]:
+            method["speculative_tokens"] = num_speculative_tokens
+    tensors = {name: _as_saved(tensor) for name, tensor in head.state_dict().items() if is_saved(head, name)}
+    # `save_file` would create a file that only its owner can read.
+    write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def model_class_of(algorithm: str) -> Any:
+    if algorithm == "peagle":
+        from speculators.models.peagle import PEagleDraftModel
+
+        return PEagleDraftModel
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    return Eagle3DraftModel
+
+
+def silence_library() -> None:
+    """Disable the logs of `speculators`, which name every tensor of the target."""
+    from loguru import logger
+
+    logger.disable("speculators")
+
+
+def is_saved(head: Any, name: str) -> bool:
+    """Return whether a weight is the head's own, not its target's."""
+    if name == "embed_tokens.weight":
+        return bool(head.config.embed_requires_grad)
+    shared = name == "lm_head.weight" and not head.use_draft_vocab and not head.lm_head.weight.requires_grad
+    return name not in _OWNED_BY_TARGET and not shared
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()

@@ -32,8 +32,6 @@ class Targets:
     """The target's side of the loss.
 
     Attributes:
-        state_PH: the target's states after its final norm.
-        weight_VH: rows of the target's lm_head for the draft vocabulary.
         softcap: logits are softcap * tanh(logits / softcap), as in Gemma; None disables it.
     """
 
@@ -48,8 +46,6 @@ class RowLosses:
 
     Attributes:
         loss: scalar, weighted sum of the rows' divergences; the only field with a gradient.
-        divergence_R: unweighted KL divergence.
-        correct_R: bool, whether the head's most likely token is the target's.
     """
 
     loss: torch.Tensor
@@ -70,7 +66,6 @@ def linear_loss(
         hidden_RH: the head's states after its norm; receives a gradient. Matrix products use its dtype.
         weight_VH: the head's lm_head; receives a gradient if it requires one.
         position_R: index in `targets.state_PH` of each row; ascending order is faster.
-        row_weight_R: float32 weights.
     """
     outcome = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden_RH, weight_VH, targets.state_PH, targets.weight_VH, targets.softcap, position_R, row_weight_R
@@ -82,13 +77,7 @@ def linear_loss(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """Return the head's probability of the target's most likely token, [R] float32 or wider.
-
-    Args:
-        hidden_RH: the head's states after its norm.
-        weight_VH: the head's lm_head.
-        position_R: index in `targets.state_PH` of each row; ascending order is faster.
-    """
+    """Return the head's probability of the target's most likely token, [R] float32 or wider."""
     # `linear_loss` computes these logits again, because the gradient of lm_head depends on the weights.
     confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
     for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):
@@ -171,7 +160,6 @@ class Weighting:
 
     Attributes:
         depth_decay: a row at depth d weighs depth_decay ** d.
-        dpace: multiply by the row's D-PACE weight.
         cod_ratio: share of chains that COD sampling keeps from one depth to the next. D-PACE divides its products by
             powers of it, to account for the chains that were cut.
     """
@@ -189,11 +177,7 @@ def fixed_weight(batch: TrainingBatch, weighting: Weighting) -> torch.Tensor:
 
 
 def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch.Tensor) -> torch.Tensor:
-    """Return the D-PACE weight of each row, [R]; undefined for padding.
-
-    Args:
-        confidence_R: the head's probability of the target's most likely token.
-    """
+    """Return the D-PACE weight of each row, [R]; undefined for padding."""
     rows = batch.row_R[: batch.num_loss_rows]
     smoothed_TD = by_chain(batch, (1 - _SMOOTHING) * confidence_R[: batch.num_loss_rows] + _SMOOTHING)
     depth_D = torch.arange(smoothed_TD.shape[1], device=smoothed_TD.device)

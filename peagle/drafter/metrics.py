@@ -50,14 +50,11 @@ class TrainingProgress:
 
 
 class Metrics:
-    """The metrics file in the folder of a training."""
-
     def __init__(self, folder: Path) -> None:
         self._file = folder / METRICS
 
     @property
     def num_bytes(self) -> int:
-        """The length of the file; 0 if it does not exist."""
         return self._file.stat().st_size if self._file.exists() else 0
 
     def append(self, progress: TrainingProgress) -> None:
@@ -167,7 +164,6 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
 
 
 def _pieces(places: Sequence[tuple[float, float | None]]) -> Iterator[list[tuple[float, float]]]:
-    """Split a curve at its gaps."""
     piece: list[tuple[float, float]] = []
     for x, y in places:
         if y is not None:

@@ -18,36 +18,106 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from peagle.drafter.checkpoint import load_checkpoint
-from peagle.drafter.checks import check_training, head_spec
+from peagle.catalog.drafters import find_head
+from peagle.catalog.folders import read_config
+from peagle.catalog.head_files import check_fit, read_dtypes
+from peagle.catalog.shipped_heads import whole_head
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.estimate import estimate_acceptance
 from peagle.drafter.features import (
     BATCH_TOKENS,
     GPU_BATCH_TOKENS,
     ComputedFeatures,
     FeatureJob,
+    Features,
+    FeatureSpec,
+    FeatureStore,
     extract,
     load_reader,
     samples_fingerprint,
     target_fingerprint,
 )
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import INITS, HeadSpec
+from peagle.drafter.forward import estimate_acceptance
+from peagle.drafter.head import INITS, HeadSpec, build_head, init_for, require_buildable
 from peagle.drafter.metrics import PLOT, Metrics, TrainingProgress, training_plot
 from peagle.drafter.prompt_sources import TrainingDocuments, read_corpus
 from peagle.drafter.publish import publish
 from peagle.drafter.recipe import TrainingConfig, plan_batches
 from peagle.drafter.spending import training_spending
-from peagle.drafter.store import Features, FeatureSpec, FeatureStore
-from peagle.drafter.target import Target, end_tokens
-from peagle.drafter.training import TrainingOutcome, train
+from peagle.drafter.target import SERVED, Target, end_tokens, load_target
+from peagle.drafter.training import TrainingOutcome, load_checkpoint, train
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, vocabulary_of_head
-from peagle.drafter.workers import Workers
-from peagle.errors import DivergedError
+from peagle.drafter.workers import SingleProcess
+from peagle.errors import ConfigError, DivergedError
 from peagle.files import sha256, write_atomic, writing
 from peagle.hardware import detect
 from peagle.machine import identified
+
+
+def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:
+    """Check that the head can be built for the target and trained on this machine.
+
+    Returns:
+        The configuration with a supported `init`, the target, and the device of this process.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # the cluster checks several workers
+        raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
+    device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
+    if config.init not in INITS:
+        config = config.model_copy(update={"init": find_head(config.init)})
+    target = load_target(config.target, config.aux_layers, say)
+    spec = head_spec(config, target)
+    architecture = require_buildable(target.folder, spec)
+    if config.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"--mask-token-id {config.mask_token_id}: the target's tokens are 0 to {target.vocab_size - 1}"
+        )
+    if config.init in INITS and config.draft_vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"--draft-vocab-size {config.draft_vocab_size}: the target has only {target.vocab_size} tokens",
+            hint=f"use --draft-vocab-size {target.vocab_size} or less",
+        )
+    if config.init not in INITS:
+        _require_fit(Path(config.init), target)
+    if architecture.model_type not in SERVED:
+        say(
+            f"vLLM 0.29 may not serve heads for {architecture.model_type!r} targets; it serves them for"
+            f" {', '.join(SERVED)}"
+        )
+    if config.verifier is None and target.model.upstream_id is None:
+        say(
+            f"the head will name {target.model.name!r} as its target; `vllm serve HEAD` loads the target by that name,"
+            " so pass its hub id as --verifier to use it"
+        )
+    init = init_for(target.folder, architecture, spec, say)
+    return config.model_copy(update={"init": init}), target, device
+
+
+def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
+    return HeadSpec(
+        aux_layers=target.aux_layers,
+        algorithm=config.algorithm,
+        num_layers=config.num_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        num_depths=config.num_depths,
+        mask_token_id=config.mask_token_id,
+        init=config.init,
+        num_frozen_layers=config.num_frozen_layers,
+        train_lm_head=config.train_lm_head,
+        train_embeddings=config.train_embeddings,
+    )
+
+
+def _require_fit(init: Path, target: Target) -> None:
+    """Check that the head to continue fits this target and can be trained."""
+    check_fit(read_config(init, ConfigError), target.model.config)
+    quantised = sorted(name for name, dtype in read_dtypes(whole_head(init)).items() if dtype.startswith("F8"))
+    if quantised:
+        raise ConfigError(
+            f"{init}: its {quantised[0]} is in FP8, which cannot be trained",
+            hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
+        )
+
 
 _RECIPE = (
     "batch_tokens", "micro_batch_tokens", "num_depths", "cod_ratio", "depth_decay", "depth_weight",
@@ -63,8 +133,6 @@ Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks for messages, extracted shards and training steps."""
-
     say: Callable[[str], None] = lambda message: None
     shard: Callable[[int, int], None] = lambda done, total: None
     step: Callable[[TrainingProgress], None] = lambda progress: None
@@ -72,8 +140,6 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The inputs of a training."""
-
     config: TrainConfig
     target: Target
     device: torch.device
@@ -83,7 +149,6 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint and the metrics."""
         return self.config.output / "training"
 
     @cached_property
@@ -115,7 +180,6 @@ class Prepared:
         }
 
     def new_head(self) -> Any:
-        """Return the head with its initial weights."""
         return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
     def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
@@ -130,14 +194,7 @@ class Prepared:
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head and save it; return the contents of run.json.
-
-    Raises:
-        ConfigError: the configuration is not possible.
-        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
-        CapacityError: the disk is full.
-        PriceError: a price is required but unknown.
-    """
+    """Train a head and save it; return the contents of run.json."""
     on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
     num_devices = 1 if on_gpu else hardware.num_cpus
     with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:
@@ -164,11 +221,6 @@ def prepare(config: TrainConfig, listener: Listener, *, extract: Extract = extra
 
     Args:
         verify: compare stored states with their checksums. Only one of several processes needs to.
-
-    Raises:
-        ConfigError: the training is not possible, or the folder has the features of other documents.
-        InputError: there are no documents to train on.
-        CapacityError: the features do not fit on the disk.
     """
     config, target, device = check_training(config, listener.say)
     corpus = read_corpus(config, target, listener.say)
@@ -184,7 +236,7 @@ def train_prepared(
     prepared: Prepared,
     head: Any,
     *,
-    workers: Workers | None = None,
+    workers: SingleProcess | None = None,
     identity: dict[str, Any] | None = None,
     progress: Callable[[TrainingProgress], None],
     saved: Callable[[], None] = lambda: None,
@@ -193,8 +245,6 @@ def train_prepared(
 
     Args:
         identity: the identity that a checkpoint must have; None uses that of `prepared`.
-        progress: called after every step.
-        saved: called after every checkpoint.
     """
     return train(
         head,
@@ -245,12 +295,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
 
 
 def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
-    """Finish with the head of the last checkpoint.
-
-    Raises:
-        DivergedError: `diverged`, after saving the head, with a hint how to continue it. The same training would
-            diverge at the same step again, and another recipe cannot resume its checkpoint.
-    """
+    """Finish with the head of the last checkpoint."""
     checkpoint = load_checkpoint(prepared.folder)
     if checkpoint is None:
         assert diverged is not None
@@ -280,7 +325,6 @@ def _features(
     *,
     verify: bool,
 ) -> Features:
-    """Return the features of the documents, stored or computed on the fly."""
     samples = corpus.samples
     spec = FeatureSpec(
         target=target_fingerprint(target.folder),

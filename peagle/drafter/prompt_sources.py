@@ -34,9 +34,6 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     """Read rows with `id` and either `messages` or `prompt`, the same for all. Reports rows that are dropped.
 
     A limit is divided evenly among the sources; if one has too few rows, the others provide more.
-
-    Raises:
-        InputError: a source is unreadable, or no prompts are left.
     """
     index = index_of(config.exclude)
     rows_by_source: list[list[Row]] = []
@@ -60,11 +57,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
 
 
 def read_responses(source: str | Path) -> Iterator[Row]:
-    """Yield the rows of a run directory or a corpus, local or `s3://`.
-
-    Raises:
-        InputError: the source does not exist, has an unknown format or an invalid row, or has no `response` column.
-    """
+    """Yield the rows of a run directory or a corpus, local or `s3://`."""
     for number, row in enumerate(read_all(source_files(source))):
         if number == 0 and "response" not in row:
             raise InputError(f"{source}: has no column 'response'", hint=did_you_mean("response", row))
@@ -72,12 +65,6 @@ def read_responses(source: str | Path) -> Iterator[Row]:
 
 
 def source_files(source: str | Path) -> list[SourceFile]:
-    """Return the committed units of a run directory, or the files of a corpus.
-
-    Raises:
-        InputError: there are no files of a known format.
-        StorageError: the store rejects the request or does not respond.
-    """
     try:
         units = unit_files(place(str(source)))
     except ConfigError:
@@ -112,11 +99,7 @@ def share_out(limit: int | None, sizes: Sequence[int]) -> list[int]:
 def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:
-    """Return `limit` prompts of a shipped source (default: one per material), and its materials.
-
-    Raises:
-        ConfigError: the source does not exist or has fewer prompts.
-    """
+    """Return `limit` prompts of a shipped source (default: one per material), and its materials."""
     checked = _materials(source, index)
     limit = len(checked.kept) if limit is None else limit
     return list(generate_prompts(checked.kept, source=source, seed=seed, limit=limit)), checked
@@ -181,7 +164,6 @@ def _without_request(row: Row) -> Row:
 
 
 def _report_shares(config: TrainConfig, shares: Sequence[int], say: Callable[[str], None]) -> None:
-    """Report the shares of several sources, and a shortage."""
     if len(shares) > 1:
         for source, share in zip(config.prompts, shares, strict=True):
             say(f"  {share:,} from {source}")
@@ -201,11 +183,7 @@ def _in_one_column(rows: list[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocuments:
-    """The documents of a training, and the rows without one.
-
-    Attributes:
-        held_out: indices of the documents that are not trained on.
-    """
+    """The documents of a training, and the rows without one."""
 
     samples: list[Sample]
     rejected: list[Rejected]
@@ -218,12 +196,7 @@ class TrainingDocuments:
 
 
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
-    """Read, check and tokenise the responses, and hold out a share by a hash of their ids.
-
-    Raises:
-        InputError: a source is unreadable, or no row yields a document.
-        ConfigError: the tokenizer produces tokens that the target does not have.
-    """
+    """Read, check and tokenise the responses, and hold out a share by a hash of their ids."""
     column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
     checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, column))

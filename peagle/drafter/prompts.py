@@ -3,18 +3,353 @@
 A source has materials, and each material has several wordings of a request.
 """
 
+import ast
 import hashlib
 import random
+import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
-from peagle.drafter.code_prompts import folder_snippets
-from peagle.drafter.content_prompts import content_materials
 from peagle.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def part_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Split items into those outside and inside a share, by a hash of their text.
+
+    Adding items does not change the split of the others.
+    """
+    parts: tuple[list[T], list[T]] = ([], [])
+    for item in items:
+        drawn = int.from_bytes(hashlib.sha256(text(item).encode()).digest()[:4]) / 2**32
+        parts[drawn < share].append(item)
+    return parts
+
+
+MAX_DOCSTRING_CHARS = 1200
+MIN_DOCSTRING_CHARS = 24
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "config-3", "idlelib_test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snippet:
+    module: str
+    name: str
+    arguments: str
+    returns: str
+    docstring: str
+
+    @property
+    def code(self) -> str:
+        arrow = f" -> {self.returns}" if self.returns else ""
+        lines = self.docstring.split("\n")
+        body = '"""' + self.docstring + ('\n"""' if len(lines) > 1 else '"""')
+        return f"def {self.name}({self.arguments}){arrow}:\n{textwrap.indent(body, '    ')}\n"
+
+    @property
+    def summary(self) -> str:
+        """The docstring on one line, for requests without a signature."""
+        return " ".join(self.docstring.split())
+
+    @property
+    def text(self) -> str:
+        return self.code
+
+    @property
+    def num_wordings(self) -> int:
+        return len(FORMS)
+
+    def wording(self, seed: int, index: int) -> tuple[str, str]:
+        # Shuffled by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
+        rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
+        forms = sorted(FORMS, key=lambda form: -(rng.random() ** (1 / form.weight)))
+        return "code", forms[index].put(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A wording of a request, drawn in proportion to `weight`."""
+
+    text: str
+    weight: float
+
+    def put(self, snippet: Snippet) -> str:
+        return self.text.format(code=snippet.code, name=snippet.name, args=snippet.arguments, summary=snippet.summary)
+
+
+# The first is the most common form of an evaluation prompt.
+FORMS: tuple[Form, ...] = (
+    Form(
+        weight=10,
+        text="Complete the following Python function. Answer with the code only.\n\n```python\n{code}\n```",
+    ),
+    Form(weight=3, text="Complete this function:\n\n```python\n{code}```"),
+    Form(weight=2, text="Implement the following function in Python.\n\n{code}"),
+    Form(weight=2, text="Write the body of this Python function.\n\n```python\n{code}```\n"),
+    Form(weight=1, text="{code}"),
+    Form(
+        weight=2,
+        text="Write a Python function `{name}({args})` that does the following:\n{summary}\nReturn only the code.",
+    ),
+    Form(weight=1, text="Write a Python function named {name}. {summary}"),
+    Form(weight=1, text="Implement this function and explain briefly how it works.\n\n```python\n{code}```"),
+    Form(
+        weight=1,
+        text="Show how this Python function is used, with two short examples.\n\n```python\n{code}```",
+    ),
+)
+
+
+def folder_snippets(root: Path) -> list[Snippet]:
+    """Return every distinct documented function below `root`, ordered by path and line.
+
+    Functions with equal name, arguments and docstring count once.
+    """
+    distinct: dict[tuple[str, str, str], Snippet] = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            continue
+        for snippet in _snippets_of(path, ".".join(relative.with_suffix("").parts)):
+            distinct.setdefault((snippet.name, snippet.arguments, snippet.docstring), snippet)
+    return list(distinct.values())
+
+
+def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the library's tests contain invalid files
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = (ast.get_docstring(node) or "").strip()
+            if MIN_DOCSTRING_CHARS <= len(docstring) <= MAX_DOCSTRING_CHARS and '"""' not in docstring:
+                yield Snippet(
+                    module=module,
+                    name=node.name,
+                    arguments=_arguments(node.args),
+                    returns=ast.unparse(node.returns) if node.returns else "",
+                    docstring=docstring,
+                )
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """Return the argument list without `self` or `cls`."""
+    for group in (arguments.posonlyargs, arguments.args):
+        if group and group[0].arg in {"self", "cls"}:
+            del group[0]
+            break
+    return ast.unparse(arguments)
+
+
+MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS = 240, 1200
+PASSAGES_PER_DOCUMENT = 4
+NUM_TABLES, NUM_SUMS = 160, 160
+HELD_OUT_SHARE = 0.2
+
+_PROSE: dict[str, tuple[str, ...]] = {
+    "summary": (
+        "Summarize the following text in two sentences.\n\n{text}",
+        "Give the main points of this text as a short list.\n\n{text}",
+        "What is this text about? Answer in one paragraph.\n\n{text}",
+    ),
+    "rewriting": (
+        "Rewrite the following text in simpler words.\n\n{text}",
+        "Rewrite this text as a formal email to a colleague.\n\n{text}",
+        "Shorten this text to half its length and keep its meaning.\n\n{text}",
+    ),
+    "question": (
+        "Answer the question with the text alone.\n\nText: {text}\n\nQuestion: What does it say about {name}?",
+        "Read the text and write three questions that it answers, with their answers.\n\n{text}",
+    ),
+    "extraction": (
+        "List the five most important terms of this text, one on a line.\n\n{text}",
+        "Extract all names of products and people from this text as a JSON list.\n\n{text}",
+    ),
+}
+_TOPIC: dict[str, tuple[str, ...]] = {
+    "explanation": (
+        "Explain {name} to somebody who has never heard of it.",
+        "What are the advantages and disadvantages of {name}?",
+    ),
+    "writing": (
+        "Write a short blog post about {name}.",
+        "Write an email to a friend about {name}.",
+        "Write the opening paragraph of an essay on {name}.",
+    ),
+    "ideas": ("Give me ten ideas for a talk about {name}.", "What should I know before I begin with {name}?"),
+}
+_TABLE: dict[str, tuple[str, ...]] = {
+    "table": (
+        "Which row of this table has the largest number in its last column? Say why.\n\n{text}",
+        "Describe this table in words.\n\n{text}",
+        "Sort the rows of this table by the last column, the largest first.\n\n{text}",
+    ),
+    "extraction": ("Write this table as a JSON list of objects.\n\n{text}",),
+}
+_SUM: dict[str, tuple[str, ...]] = {
+    "mathematics": ("{text}", "{text} Solve it step by step.", "{text} Answer with the number and one sentence."),
+}
+_HELD_OUT: dict[str, dict[str, tuple[str, ...]]] = {
+    "prose": {
+        "translation": (
+            "Translate the following text into French.\n\n{text}",
+            "Translate the following text into German.\n\n{text}",
+            "Translate into Spanish:\n\n{text}",
+        ),
+        "classification": (
+            "Is the tone of this text neutral, positive or negative? Give a reason.\n\n{text}",
+            "Who is this text written for: beginners, users or experts? Give a reason.\n\n{text}",
+        ),
+    },
+    "topic": {
+        "story": ("Write a short story in which {name} plays a part.", "Write a poem about {name}."),
+        "dialogue": ("Write a conversation between two people who disagree about {name}.",),
+    },
+    "table": {"comparison": ("Compare the first two rows of this table.\n\n{text}",)},
+    "sum": {"puzzle": ("{text} Make another puzzle of the same kind, and solve it.",)},
+}
+_TRAINED = {"prose": _PROSE, "topic": _TOPIC, "table": _TABLE, "sum": _SUM}
+
+_TOPICS = (
+    "baking bread", "learning the guitar", "growing tomatoes", "public libraries", "night trains", "bicycle repair",
+    "keeping bees", "solar power", "the water cycle", "renting a flat", "a first job interview", "remote work",
+    "the Roman roads", "the printing press", "coral reefs", "volcanoes", "the moon landing", "chess openings",
+    "long-distance running", "meditation", "knitting", "photography at night", "budgeting", "compound interest",
+    "vaccines", "sleep", "black holes", "whales", "recycling", "city parks", "jazz", "street markets",
+    "learning a language", "small talk", "time zones", "the calendar", "maps", "bridges", "tea", "cheese",
+    "board games", "camping in the rain", "first aid", "moving to another city", "a school play",
+    "pets in a small flat", "electric cars", "rail freight", "open source software", "version control", "passwords",
+    "backups", "the history of zero", "prime numbers", "probability", "weather forecasts", "lighthouses",
+    "glaciers", "deserts", "migrating birds", "honey", "the piano", "opera", "science fiction", "detective novels",
+    "proverbs", "handwriting", "museums", "volunteering", "elections", "juries", "patents", "insurance",
+    "supply chains", "coffee", "spices", "breakfast around the world", "swimming", "skiing", "the Olympic Games",
+)  # fmt: skip
+_COLUMNS = (
+    (("City", "Country", "Population"), ("Lima", "Oslo", "Kyoto", "Perth", "Turin", "Porto", "Quito", "Riga")),
+    (("Employee", "Department", "Salary"), ("Ada", "Ben", "Chloe", "David", "Elif", "Farid", "Grace", "Hugo")),
+    (("Product", "Category", "Units sold"), ("lamp", "desk", "chair", "shelf", "clock", "rug", "mirror", "vase")),
+    (("Team", "League", "Points"), ("Rovers", "United", "Athletic", "Wanderers", "Rangers", "Harriers", "Albion")),
+)
+_MIDDLE = (
+    ("Peru", "Norway", "Japan", "Italy"),
+    ("sales", "support", "research"),
+    ("home", "office", "garden"),
+    ("north", "south"),
+)
+_PUZZLES = (
+    "A shop sells {a} boxes of {b} apples each and {c} single apples. How many apples does it sell?",
+    "A train travels {a} kilometres in {b} hours. How far does it travel in {c} hours at the same speed?",
+    "{a} friends share a bill of {b} dollars and leave a tip of {c} dollars. What does each pay?",
+    "A tank holds {a} litres and loses {b} litres a day. How much is left after {c} days?",
+    "A book has {a} pages. Ann reads {b} pages a day and has read {c} pages. How many days does she need?",
+    "A rectangle is {a} metres long and {b} metres wide. How much does a fence around it cost at {c} dollars a metre?",
+)
+
+_NOT_PROSE = re.compile(r"https?:|!\[|\]\(|::|``|[|<>{}=*#_~^\\]")
+_SENTENCE = re.compile(r"[A-Z][^.!?]{20,}[.!?]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A passage, topic, table or sum, with its prompts.
+
+    Attributes:
+        group: "prose", "topic", "table" or "sum".
+        module: the package or reference that contains it; otherwise the group.
+        held_out: use the kinds of task that are never trained on.
+    """
+
+    group: str
+    module: str
+    name: str
+    text: str
+    held_out: bool
+
+    @property
+    def num_wordings(self) -> int:
+        return len(self._forms())
+
+    def wording(self, seed: int, index: int) -> tuple[str, str]:
+        forms = self._forms()
+        random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(forms)
+        category, form = forms[index]
+        return category, form.format(text=self.text, name=self.name)
+
+    def _forms(self) -> list[tuple[str, str]]:
+        kinds = (_HELD_OUT if self.held_out else _TRAINED)[self.group]
+        return [(category, form) for category, forms in kinds.items() for form in forms]
+
+
+def content_materials(*, held_out: bool) -> list[Content]:
+    """Return the materials for training, or those held out. They depend only on the installed packages."""
+    distinct: dict[str, Content] = {}  # packages of one project share passages
+    for group, module, name, text in (*_passages(), *_topics(), *_tables(), *_sums()):
+        distinct.setdefault(text, Content(group=group, module=module, name=name, text=text, held_out=held_out))
+    return part_by_hash(distinct.values(), HELD_OUT_SHARE, text=lambda content: content.text)[held_out]
+
+
+def _passages() -> Iterator[tuple[str, str, str, str]]:
+    """Yield prose of package descriptions and of Python's reference."""
+    from pydoc_data.topics import topics  # imported late: half a megabyte
+
+    described = {(one.metadata["Name"] or "").lower(): one.read_text("METADATA") for one in distributions()}
+    for name in sorted(filter(None, described)):
+        for passage in prose((described[name] or "").partition("\n\n")[2]):
+            yield "prose", name, name, passage
+    for name in sorted(topics):
+        for passage in prose(topics[name]):
+            yield "prose", "python", name, passage
+
+
+def prose(text: str) -> list[str]:
+    """Return the first paragraphs of prose, without markup, code and links.
+
+    >>> prose("# Title\\n\\n" + "This is a sentence of several plain words. " * 8)[0][:42]
+    'This is a sentence of several plain words.'
+    """
+    passages = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        joined = " ".join(paragraph.split())
+        is_passage = MIN_PASSAGE_CHARS <= len(joined) <= MAX_PASSAGE_CHARS and joined[0].isupper()
+        if is_passage and not _NOT_PROSE.search(joined) and len(_SENTENCE.findall(joined)) > 1:
+            passages.append(joined)
+    return passages[:PASSAGES_PER_DOCUMENT]
+
+
+def _topics() -> Iterator[tuple[str, str, str, str]]:
+    for name in _TOPICS:
+        yield "topic", "topic", name, name
+
+
+def _tables() -> Iterator[tuple[str, str, str, str]]:
+    for number in range(NUM_TABLES):
+        rng = random.Random(f"table/{number}")
+        kind = number % len(_COLUMNS)
+        header, names = _COLUMNS[kind]
+        rows = [
+            (name, rng.choice(_MIDDLE[kind]), f"{rng.randrange(10, 99_999):,}")
+            for name in rng.sample(names, rng.randint(3, 6))
+        ]
+        lines = ["| " + " | ".join(row) + " |" for row in (header, ("---",) * 3, *rows)]
+        yield "table", "table", f"table {number}", "\n".join(lines)
+
+
+def _sums() -> Iterator[tuple[str, str, str, str]]:
+    for number in range(NUM_SUMS):
+        rng = random.Random(f"sum/{number}")
+        text = _PUZZLES[number % len(_PUZZLES)].format(
+            a=rng.randrange(120, 900), b=rng.randrange(3, 30), c=rng.randrange(2, 12)
+        )
+        yield "sum", "sum", f"sum {number}", text
+
 
 STDLIB = "stdlib"
 PACKAGE = "package:"
@@ -22,27 +357,7 @@ CONTENT = "content"
 HELD_OUT = "content:held-out"
 
 
-class Material(Protocol):
-    """The subject of a prompt: a documented function, a passage of text, a table."""
-
-    @property
-    def module(self) -> str:
-        """The module or package that contains it."""
-
-    @property
-    def name(self) -> str:
-        """Its name in that module."""
-
-    @property
-    def text(self) -> str:
-        """The text to compare with evaluation sets."""
-
-    @property
-    def num_wordings(self) -> int:
-        """The number of different requests."""
-
-    def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and text of a request. The seed determines their order."""
+Material = Snippet | Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +376,10 @@ class TrainingPrompt:
 
 
 def is_shipped_source(source: str) -> bool:
-    """Return whether a source is `stdlib`, `package:NAME`, `content` or `content:held-out`."""
     return source in (STDLIB, CONTENT, HELD_OUT) or source.startswith(PACKAGE)
 
 
 def source_materials(source: str) -> Sequence[Material]:
-    """Return the materials of a shipped source.
-
-    Raises:
-        ConfigError: the source does not exist, or the package is not installed or has no Python files.
-    """
     if source in (CONTENT, HELD_OUT):
         return content_materials(held_out=source == HELD_OUT)
     if source == STDLIB:
@@ -86,7 +395,6 @@ def source_materials(source: str) -> Sequence[Material]:
 
 
 def num_available(materials: Sequence[Material]) -> int:
-    """Count every wording of every material."""
     return sum(material.num_wordings for material in materials)
 
 
@@ -96,9 +404,6 @@ def generate_prompts(
     """Yield up to `limit` prompts, in an order that depends only on `seed` and the materials.
 
     Every material occurs once before one occurs again in another wording.
-
-    Raises:
-        ConfigError: `limit` exceeds the number of prompts.
     """
     available = num_available(materials)
     if limit is not None and limit > available:

@@ -11,10 +11,9 @@ import torch
 
 from peagle.catalog.targets import ResolvedModel
 from peagle.drafter.config import TrainConfig
-from peagle.drafter.head_folder import save_head
-from peagle.drafter.head_spec import INITS
+from peagle.drafter.features import Features
+from peagle.drafter.head import INITS, save_head
 from peagle.drafter.prompt_sources import TrainingDocuments
-from peagle.drafter.store import Features
 from peagle.drafter.training import TrainingOutcome
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.files import write_atomic, write_json
@@ -23,15 +22,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """The figures on a model card.
-
-    Attributes:
-        verifier: public name of the target.
-        licence: the target's; None if unknown.
-        num_parameters: trained parameters.
-        num_passes: finished passes over the documents.
-        held_out: estimated acceptance on held-out documents.
-    """
+    """The figures on a model card."""
 
     verifier: str
     target_fingerprint: str
@@ -164,12 +155,7 @@ def publish(
     num_passes: float,
     estimate: SpeculationStats,
 ) -> dict[str, Any]:
-    """Save head, model card and run.json in `config.output`; return the contents of run.json.
-
-    Args:
-        device: the device of a single-process training.
-        num_passes: finished passes over the documents.
-    """
+    """Save head, model card and run.json in `config.output`; return the contents of run.json."""
     verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
     save_head(head, folder, verifier=verifier, num_speculative_tokens=config.num_speculative_tokens)

@@ -20,9 +20,8 @@ from peagle.drafter.config import TrainConfig
 from peagle.economics.ledger import append_request, write_session
 from peagle.economics.price_options import PRICE_OPTIONS, resolve_price
 from peagle.economics.prices import Device, Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.errors import CapacityError, PriceError
 from peagle.files import make_folder, writing
 from peagle.hardware import Hardware
@@ -37,10 +36,6 @@ class TrainingSpending:
     A successful attempt ends with its last saved work, a failed one includes the lost work. Nothing is written before
     the first work, so that a rejected training leaves no files. Every method raises CapacityError if the disk is
     full.
-
-    Args:
-        folder: the ledger.
-        now: returns the Unix time.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:
@@ -69,7 +64,6 @@ class TrainingSpending:
             self._write()
 
     def beat(self) -> None:
-        """Write a heartbeat every few seconds."""
         if self._now() - self._seen_at >= _BEAT_S:
             self._advance()
 
@@ -136,24 +130,13 @@ class TrainingSpending:
 def training_spending(
     config: TrainConfig, hardware: Hardware, say: Callable[[str], None], *, on_gpu: bool, num_devices: int
 ) -> TrainingSpending:
-    """Return the records of an attempt that has not started.
-
-    Args:
-        hardware: of a training node.
-        on_gpu: count GPUs; otherwise vCPUs.
-        num_devices: number of devices that the training uses.
-
-    Raises:
-        PriceError: a price option is set, but the price is unknown. Without price options the cost is unknown.
-    """
+    """Return the records of an attempt that has not started."""
     device: Device = "accelerator" if on_gpu else "vcpu"
     price = _price(config, hardware, device, say)
-    facts: dict[str, Any] = {"model": config.target, "drafter": None, "num_devices": num_devices, "device": device}
-    folder, tags = (config.output / "ledger").resolve(), tags_to_text(config.tags)
-    if price is None:
-        return TrainingSpending(folder, EngineFacts(**facts, tags=tags))
-    priced = EngineFacts.priced(price, **facts, tags=tags, num_speculative_tokens=None, baseline=None)
-    return TrainingSpending(folder, priced)
+    facts = EngineFacts.priced(
+        price, model=config.target, num_devices=num_devices, device=device, tags=tags_to_text(config.tags)
+    )
+    return TrainingSpending((config.output / "ledger").resolve(), facts)
 
 
 def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callable[[str], None]) -> Price | None:

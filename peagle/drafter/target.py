@@ -5,24 +5,268 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peagle.catalog.folders import read_config
 from peagle.catalog.targets import ResolvedModel, fetched_model, resolve_model
-from peagle.drafter.architecture import read_architecture
 from peagle.drafter.data import Sample
 from peagle.errors import ConfigError
 from peagle.requests.tokenizer import load_tokenizer
+
+SUPPORTED = "heads require a decoder with RMSNorms, such as Llama, Mistral, Qwen2, Qwen3, gpt-oss or Gemma"
+# Text models whose hidden states vLLM 0.29 passes to a head (`SupportsEagle3` in model_executor/models).
+SERVED = (
+    "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "gemma4_text", "gpt_oss", "llama", "minimax_m2",
+    "mistral", "nemotron_h", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+_LOGIT_FACTORS = ("logits_scaling", "logit_scale")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # that Llama's rotary embedding supports
+_DEFAULT_THETA = 10_000.0
+# Usual width of a gated MLP, for targets that have only experts (like speculators 0.9).
+_MLP_RATIO = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The target's sizes, with the names of its config.json.
+
+    Attributes:
+        rope_parameters: a rotary embedding of whole heads. If the target's differs by layer or is partial, only its
+            base is used.
+        norm_offset: constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0.
+        logit_softcap: logits are softcap * tanh(logits / softcap); None disables it.
+        ties_embeddings: whether lm_head and embeddings share their weights.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    hidden_act: str
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    initializer_range: float
+    rope_parameters: Mapping[str, Any]
+    norm_offset: int
+    logit_softcap: float | None
+    ties_embeddings: bool
+    dtype: Any
+
+    def layer_config(self, *, num_layers: int, num_key_value_heads: int | None) -> Any:
+        """Return the `LlamaConfig` of a head's layers; None copies the target's number of KV heads."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=num_key_value_heads or self.num_key_value_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            rms_norm_eps=self.rms_norm_eps,
+            initializer_range=self.initializer_range,
+            rope_parameters=dict(self.rope_parameters),
+            dtype=self.dtype,
+        )
+
+
+def read_architecture(folder: Path) -> Architecture:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(reason)}") from error
+    text = config.get_text_config(decoder=True)
+    shape = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+    _require_decoder(folder, config, shape)
+    num_heads = shape.num_attention_heads
+    intermediate_size = getattr(shape, "intermediate_size", None)
+    return Architecture(
+        **{name: getattr(shape, name) for name in _SIZES},
+        model_type=text.model_type,
+        num_key_value_heads=getattr(shape, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // num_heads,
+        intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * shape.hidden_size,
+        hidden_act=getattr(shape, "hidden_act", None) or getattr(shape, "hidden_activation", None) or "unknown",
+        initializer_range=getattr(shape, "initializer_range", 0.02),
+        rope_parameters=_single_rope(getattr(text, "rope_parameters", None) or {}),
+        norm_offset=_norm_offset(folder, config),
+        logit_softcap=getattr(text, "final_logit_softcapping", None),
+        ties_embeddings=bool(
+            getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+        ),
+        dtype=text.dtype,
+    )
+
+
+def auto_class_of(config: Any) -> Any:
+    """Return the transformers class that loads a target, text-only or multimodal; None if there is none."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return None
+
+
+def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
+    model_type = config.model_type
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
+    if missing := [name for name in _SIZES if getattr(shape, name, None) is None]:
+        raise ConfigError(f"{folder}/config.json: {model_type!r} has no {', '.join(missing)}", hint=SUPPORTED)
+    if scaled := [name for name in _LOGIT_FACTORS if getattr(shape, name, None) not in (None, 1)]:
+        raise ConfigError(
+            f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which heads do not support",
+            hint=SUPPORTED,
+        )
+    num_heads = shape.num_attention_heads
+    if shape.hidden_size % num_heads or num_heads % (getattr(shape, "num_key_value_heads", None) or num_heads):
+        raise ConfigError(
+            f"{folder}/config.json: hidden size {shape.hidden_size}, {num_heads} heads and {shape.num_key_value_heads} "
+            "KV heads do not fit a Llama layer: each must divide the previous one",
+            hint=SUPPORTED,
+        )
+
+
+def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one rotary embedding for all layers of a head, which have full attention."""
+    if "rope_theta" not in parameters:
+        by_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+        parameters = by_type.get("full_attention") or next(iter(by_type.values()), parameters)
+    theta = parameters.get("rope_theta", _DEFAULT_THETA)
+    is_partial = parameters.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in parameters
+    if is_partial or parameters.get("rope_type", "default") not in _ROPE_TYPES:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_type": "default", "rope_theta": theta, **parameters}
+
+
+def _norm_offset(folder: Path, config: Any) -> int:
+    """Return the constant that the final norm adds to its weight, by building the model without weights."""
+    import torch
+
+    auto_class = auto_class_of(config)
+    if auto_class is None:
+        raise ConfigError(
+            f"{folder}: transformers does not support the language model {config.model_type!r}", hint=SUPPORTED
+        )
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+    decoder = model.get_decoder()
+    norm = getattr(decoder, "norm", None)
+    if norm is None or not hasattr(decoder, "layers"):
+        raise ConfigError(
+            f"{folder}: {type(decoder).__name__} has no 'layers' followed by a 'norm', so its states cannot be read",
+            hint=SUPPORTED,
+        )
+    if [name for name, _ in norm.named_parameters()] != ["weight"]:
+        raise ConfigError(f"{folder}: its final norm, {type(norm).__name__}, is not an RMSNorm", hint=SUPPORTED)
+    norm = norm.to_empty(device="cpu").float()
+    with torch.no_grad():
+        norm.weight.zero_()
+        return round(float(norm(torch.ones(1, len(norm.weight))).mean()))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+_EMBEDDINGS = "embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+
+
+class TargetWeights:
+    """A target's safetensors by Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
+
+    The prefix of these names differs (`model.`, `model.language_model.` in multimodal models); it is that of the
+    embeddings.
+    """
+
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
+        self._folder, self._architecture = folder, architecture
+        self._file_of = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+        self._prefix = self._name_of(_EMBEDDINGS).removesuffix(_EMBEDDINGS)
+        if not architecture.ties_embeddings:
+            self._name_of(_LM_HEAD)
+
+    def names_in_layer(self, index: int) -> set[str]:
+        """Return the names of a layer's weights, relative to the layer."""
+        prefix = f"{self._prefix}layers.{index}."
+        return {name.removeprefix(prefix) for name in self._file_of if name.startswith(prefix)}
+
+    def shape(self, name: str) -> list[int]:
+        return self._shape(self._prefix + name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        file = self._file_of.get(self._prefix + name)
+        if file is None:
+            raise ConfigError(f"{self._folder}: its safetensors files have no {self._prefix}{name}")
+        with safe_open(file, "pt") as weights:
+            tensor: torch.Tensor = weights.get_tensor(self._prefix + name)
+        return tensor
+
+    def final_norm(self) -> torch.Tensor:
+        """Return the factors of the final norm, [H]."""
+        return self["norm.weight"].float() + self._architecture.norm_offset
+
+    def _name_of(self, ending: str) -> str:
+        shape = [self._architecture.vocab_size, self._architecture.hidden_size]
+        names = [name for name in self._file_of if name.endswith(ending) and self._shape(name) == shape]
+        if not names:
+            raise ConfigError(
+                f"{self._folder}: its safetensors files have no {ending} of {shape[0]} x {shape[1]}",
+                hint="use the folder of a complete target, as saved by transformers",
+            )
+        return min(names, key=len)
+
+    def _shape(self, name: str) -> list[int]:
+        from safetensors import safe_open
+
+        with safe_open(self._file_of[name], "pt") as weights:
+            shape: list[int] = weights.get_slice(name).get_shape()
+        return shape
+
+
+@torch.no_grad()
+def share_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
+    """Set a head's copy of the target's final norm and its soft cap of logits.
+
+    The library only supports Llama's name of the norm, and no soft-capped logits.
+    """
+    head.verifier_norm.weight.copy_(weights.final_norm())
+    head.verifier_softcap = architecture.logit_softcap
+
+
+def _names(file: Path) -> Sequence[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as weights:
+        names: Sequence[str] = list(weights.keys())
+    return names
+
 
 _GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target in a local folder.
-
-    Attributes:
-        tokenizer: has a chat template.
-        aux_layers: indices of the layers whose inputs a head reads, ascending.
-    """
+    """A target in a local folder."""
 
     model: ResolvedModel
     tokenizer: Any
@@ -35,11 +279,7 @@ class Target:
         return Path(self.model.path)
 
     def require_tokens(self, samples: Sequence[Sample]) -> None:
-        """Check that the target has every token of the documents.
-
-        Raises:
-            ConfigError: a token is missing, so the tokenizer belongs to another model.
-        """
+        """Check that the target has every token of the documents."""
         for sample in samples:
             if (largest := max(sample.token_ids)) >= self.vocab_size:
                 raise ConfigError(
@@ -55,11 +295,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Check that the layers exist and occur once.
-
-    Raises:
-        ConfigError: a layer does not exist or is repeated.
-    """
+    """Check that the layers exist and occur once."""
     if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
         raise ConfigError(f"aux layers {repeated} are repeated; an engine reads each layer once")
     if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
@@ -73,17 +309,7 @@ def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
 
 
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
-    """Load a target's configuration and tokenizer.
-
-    Args:
-        name: catalog name, folder or `s3://` folder.
-        aux_layers: layers to read; None for the default layers.
-        announce: receives messages about slow operations, such as converting a model.
-
-    Raises:
-        ConfigError: there is no local folder, the architecture does not support heads, a layer does not exist, or the
-            tokenizer is missing, has no chat template or another end-of-text token.
-    """
+    """Load a target's configuration and tokenizer."""
     model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)
     if not folder.is_dir():
@@ -112,25 +338,15 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
             f"{folder}: the tokenizer has no chat template, which is needed to prompt the target",
             hint="add chat_template to tokenizer_config.json; for plain text, join the contents of the messages",
         )
-    _require_end(folder, tokenizer.eos_token_id, config)
-    return tokenizer
-
-
-def _require_end(folder: Path, own: int | None, config: Mapping[str, Any]) -> None:
-    """Check that the tokenizer's end-of-text token is one of the target's.
-
-    Responses are trained with it as their last token. It usually differs for a tokenizer of another model.
-    """
+    # Responses are trained with the tokenizer's end-of-text token. Tokenizers of other models usually have another one.
     configs = [config, config.get("text_config") or {}]
     if (folder / _GENERATION).is_file():
         configs.append(read_config(folder, ConfigError, _GENERATION))
     stated = end_tokens(*configs)
-    if own is None or (stated and own not in stated):
+    end = tokenizer.eos_token_id
+    if end is None or (stated and end not in stated):
         raise ConfigError(
-            f"{folder}: the tokenizer's end-of-text token is {own}, the target's {stated or 'unknown'}",
+            f"{folder}: the tokenizer's end-of-text token is {end}, the target's {stated or 'unknown'}",
             hint="replace it by the target's own tokenizer, with its eos_token",
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    return tokenizer

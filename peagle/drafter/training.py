@@ -8,34 +8,166 @@ Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix ortho
 trains embeddings, lm_head and vectors.
 """
 
+import itertools
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peagle.drafter.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
+from peagle.drafter.features import Document, Features
 from peagle.drafter.forward import BatchLoss, batch_loss
 from peagle.drafter.loss import fixed_weight
 from peagle.drafter.metrics import Metrics, TrainingProgress
-from peagle.drafter.micro import micro_batches
 from peagle.drafter.recipe import EpochOrder, TrainingConfig
-from peagle.drafter.store import Features
-from peagle.drafter.workers import SingleProcess, Workers
-from peagle.errors import DivergedError
-from peagle.files import writing
+from peagle.drafter.workers import SingleProcess
+from peagle.errors import ConfigError, DivergedError
+from peagle.files import atomic_file, remove_temporaries, writing
 from peagle.malloc import trim_malloc
+
+FILE = "checkpoint.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The state of a training at a step.
+
+    Attributes:
+        fingerprint: the settings that a resumed training must share.
+        num_tokens: tokens seen.
+    """
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    fingerprint: dict[str, Any]
+    num_tokens: int
+    train_s: float
+    metrics_bytes: int
+
+    def copy_to(self, head: Any) -> None:
+        """Copy the weights into a head of the same shape."""
+        parameters = dict(head.named_parameters())
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                parameters[name].copy_(weight)
+
+
+def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    remove_temporaries(folder)  # of killed trainings: they are large
+    with atomic_file(folder / FILE) as stream:
+        torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return (folder / FILE).is_file()
+
+
+def saved_at(folder: Path) -> int | None:
+    """Return when the checkpoint was written, in ns; None without a checkpoint."""
+    return (folder / FILE).stat().st_mtime_ns if has_checkpoint(folder) else None
+
+
+def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
+    """Return the checkpoint in `folder`, or None if there is no checkpoint."""
+    if not has_checkpoint(folder):
+        return None
+    raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+    checkpoint = Checkpoint(**raw)
+    if fingerprint is None:
+        return checkpoint
+    stored = checkpoint.fingerprint
+    # Earlier versions stored how new layers were initialised. A checkpoint has their weights, so it makes no
+    # difference.
+    if isinstance(stored.get("head"), dict):
+        stored["head"].pop("further_layers", None)
+    changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
+    if changed:
+        raise ConfigError(
+            f"{folder}: the training there has a different {', '.join(changed)}",
+            hint="use the same options to resume it, or another --output",
+        )
+    return checkpoint
+
+
+def micro_batches(
+    store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int
+) -> Iterator[TrainingBatch]:
+    """Yield the batches of a step, as few as `config.micro_batch_tokens` allows."""
+    limit = config.micro_batch_tokens
+    packed: list[int] = []
+    for index in documents:
+        tokens = store.num_tokens(index)
+        if limit is not None and tokens > limit:
+            (document,) = store.documents([index])
+            rows = _draw(document.loss_mask_T, index, config, step)
+            yield from _in_parts(document, partition_rows(rows, -(-tokens // limit)))
+        else:
+            if limit is not None and packed and tokens + sum(map(store.num_tokens, packed)) > limit:
+                yield sampled_batch(store, packed, config, step)
+                packed = []
+            packed.append(index)
+    if packed:
+        yield sampled_batch(store, packed, config, step)
+
+
+def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
+    """Split a document's rows by ranges of anchors into parts of about equal length.
+
+    Each part contains the chains of its anchors and the known tokens up to its last anchor. Rows before
+    `Rows.first_anchor` bear no loss.
+    """
+    last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
+    by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
+    goals = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
+    cuts = [0, *torch.searchsorted(by_anchor, goals).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
+    parts = []
+    for start, stop in itertools.pairwise(cuts):
+        if start < stop:
+            known = (rows.depth_S == 0) & (rows.anchor_S < stop)
+            own = (rows.depth_S > 0) & (rows.anchor_S >= start) & (rows.anchor_S < stop)
+            chosen = torch.nonzero(known | own).flatten()
+            parts.append(Rows(rows.anchor_S[chosen], rows.depth_S[chosen], first_anchor=start))
+    return parts
+
+
+def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:
+    """Yield a batch for each part. The batches share the document's features in memory."""
+    first = make_batch([document], [parts[0]])
+    yield first
+    for rows in parts[1:]:
+        part = make_batch([document], [rows])
+        yield replace(part, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
+
+
+def sampled_batch(store: Features, documents: Sequence[int], config: TrainingConfig, step: int) -> TrainingBatch:
+    """Pack whole documents, with the rows that COD sampling draws for a step."""
+    loaded = store.documents(documents)
+    rows = [_draw(document.loss_mask_T, index, config, step) for index, document in zip(documents, loaded, strict=True)]
+    return make_batch(loaded, rows)
+
+
+def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
+    """Draw the rows of a document at a step, independently of other documents and workers."""
+    seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
+    return sample_rows(
+        loss_mask_T[1:],
+        num_depths=config.num_depths,
+        ratio=config.cod_ratio,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
 
 _BETAS = (0.9, 0.95)
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeadOptimizer:
-    """AdamW and, optionally, Muon, stepped and saved together."""
-
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
         matrices = [p for name, p in parameters.items() if p.dim() == 2 and name not in _TABLES]
@@ -99,7 +231,7 @@ def train(
     *,
     fingerprint: dict[str, Any],
     device: torch.device | str = "cpu",
-    workers: Workers | None = None,
+    workers: SingleProcess | None = None,
     time_budget_s: float | None = None,
     name_of: Callable[[int], str] = str,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
@@ -108,20 +240,8 @@ def train(
     """Train `head` in place, starting from the checkpoint in `folder` if there is one.
 
     Args:
-        head: from `build_head`, on `device`.
-        documents: indices in the store to train on.
-        folder: for checkpoint.pt and metrics.jsonl.
         fingerprint: settings, besides the recipe, that must be equal to resume: target, features, shape of the head.
         workers: the process group, if several processes train together; all have the same arguments.
-        time_budget_s: maximum seconds of this attempt.
-        name_of: returns the name of a document, given its index in the store.
-        progress: called by the first worker after every step.
-        saved: called after every checkpoint.
-
-    Raises:
-        ConfigError: the folder has another training.
-        DivergedError: the loss is not finite; the last checkpoint is from an earlier step.
-        CapacityError: the disk is full; the last checkpoint is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     workers = workers or SingleProcess()
@@ -165,8 +285,6 @@ _NON_SEMANTIC_KEYS = ("checkpoint_every_s", "micro_batch_tokens")
 
 
 class _Trainer:
-    """The state of a training: weights, optimizer, step, and the metrics file."""
-
     def __init__(
         self,
         head: Any,
@@ -176,7 +294,7 @@ class _Trainer:
         folder: Path,
         fingerprint: dict[str, Any],
         device: torch.device,
-        workers: Workers,
+        workers: SingleProcess,
         name_of: Callable[[int], str],
     ) -> None:
         self.head, self.store, self.config, self.folder, self.device = head, store, config, folder, device
@@ -196,7 +314,6 @@ class _Trainer:
         self._attempt_tokens, self._attempt_s = 0, 0.0
 
     def advance(self) -> TrainingProgress:
-        """Run one optimizer step."""
         started = time.monotonic()
         learning_rate = self.config.learning_rate_at(self.step)
         self.optimizer.set_learning_rate(learning_rate)
@@ -226,7 +343,6 @@ class _Trainer:
         self.store.read_ahead([index for step in steps for index in self._own_share(self._documents(step))])
 
     def _own_share(self, chosen: list[int]) -> list[int]:
-        """Return this worker's share of a step's documents."""
         return chosen[self.workers.rank :: self.workers.size]
 
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:

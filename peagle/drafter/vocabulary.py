@@ -22,7 +22,6 @@ class DraftVocabulary:
 
     Attributes:
         token_ids: token ids of the target, ascending; the draft id of a token is its index.
-        target_size: size of the target's vocabulary.
         coverage: share of the counted tokens that can be drafted; 1.0 if no tokens were counted.
     """
 
@@ -61,11 +60,7 @@ class DraftVocabulary:
 def frequent_vocabulary(
     token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Return the `size` most frequent tokens, including `always`. Of equally frequent tokens, smaller ids come first.
-
-    Raises:
-        ConfigError: `size` is not between 1 and `target_size`.
-    """
+    """Return the `size` most frequent tokens, including `always`; of equally frequent ones, the smaller ids."""
     if not 1 <= size <= target_size:
         raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
     counts = Counter(token_ids)
@@ -75,11 +70,7 @@ def frequent_vocabulary(
 
 
 def vocabulary_of_head(folder: Path, token_ids: Iterable[int], *, target_size: int) -> DraftVocabulary:
-    """Return a saved head's draft vocabulary (default: the target's), with its coverage of `token_ids`.
-
-    Raises:
-        DrafterError: there is no head in `folder`.
-    """
+    """Return a saved head's draft vocabulary (default: the target's), with its coverage of `token_ids`."""
     from safetensors import safe_open
 
     weights = folder / "model.safetensors"

@@ -1,28 +1,8 @@
 """Communication between the worker processes of a training."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-
-
-class Workers(Protocol):
-    """The process group of a training, as one of its workers sees it."""
-
-    rank: int
-    size: int
-
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all workers."""
-
-    def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by the first worker's."""
-
-    def agree(self, stop: bool) -> bool:
-        """Return the first worker's value, so that all workers stop at the same step."""
-
-    def barrier(self) -> None:
-        """Wait until all workers have called this."""
 
 
 class SingleProcess:
@@ -32,19 +12,20 @@ class SingleProcess:
     size = 1
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
+        """Replace each tensor by its sum over all workers."""
 
     def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
+        """Replace each tensor by the first worker's."""
 
     def agree(self, stop: bool) -> bool:
+        """Return the first worker's value, so that all workers stop at the same step."""
         return stop
 
     def barrier(self) -> None:
-        pass
+        """Wait until all workers have called this."""
 
 
-class ProcessGroup:
+class ProcessGroup(SingleProcess):
     """A worker of torch.distributed's default process group (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -30,11 +30,9 @@ class Shares:
 
     @property
     def total(self) -> float:
-        """The sum of all shares."""
         return self.load + self.compile + self.busy + self.idle + self.lost
 
     def times(self, factor: float) -> "Shares":
-        """Return every share multiplied by `factor`."""
         return Shares(**{name: value * factor for name, value in asdict(self).items()})
 
     def __add__(self, other: "Shares") -> "Shares":
@@ -47,11 +45,9 @@ class Account:
 
     Attributes:
         device_s: seconds of one accelerator or vCPU, by share.
-        num_output_tokens: committed tokens.
         num_lost_tokens: tokens that were generated but not committed.
         busy_s: committed busy seconds of all engines, not multiplied by devices.
         wall_s: seconds with at least one live engine; pauses between attempts do not count.
-        num_sessions: engine processes, including restarts.
         num_unended_sessions: sessions without a final heartbeat: crashed, or still running.
     """
 
@@ -72,12 +68,10 @@ class Account:
 
     @property
     def usd(self) -> Shares:
-        """US dollars by share."""
         return self.device_s.times(self.price.usd_per_device_s)
 
     @property
     def total_usd(self) -> float:
-        """The cost of all engine time."""
         return self.usd.total
 
     @property
@@ -87,7 +81,6 @@ class Account:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """US dollars per million committed output tokens."""
         return 1e6 / self.tokens_per_usd if self.tokens_per_usd else None
 
     @property
@@ -97,7 +90,6 @@ class Account:
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Committed tokens per busy second."""
         return self.num_output_tokens / self.busy_s if self.busy_s else None
 
     @property
@@ -133,13 +125,6 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
 
     A committed unit is never lost. If a crashed session's last heartbeat is older than its last commit, the unit's busy
     seconds count and extend the session.
-
-    Args:
-        units: iterated once, before `sessions`.
-
-    Raises:
-        PeagleError: a unit belongs to an unknown session, or a session is listed twice.
-        PriceError: the price is for another kind of device.
     """
     num_units, work_of = _work_by_session(units)
     sessions = list(sessions)
@@ -174,11 +159,7 @@ def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsa
 
 
 def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
-    """Require unique sessions that include every committing one.
-
-    Raises:
-        PeagleError: they do not.
-    """
+    """Require unique sessions that include every committing one."""
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
         raise PeagleError("the ledger contains an engine session twice")
@@ -190,11 +171,6 @@ def require_sessions(sessions: Collection[EngineSession], committing: Iterable[s
 
 
 def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
-    """Require that the price is for the devices of the engines.
-
-    Raises:
-        PriceError: an engine held another kind of device.
-    """
     for session in sessions:
         if session.device != price.device:
             raise PriceError(

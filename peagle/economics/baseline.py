@@ -18,12 +18,8 @@ class Step:
     """The step times at one concurrency.
 
     Attributes:
-        step_s: seconds of a decoding step, including drafting and verification.
         plain_step_s: seconds without the drafter; equal to `step_s` for an engine without one.
         error: relative error of the ratio of the two, or None if it is unknown.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     concurrency: float
@@ -48,11 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """Step times by ascending concurrency, and the measurement that they come from.
-
-    Raises:
-        ValueError: there are no steps, or their order is wrong.
-    """
+    """Step times by ascending concurrency, and the measurement that they come from."""
 
     source: str
     steps: tuple[Step, ...]
@@ -85,25 +77,15 @@ class Baseline:
         )
 
     def to_text(self) -> str:
-        """Return the JSON text for the ledger."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """Parse `to_text`; an empty text is None.
-
-        Raises:
-            ValueError: the text is invalid.
-        """
+        """Parse `to_text`; an empty text is None."""
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Build a baseline from parsed JSON.
-
-        Raises:
-            ValueError: the data is invalid.
-        """
         try:
             return cls(source=str(data["source"]), steps=tuple(Step(**step) for step in data["steps"]))
         except (TypeError, KeyError) as error:
@@ -111,11 +93,7 @@ class Baseline:
 
 
 def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
-    """Return the baseline in `run.json`, or None.
-
-    Raises:
-        PeagleError: it is damaged.
-    """
+    """Return the baseline in `run.json`, or None."""
     try:
         return Baseline.from_dict(run["baseline"]) if run.get("baseline") else None
     except ValueError as error:

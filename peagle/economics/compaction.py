@@ -10,14 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peagle.economics.ledger import (
-    latest,
-    read_sessions,
-    readable,
-    session_files,
-    sessions_bytes,
-    sessions_of,
-)
-from peagle.economics.segments import (
     BEATS,
     INDEX,
     MERGED,
@@ -27,8 +19,14 @@ from peagle.economics.segments import (
     continues_segment,
     files_of,
     index_bytes,
+    latest,
     listed,
     placed,
+    read_sessions,
+    readable,
+    session_files,
+    sessions_bytes,
+    sessions_of,
 )
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.storage import Place, remove, write_atomic
@@ -40,17 +38,12 @@ _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """The number of ledger files before and after."""
-
     num_before: int
     num_after: int
 
 
 def compact(ledger: Place, now: float) -> Compacted:
     """Merge the small files of a ledger.
-
-    Args:
-        now: Unix time.
 
     Raises:
         FileNotFoundError: another compaction is running.
@@ -116,7 +109,6 @@ def _write_merged(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, 
 
 
 def _remove_leftovers(ledger: Place, files: Files) -> None:
-    """Delete what an interrupted compaction left behind."""
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
             remove(orphan)

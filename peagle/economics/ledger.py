@@ -5,26 +5,219 @@
     requests-ID.jsonl      endpoints only: one line per request of the process; a batch has a file with one line
 
 A bulk run has its ledger in the run directory, an endpoint in a separate folder. `peagle ledger compact` merges the
-files of ended processes (`segments.py`, `compaction.py`).
+files of ended processes (`ledger.py`, `compaction.py`).
 """
 
+import contextlib
+import hashlib
 import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
-from peagle.economics.segments import BEATS, REQUESTS, Segment, listed, retry_if_moved, segment_of, segments
-from peagle.economics.sessions import session_at, session_since, sessions_from_table, sessions_to_table
-from peagle.economics.usage import EngineSession, RequestUsage
+from peagle.economics.usage import (
+    EngineSession,
+    RequestUsage,
+    session_at,
+    session_since,
+    sessions_from_table,
+    sessions_to_table,
+)
 from peagle.errors import PeagleError
 from peagle.files import append_line, make_folder
 from peagle.parquet_table import read_table
-from peagle.storage import Place, open_to_read, write_atomic, write_once
+from peagle.storage import Place, open_to_read, place, write_atomic, write_once
 
 T = TypeVar("T")
+REQUESTS, BEATS = "requests", "beats"
+MERGED = "merged-"
+INDEX = ".index"
+_MARK_BYTES = 4096  # checked before an offset: several lines with unique ids
+_RETRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The lines of one process.
+
+    Attributes:
+        begin: their offset in the file.
+        size: their bytes; None for the process's own file, which may grow.
+    """
+
+    name: str
+    path: Place
+    begin: int = 0
+    size: int | None = None
+
+    def lines(self, position: int) -> Iterator[bytes]:
+        """Yield the whole lines from an offset in the segment, without an unfinished last one.
+
+        Raises:
+            FileNotFoundError: compaction moved it.
+        """
+        with open_to_read(self.path) as file:
+            file.seek(self.begin + position)
+            while self.size is None or position < self.size:
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    return
+                position += len(line)
+                yield line
+
+    def read(self) -> bytes:
+        """Return the content.
+
+        Raises:
+            FileNotFoundError: compaction moved it.
+        """
+        with open_to_read(self.path) as file:
+            file.seek(self.begin)
+            return file.read() if self.size is None else file.read(self.size)
+
+    def mark(self, position: int) -> str:
+        """Return a checksum of the bytes before an offset, which identifies the offset.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with open_to_read(self.path) as file:
+            start = max(0, position - _MARK_BYTES)
+            file.seek(self.begin + start)
+            return hashlib.sha256(file.read(position - start)).hexdigest()
+
+    def size_now(self) -> int:
+        return self.path.stat().st_size if self.size is None else self.size
+
+
+@dataclass(slots=True)
+class Files:
+    """The files of one kind."""
+
+    own: dict[str, Place] = field(default_factory=dict)
+    merged: dict[Place, list[Segment]] = field(default_factory=dict)
+    orphans: list[Place] = field(default_factory=list)
+
+
+def segments(folder: Place, kind: str) -> list[Segment]:
+    """Return all segments of a ledger, sorted by name.
+
+    Raises:
+        OSError: the folder cannot be read.
+        PeagleError: an index is damaged.
+    """
+    return retry_if_moved(lambda: list(placed(files_of(folder, kind)).values()))
+
+
+def retry_if_moved(read: Callable[[], T]) -> T:
+    """Call `read`, and retry if compaction deletes a file meanwhile."""
+    for _ in range(_RETRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return read()
+    return read()
+
+
+def files_of(folder: Place, kind: str) -> Files:
+    """Return the files of a kind.
+
+    Raises:
+        FileNotFoundError: an index was deleted during the call.
+        PeagleError: an index is damaged.
+    """
+    found = Files()
+    there = listed(folder, kind)
+    for name, path in there.items():
+        if not name.endswith(".jsonl"):
+            continue
+        if not name.startswith(f"{kind}-{MERGED}"):
+            found.own[name] = path
+        elif name + INDEX in there:
+            found.merged[path] = _members(str(there[name + INDEX]), path)
+        else:
+            found.orphans.append(path)
+    return found
+
+
+def placed(files: Files) -> dict[str, Segment]:
+    """Return each segment once, by name.
+
+    After a crash a segment may be in several files; the longest one counts. If a process continued after its file was
+    merged, its new file is another segment.
+
+    Raises:
+        FileNotFoundError: a file was deleted during the call.
+    """
+    found: dict[str, Segment] = {}
+    for members in files.merged.values():
+        for segment in members:
+            if segment.name not in found or found[segment.name].size_now() < segment.size_now():
+                found[segment.name] = segment
+    for name, path in files.own.items():
+        while name in found and not continues_segment(path, found[name]):
+            name += "+"
+        found[name] = Segment(name, path)
+    return dict(sorted(found.items()))
+
+
+def continues_segment(path: Place, merged: Segment) -> bool:
+    """Return whether a process's own file starts with the merged segment."""
+    size = merged.size_now()
+    return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
+
+
+def segment_of(folder: Place, name: str) -> Segment | None:
+    """Return a segment by name, from the process's own file if it exists.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    path = folder / name
+    if path.exists():
+        return Segment(name, path)
+    kind = name.partition("-")[0]
+    merged = (segment for segment in segments(folder, kind) if segment.name == name)
+    return next(merged, None)
+
+
+def index_bytes(members: list[tuple[str, int]]) -> bytes:
+    return json.dumps({"version": 1, "members": members}).encode()
+
+
+def listed(folder: Place, kind: str) -> dict[str, Place]:
+    """Return a consistent listing of the files of a kind.
+
+    A listing during compaction may miss both a new file and the old one that it replaces, so it is repeated until two
+    are equal.
+    """
+    before: set[str] | None = None
+    for _ in range(_RETRIES):
+        there = {path.name: path for path in folder.glob(f"{kind}-*")}
+        if set(there) == before:
+            break
+        before = set(there)
+    return dict(sorted(there.items()))
+
+
+def _members(index: str, path: Place) -> list[Segment]:
+    return [Segment(name, path, begin, size) for name, begin, size in _read_index(index)]
+
+
+@lru_cache(maxsize=256)  # an index never changes
+def _read_index(index: str) -> list[tuple[str, int, int]]:
+    found, begin = [], 0
+    try:
+        for name, size in json.loads(place(index).read_bytes())["members"]:
+            found.append((str(name), begin, int(size)))
+            begin += int(size)
+    except (ValueError, TypeError, KeyError) as error:
+        raise PeagleError(f"{index} is damaged: {error}") from error
+    return found
+
+
 SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
 _TAIL_BYTES = 1024 * 1024  # of each file, searched for a recent request of another process
 _PIECE_BYTES = 64 * 1024  # read size when reading a file backwards
@@ -38,7 +231,6 @@ def write_session(folder: Place, session: EngineSession) -> None:
 
 
 def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
-    """Return sessions as a Parquet file."""
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -47,16 +239,11 @@ def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
 
 
 def read_sessions(folder: Place) -> list[EngineSession]:
-    """Return the latest heartbeat of every engine process.
-
-    Raises:
-        PeagleError: a file is damaged.
-    """
+    """Return the latest heartbeat of every engine process."""
     return retry_if_moved(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
 def session_files(folder: Place) -> list[Place]:
-    """Return the session files, sorted by name."""
     return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
 
 
@@ -71,11 +258,6 @@ def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
 
 
 def sessions_of(path: Place) -> list[EngineSession]:
-    """Return the sessions in one file.
-
-    Raises:
-        PeagleError: the file is damaged.
-    """
     import pyarrow as pa
 
     data = path.read_bytes()
@@ -102,11 +284,6 @@ class SessionReader:
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
 
     def all(self) -> list[EngineSession]:
-        """Return the latest heartbeat of each engine.
-
-        Raises:
-            PeagleError: a file is damaged.
-        """
         return retry_if_moved(self._all)
 
     def _all(self) -> list[EngineSession]:
@@ -120,15 +297,10 @@ class SessionReader:
         return latest(session for _, sessions in known.values() for session in sessions)
 
     def then(self, session: EngineSession, moment: float) -> EngineSession:
-        """Return a session at a Unix time in its life."""
         return session_at_time(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
-        """Return the usage of each session since a Unix time. Sessions that ended before it are left out.
-
-        Raises:
-            PeagleError: a file is damaged.
-        """
+        """Return the usage of each session since a Unix time. Sessions that ended before it are left out."""
         alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
             session if session.started_at >= moment else session_since(session, self.then(session, moment))
@@ -191,7 +363,6 @@ def _lines_backwards(segment: Segment, end: int) -> Iterator[bytes]:
 
 
 def requests_file(folder: Path, session_id: str) -> Path:
-    """Return the request file of a process."""
     return folder / f"requests-{session_id}.jsonl"
 
 
@@ -211,7 +382,6 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
 
     Args:
         since: Unix time before which the request did not exist; older files are skipped.
-        session_id: the process to skip.
     """
     own = requests_file(folder, session_id)
     return any(

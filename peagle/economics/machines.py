@@ -6,9 +6,8 @@ detected, so plans state that.
 
 from dataclasses import dataclass
 
-from peagle.economics.offers import Offer, is_accelerator
 from peagle.economics.price_options import PriceOptions
-from peagle.economics.prices import PriceTable
+from peagle.economics.prices import Offer, PriceTable, is_accelerator
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware, detect
 from peagle.machine import identified
@@ -21,7 +20,6 @@ class Card:
     """An accelerator as `nvidia-smi` reports it.
 
     Attributes:
-        name: without the manufacturer.
         memory_mib: `nvidia-smi --query-gpu=memory.total`.
     """
 
@@ -58,11 +56,7 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
     """Return the machine that a configuration names, or None.
 
     Args:
-        accelerator: accelerator type by Ray's name; None and `any` name none.
         num_accelerators: per machine, used if no instance type is named.
-
-    Raises:
-        ConfigError: the instance type has other accelerators, or the accelerator is unknown.
     """
     kind = None if accelerator == _ANY else accelerator
     offer = _offer(keys)
@@ -78,7 +72,6 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
 
 
 def names_accelerators(keys: PriceOptions) -> bool:
-    """Return whether the configured instance type has accelerators."""
     offer = _offer(keys)
     return offer is not None and offer.accelerator is not None
 

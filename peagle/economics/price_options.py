@@ -16,8 +16,6 @@ PRICE_OPTIONS = ("instance_type", "market", "provider", "region", "usd_per_hour"
 
 
 class PriceOptions(BaseModel):
-    """Price options of commands that run engines."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     instance_type: str | None = Field(None, description="instance type of the engines, as in the price table")
@@ -31,11 +29,7 @@ class PriceOptions(BaseModel):
 
 
 def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
-    """Return the price of the hardware, and whether it is stated, detected or assumed.
-
-    Raises:
-        PriceError: there is no price.
-    """
+    """Return the price of the hardware, and whether it is stated, detected or assumed."""
     if keys.usd_per_hour is not None:
         on_gpu = hardware.platform == "cuda"
         return Price.fixed(
@@ -56,14 +50,7 @@ def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[
 
 
 def require_price(keys: PriceOptions, accelerator: str | None) -> None:
-    """Require a price for machines that do not exist yet.
-
-    Args:
-        accelerator: by Ray's name; None if any will do.
-
-    Raises:
-        PriceError: no price is stated, and several instance types have that accelerator, or none.
-    """
+    """Require a price for machines that do not exist yet."""
     if keys.usd_per_hour is not None:
         return
     if keys.instance_type is None and accelerator is None:
@@ -94,14 +81,6 @@ def require_same_price(
 
     The price stays if the price table changed or the options are left out. Another stated price, or accelerators with
     another price, are refused.
-
-    Args:
-        price: from the options and the hardware now.
-        before, keys_before: the original price, and its options as JSON.
-        machine: `machine_of` the original hardware.
-
-    Raises:
-        PriceError: the price differs.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
@@ -118,14 +97,7 @@ def require_same_price(
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Require a price for the billed kind of device.
-
-    Args:
-        engines: which engines, for the message.
-
-    Raises:
-        PriceError: it is for another kind.
-    """
+    """Require a price for the billed kind of device."""
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",

@@ -4,15 +4,187 @@ A price is shared by the devices of the instance: its accelerators, or its vCPUs
 types or prices match, the error lists them; only a spot price without a region is chosen, the cheapest one.
 """
 
+import csv
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, Self, cast, get_args
 
-from peagle.economics.offers import MARKETS, Offer, is_accelerator, packaged_offers, read_offers
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
+
+COLUMNS = (
+    "provider",
+    "region",
+    "instance_type",
+    "accelerator",
+    "accelerator_count",
+    "vcpus",
+    "memory_gib",
+    "usd_per_hour_on_demand",
+    "usd_per_hour_spot",
+    "as_of",
+    "source",
+    "doubt_on_demand",
+)
+MARKETS = ("on_demand", "spot")
+PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """An instance type in one region, priced in USD per hour. A price is None if it is not sold that way.
+
+    Attributes:
+        doubt_on_demand: why the on-demand price may be wrong; empty if nothing suggests it.
+    """
+
+    instance_type: str
+    provider: str = ""
+    region: str = ""
+    accelerator: str | None = None
+    num_accelerators: int = 0
+    num_vcpus: int = 0
+    memory_gib: float | None = None
+    usd_per_hour_on_demand: float | None = None
+    usd_per_hour_spot: float | None = None
+    as_of: str = ""
+    source: str = ""
+    doubt_on_demand: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.instance_type:
+            raise ValueError("instance_type is empty")
+        if self.num_accelerators < 0 or self.num_vcpus < 0 or not (self.num_accelerators or self.num_vcpus):
+            raise ValueError("accelerator_count or vcpus must be at least 1")
+        prices = {name: usd for name in PRICE_COLUMNS if (usd := getattr(self, name)) is not None}
+        for name, usd in prices.items():
+            if not 0 < usd < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {usd}")
+        if not prices:
+            raise ValueError(f"{' or '.join(PRICE_COLUMNS)} must contain a price")
+
+    @property
+    def place(self) -> str:
+        """Provider and region, as "aws us-east-1"."""
+        return f"{self.provider} {self.region}".strip()
+
+    def usd_per_hour(self, market: str) -> float | None:
+        """Return the price in a market, or None.
+
+        Catalogues repeat the on-demand price if they have no spot price, so an equal spot price is None.
+        """
+        if market == "spot" and self.usd_per_hour_spot == self.usd_per_hour_on_demand:
+            return None
+        usd: float | None = getattr(self, f"usd_per_hour_{market}")
+        return usd
+
+    def replaces(self, other: "Offer") -> bool:
+        """Return whether this row of a user's table replaces `other`. An empty region means everywhere."""
+        return (
+            self.instance_type == other.instance_type
+            and self.provider in ("", other.provider)
+            and self.region in ("", other.region)
+        )
+
+
+def packaged_offers() -> list[Offer]:
+    return read_offers(Path(str(files("peagle.economics") / "prices.csv")))
+
+
+def read_offers(path: Path) -> list[Offer]:
+    """Read a price table. It needs instance_type, a price and a number of devices."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_columns(path, list(reader.fieldnames or ()))
+            offers = [_offer(path, reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PriceError(f"cannot read the price table {path}: {error}") from error
+    seen: set[tuple[str, str, str]] = set()
+    for offer in offers:
+        key = (offer.provider, offer.region, offer.instance_type)
+        if key in seen:
+            raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'everywhere'}")
+        seen.add(key)
+    return offers
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    for name in names:
+        if name not in COLUMNS:
+            hint = did_you_mean(name, COLUMNS)
+            if name == "usd_per_hour_reserved":  # a column of earlier versions
+                hint = "reserved prices were removed: write the price into usd_per_hour_on_demand"
+            raise PriceError(f"{path}: unknown column {name!r}", hint=hint)
+    if "instance_type" not in names or not set(PRICE_COLUMNS) & set(names):
+        raise PriceError(
+            f"{path}: a price table needs the column instance_type and one of {', '.join(PRICE_COLUMNS)}",
+            hint=f"columns: {','.join(COLUMNS)}",
+        )
+
+
+def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
+    if None in row or None in row.values():
+        raise PriceError(f"{path}, line {line}: the number of fields differs from the header")
+    cells = {str(name): (value or "").strip() for name, value in row.items()}
+    try:
+        return Offer(
+            instance_type=cells["instance_type"],
+            provider=cells.get("provider", ""),
+            region=cells.get("region", ""),
+            accelerator=cells.get("accelerator") or None,
+            num_accelerators=int(cells.get("accelerator_count") or 0),
+            num_vcpus=int(cells.get("vcpus") or 0),
+            memory_gib=_number(cells.get("memory_gib")),
+            **{name: _number(cells.get(name)) for name in PRICE_COLUMNS},
+            as_of=cells.get("as_of") or "undated",
+            source=cells.get("source") or path.name,
+            doubt_on_demand=cells.get("doubt_on_demand", ""),
+        )
+    except ValueError as error:
+        raise PriceError(f"{path}, line {line}: {error}") from error
+
+
+def _number(cell: str | None) -> float | None:
+    return float(cell) if cell else None
+
+
+# The same accelerators have different names in catalogues ("A100-80GB", "RTXPRO6000"), in drivers
+# ("NVIDIA A100-SXM4-80GB", "NVIDIA RTX PRO 6000 Blackwell") and in Ray ("A100-80G").
+_FORM = re.compile(r"SXM\d*")  # drivers put the form factor between model and memory
+_OTHER_FORMS = {"PCIE", "NVL"}
+_MEMORY = re.compile(r"(\d+)GB?")
+# A name without memory means the variant that was released first.
+_PLAIN_MEMORY = {"A100": "40GB"}
+
+
+def is_accelerator(name: str | None, device_name: str) -> bool:
+    """Return whether a price table and a driver name the same accelerator.
+
+    The name must be a sequence of whole words of the device name, so "L4" is not "NVIDIA L40S".
+
+    >>> [is_accelerator(name, "NVIDIA A100-SXM4-80GB") for name in ("A100-80GB", "A100", None)]
+    [True, False, False]
+    """
+    if name is None:
+        return False
+    words = _words(device_name)
+    if _FORM.search(name.upper()) and not _OTHER_FORMS.isdisjoint(words):
+        return False
+    spelled = "".join(_words(name))
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    plain, memory = _PLAIN_MEMORY.get(spelled), [word for word in words if _MEMORY.fullmatch(word)]
+    return spelled in runs and (plain is None or not memory or plain in memory)
+
+
+def _words(name: str) -> list[str]:
+    words = [word for word in re.findall(r"[A-Z0-9]+", name.upper()) if not _FORM.fullmatch(word)]
+    return [_MEMORY.sub(r"\1GB", word) if _MEMORY.fullmatch(word) else word for word in words]
+
 
 Market = Literal["on_demand", "spot", "reserved", "fixed"]  # "reserved" only in records of earlier versions
 Device = Literal["accelerator", "vcpu"]
@@ -31,14 +203,10 @@ class Price:
     Attributes:
         market: "fixed" if the user stated the price.
         accelerator: as in the price table; None for CPU instances.
-        source, as_of: origin and date of the price.
         doubt: why the price may be wrong; empty if nothing suggests it.
         basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
             the table.
         on_demand_usd_per_hour: of a spot instance; None if unknown.
-
-    Raises:
-        PriceError: the price is not positive, or there are no devices.
     """
 
     instance_type: str
@@ -86,7 +254,6 @@ class Price:
 
     @property
     def usd_per_device_s(self) -> float:
-        """USD per second of one device."""
         return self.usd_per_hour / self.num_devices / 3600
 
     @property
@@ -95,16 +262,10 @@ class Price:
         return (self.on_demand_usd_per_hour or 0.0) / self.num_devices / 3600
 
     def to_dict(self) -> dict[str, object]:
-        """Return every field for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Load `to_dict`.
-
-        Raises:
-            PriceError: keys are missing or unknown, or the price is invalid.
-        """
         names = {field.name for field in fields(cls)}
         data = {"basis": None, "on_demand_usd_per_hour": None, **data}  # missing in records of earlier versions
         if set(data) != names:
@@ -117,8 +278,6 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """A price table."""
-
     offers: tuple[Offer, ...]
 
     @classmethod
@@ -126,9 +285,6 @@ class PriceTable:
         """Load the packaged table, with rows of `override` added or replaced.
 
         A row without provider and region replaces its instance type everywhere.
-
-        Raises:
-            PriceError: the override cannot be read.
         """
         own = read_offers(override) if override else []
         kept = [offer for offer in packaged_offers() if not any(replacement.replaces(offer) for replacement in own)]
@@ -146,9 +302,6 @@ class PriceTable:
 
         If the price differs between regions and none is given, spot uses the cheapest one and describes the range in
         `doubt`; on demand raises.
-
-        Raises:
-            PriceError: there is no price, or no single one; the message lists the known prices.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -156,7 +309,7 @@ class PriceTable:
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
             raise PriceError(
-                f"no {_words(market)} price for {instance_type}; known prices: {_listing(offers)}",
+                f"no {_market_words(market)} price for {instance_type}; known prices: {_listing(offers)}",
                 hint=f"use another --market, {PRICE_HINT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
@@ -165,7 +318,7 @@ class PriceTable:
         if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
-                f"the {_words(market)} price of {instance_type} depends on the region: {by_place} per hour",
+                f"the {_market_words(market)} price of {instance_type} depends on the region: {by_place} per hour",
                 hint=f"set --region (and --provider), {PRICE_HINT}",
             )
         return replace(
@@ -208,16 +361,7 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
 ) -> str:
-    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it.
-
-    Args:
-        accelerator: the device name, as "NVIDIA H100 80GB HBM3".
-        market: the prices to list in the error.
-        called: names of this machine that the table lacks, for the message.
-
-    Raises:
-        PriceError: several instance types have the accelerator, or none; the hint lists them with prices.
-    """
+    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = table.carrying(accelerator)
@@ -274,13 +418,13 @@ def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
     )
 
 
-def _words(market: str) -> str:
+def _market_words(market: str) -> str:
     return market.replace("_", "-")
 
 
 def _listing(offers: list[Offer]) -> str:
     known = [
-        f"{offer.place} {_words(market)} ${usd:g}".strip()
+        f"{offer.place} {_market_words(market)} ${usd:g}".strip()
         for offer in offers
         for market in MARKETS
         if (usd := offer.usd_per_hour(market)) is not None

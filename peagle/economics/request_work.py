@@ -9,12 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from peagle.economics.ledger import readable
-from peagle.economics.segments import REQUESTS, Segment, segments
+from peagle.economics.ledger import REQUESTS, Segment, readable, segments
 from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
-from peagle.economics.usage import VERSION, RequestUsage
-from peagle.economics.work import Work
+from peagle.economics.usage import VERSION, RequestUsage, Work
 from peagle.storage import Place, open_to_read
 
 if TYPE_CHECKING:
@@ -94,11 +92,7 @@ class WorkReader:
 
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
-    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out.
-
-    Args:
-        num_bytes: how much to read; None is to the end of the file.
-    """
+    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out."""
     rest, left = b"", math.inf if num_bytes is None else num_bytes
     while data := file.read(int(min(_PIECE_BYTES, left))):
         left -= len(data)
@@ -127,11 +121,7 @@ def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
 
 
 def _columns(piece: bytes) -> "pa.Table":
-    """Parse the lines as columns; those of `usage` become top-level columns.
-
-    Raises:
-        ArrowException, ValueError: a line is not a valid record.
-    """
+    """Parse the lines as columns; those of `usage` become top-level columns."""
     import pyarrow as pa
     from pyarrow import json
 

@@ -19,8 +19,7 @@ from typing import Any, Self
 
 from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Price
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import Work
+from peagle.economics.usage import EngineSession, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +28,12 @@ class Savings:
 
     Attributes:
         prompt_usd, generation_usd: work with measured step times.
-        unsplit_usd: all other work.
         drafted_usd: generation with a drafter that can be compared.
         undrafted_usd: its estimated cost without the drafter.
-        error_usd: the error of `undrafted_usd`.
-        is_error_known: whether all of it has an error.
         uncompared_usd: work with a drafter that cannot be compared.
-        num_drafts, num_accepted_tokens: over the compared work.
         spot_usd: spot machines, including lost work.
         on_demand_usd: the same without lost work, at the on-demand price.
         unpriced_spot_usd: spot machines without a known on-demand price.
-        sources: where the step times come from.
     """
 
     prompt_usd: float = 0.0
@@ -72,7 +66,6 @@ class Savings:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per step over the compared work."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
@@ -83,11 +76,7 @@ class Savings:
         return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DIGITS)
 
     def loss_note(self, name: str) -> str | None:
-        """Return a warning if speculation costs more than it saves, beyond the error; else None.
-
-        Args:
-            name: the drafter and its model.
-        """
+        """Return a warning if speculation costs more than it saves, beyond the error; else None."""
         if self.acceptance_length is None or self.break_even is None or self.saved_usd + self.error_usd >= 0:
             return None
         return (

@@ -44,7 +44,6 @@ class SharedBudget(BaseModel):
 
     Attributes:
         name: a tag as KEY=VALUE, or `ENDPOINT`.
-        budget_every: the budget period; None is all time.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -63,11 +62,9 @@ class SharedBudget(BaseModel):
 
     @property
     def account(self) -> str:
-        """The account of its spending."""
         return ENDPOINT_ACCOUNT if self.name == ENDPOINT else self.name
 
     def describe_budget(self) -> str:
-        """Return a description for refusals."""
         if self.name == ENDPOINT:
             return "the budget of this endpoint"  # the amount is not shown to every key
         every = f" a {self.budget_every}" if self.budget_every else ""
@@ -101,22 +98,14 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
-    """Return the budgets in a file; none if it does not exist.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
+    """Return the budgets in a file; none if it does not exist."""
     values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
     return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
 @contextlib.contextmanager
 def changing_budgets(path: Path) -> Iterator[dict[str, SharedBudget]]:
-    """Lock a budgets file, yield its budgets by name, and write them afterwards.
-
-    Raises:
-        ConfigError: the file is invalid or cannot be written.
-    """
+    """Lock a budgets file, yield its budgets by name, and write them afterwards."""
     try:
         with changing(path):
             budgets = {budget.name: budget for budget in read_budgets(path)}
@@ -134,10 +123,8 @@ class Draw:
     """The spending of a bulk run from the budgets of its tags.
 
     Attributes:
-        tags: as JSON.
         usd_by_day: the cost of the run, by UTC day.
         held_usd: the reserved cost of the rest.
-        at: Unix time of the last update.
     """
 
     run: str
@@ -148,11 +135,6 @@ class Draw:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Draw":
-        """Parse a file of `write_draw`.
-
-        Raises:
-            ValueError, TypeError: it is invalid.
-        """
         values = json.loads(data)
         if not isinstance(values, dict) or not isinstance(values.get("usd_by_day"), dict):
             raise ValueError("not a draw of a run")
@@ -181,9 +163,6 @@ def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[
     """Return what runs have spent, by account and day, and what they reserve by account.
 
     Runs without a recent update reserve nothing.
-
-    Args:
-        now: Unix time.
     """
     moment = time.time() if now is None else now
     spent, held = ByDay(), defaultdict[str, float](float)

@@ -1,14 +1,4 @@
-"""Spending by day: charges from the ledgers of runs and endpoints.
-
-Every dollar of an engine's life is in exactly one charge:
-
-    attributed     work that was committed, or billed to a request
-    loading, idle  overhead, which belongs to no key
-    lost           work that was not committed, or not billed
-
-Days are in UTC. Work counts on the day on which it is committed, with all its seconds (`shares_by_period`).
-`statement.py` adds charges up.
-"""
+"""Spending by day: charges from the ledgers of runs and endpoints."""
 
 import math
 from collections import defaultdict
@@ -20,8 +10,9 @@ from typing import Self
 from peagle.economics.account import shares_by_period
 from peagle.economics.baseline import Baseline
 from peagle.economics.savings import Savings, spot_savings, work_savings
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import COUNTS, Work
+from peagle.economics.tags import NO_TAGS
+from peagle.economics.timeline import merged
+from peagle.economics.usage import COUNTS, EngineSession, Work
 
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -51,17 +42,12 @@ def day_text(day: int) -> str:
 
 
 def today() -> date:
-    """Return the current date in UTC."""
     return datetime.now(UTC).date()
 
 
 @dataclass(frozen=True, slots=True)
 class Days:
-    """A range of days, both ends included; None is unbounded.
-
-    Raises:
-        ValueError: it ends before it starts.
-    """
+    """A range of days, both ends included; None is unbounded."""
 
     first: int | None = None
     last: int | None = None
@@ -74,7 +60,6 @@ class Days:
         return self.overlap(day, day)
 
     def overlap(self, first: int, last: int) -> bool:
-        """Return whether the range contains one of these days."""
         return (self.first is None or last >= self.first) and (self.last is None or first <= self.last)
 
 
@@ -84,7 +69,6 @@ class SpendingGroup:
 
     Attributes:
         key: empty for bulk runs and overhead.
-        tags: as JSON.
     """
 
     day: int
@@ -103,7 +87,6 @@ class Spend:
     """Dollars by kind, and the work paid for; they add up with `+`.
 
     Attributes:
-        savings: savings from the drafter and spot machines.
         is_priced: False if some engine time has no price; then only `attributed_usd` is known.
     """
 
@@ -120,7 +103,6 @@ class Spend:
 
     @classmethod
     def of(cls, work: Work, savings: Savings) -> Self:
-        """Return the spending on committed work."""
         return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:
@@ -137,10 +119,7 @@ class Ledger:
     """The ledger of a run or an endpoint.
 
     Attributes:
-        run: its name.
-        sessions: as of their latest heartbeats.
         work: committed work. The batches of an endpoint run on separate engines, without a session here.
-        then: returns a session at a Unix time in its life.
     """
 
     run: str
@@ -154,10 +133,8 @@ class Charge:
     """Spending of one engine process on one day.
 
     Attributes:
-        key: the paying API key, or empty.
         drafter: "none" without one; empty if the model is unknown.
         instance, provider, region, market, usd_per_device_s: of the price; empty or 0 if unknown.
-        tags: as JSON.
     """
 
     day: int
@@ -210,12 +187,7 @@ def _overheads(
     days: range,
     paid: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    """Yield the cost that no work pays for, by day.
-
-    Args:
-        days: from the start of the engine to its last heartbeat or commit.
-        paid: days and dollars of committed work.
-    """
+    """Yield the cost that no work pays for, by day."""
     nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:
@@ -254,3 +226,34 @@ def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend
         tags=group.tags,
         spend=spend,
     )
+
+
+NAME = "head and CPU nodes"
+
+
+def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    """Yield the charges by day of the hours with a live engine."""
+    for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
+        yield from _charges(begin, end, days, usd_per_hour)
+
+
+def _charges(begin: float, end: float, days: Days, usd_per_hour: float) -> Iterator[Charge]:
+    while begin < end:
+        day = day_of(begin)
+        midnight = min((day + 1.0) * DAY_S, end)
+        if day in days:
+            yield Charge(
+                day=day,
+                run=NAME,
+                instance="",
+                provider="",
+                region="",
+                market="fixed",
+                usd_per_device_s=usd_per_hour / 3600,
+                model="",
+                drafter="",
+                key="",
+                tags=NO_TAGS,
+                spend=Spend(idle_usd=(midnight - begin) * usd_per_hour / 3600),
+            )
+        begin = midnight

@@ -13,7 +13,7 @@ from typing import Any
 from peagle.economics.savings import Savings
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
-from peagle.economics.work import COUNTS
+from peagle.economics.usage import COUNTS
 from peagle.errors import ConfigError, did_you_mean
 
 SCHEMA = 1
@@ -24,9 +24,6 @@ _TAG_PREFIX = "tag:"
 
 def dimensions(text: str) -> tuple[str, ...]:
     """Parse a comma-separated list of dimensions. `tag:NAME` is the value of one tag, `tag` all tags together.
-
-    Raises:
-        ConfigError: a dimension is unknown or repeated.
 
     >>> dimensions("day,tag:team")
     ('day', 'tag:team')
@@ -42,11 +39,6 @@ def dimensions(text: str) -> tuple[str, ...]:
 
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the spending of a period for JSON.
-
-    Args:
-        by: dimensions; empty for the total only.
-        days: the period of the charges.
-        notes: sentences for the reader.
 
     Returns:
         `schema`, `currency`, `start` and `end` (inclusive; None if unbounded), `by`, `rows` (with their dimensions,
@@ -162,12 +154,7 @@ def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
 
 
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """Return a statement with amounts in another currency, as `converted` alongside `usd`.
-
-    Args:
-        code: ISO 4217.
-        per_usd: amount of that currency per dollar.
-    """
+    """Return a statement with amounts in another currency, as `converted` alongside `usd`."""
     return {**_round_again(data, "converted", digits, per_usd), "currency_beside": code, "per_usd": per_usd}
 
 

@@ -20,8 +20,6 @@ _VALUE = re.compile(r"[A-Za-z0-9_.:/@+-][A-Za-z0-9_.:/@+ -]{0,127}")
 
 
 class TagOptions(BaseModel):
-    """The option for tags."""
-
     tags: dict[str, str] = Field(
         default_factory=dict,
         description="tag for `peagle cost --by tag`; may be repeated; a map in YAML",
@@ -44,9 +42,6 @@ class TagOptions(BaseModel):
 def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
     """Parse KEY=VALUE pairs.
 
-    Raises:
-        ValueError: a pair is invalid, or there are too many.
-
     >>> parse_tags(["team=search", "project=x"])
     {'team': 'search', 'project': 'x'}
     """
@@ -54,11 +49,6 @@ def parse_tags(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def validate_tags(tags: dict[str, str]) -> dict[str, str]:
-    """Return the tags if they are valid.
-
-    Raises:
-        ValueError: a key or value is invalid, or there are too many.
-    """
     if len(tags) > MAX_TAGS:
         raise ValueError(f"{len(tags)} tags; at most {MAX_TAGS} are allowed")
     for key, value in tags.items():
@@ -79,11 +69,6 @@ def tags_to_text(tags: Mapping[str, str]) -> str:
 
 
 def tags_from_text(text: str) -> dict[str, str]:
-    """Parse `tags_to_text`.
-
-    Raises:
-        ValueError: the text is invalid.
-    """
     tags = json.loads(text) if isinstance(text, str) else None
     if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
         raise ValueError(f"invalid tags: {text!r}")

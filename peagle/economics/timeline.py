@@ -41,7 +41,6 @@ class UnitTimes:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 
     def keep(self, units: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
-        """Record the units while yielding them."""
         for unit in units:
             kept = self._by_session[unit.session_id]
             kept.starts.append(unit.started_at)
@@ -121,8 +120,6 @@ class UnitTimes:
 
 
 class _Clock:
-    """Converts Unix times to seconds of a run."""
-
     def __init__(self, lives: Iterable[Span]) -> None:
         self._lives = merged(lives, 0.0)
         self._starts = [start for start, _ in self._lives]

@@ -10,15 +10,19 @@ Times are Unix times in seconds; every other `_s` is a duration in seconds of on
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Self, get_args
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from peagle.economics.baseline import Baseline
-from peagle.economics.prices import Device
+from peagle.economics.prices import Device, Price
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.errors import PeagleError
 from peagle.speculation import SpeculationStats
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 UNIT_KEY = b"peagle.usage"
 VERSION = 1
@@ -31,16 +35,11 @@ class UnitUsage:
     """The usage of a committed unit.
 
     Attributes:
-        session_id: the engine session that committed it.
         num_rows: rows with a response.
         num_failed_rows: dead letters; not included in `num_rows`.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
-        num_output_tokens: tokens of the committed responses.
         busy_s: its share of the engine's busy seconds. Concurrent units divide them, so that all units, committed or
             not, add up to the session's `busy_s`.
-
-    Raises:
-        ValueError: a field is invalid.
     """
 
     session_id: str
@@ -63,7 +62,6 @@ class UnitUsage:
 
     @classmethod
     def empty(cls, session_id: str, *, started_at: float, finished_at: float, busy_s: float = 0.0) -> Self:
-        """Return usage without rows."""
         return cls(
             session_id=session_id,
             num_rows=0,
@@ -98,11 +96,6 @@ class UnitUsage:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """Parse `to_json`.
-
-        Raises:
-            PeagleError: the record is invalid or has another version.
-        """
         try:
             return cls.from_record(json.loads(data))
         except ValueError as error:
@@ -110,11 +103,6 @@ class UnitUsage:
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
-        """Build a record from parsed JSON.
-
-        Raises:
-            ValueError: the record is invalid or has another version.
-        """
         check_version(record.pop("version", None) if isinstance(record, dict) else None)
         _check_names(cls, record)
         return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
@@ -127,13 +115,11 @@ class RequestUsage:
     Attributes:
         key: name of the API key; "local" without keys.
         account: unique to the key, even if another key had the same name; empty in older records.
-        model: the name that the client used.
         outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
             answer.
         ttft_s: time to first token in the engine; or None.
         usage: as of a unit with one row.
         usd: price of its busy seconds, without loading and idling.
-        num_choices: engine slots used at most.
         tags: of the endpoint, the key and the request, as JSON (`tags.py`).
     """
 
@@ -162,11 +148,6 @@ class RequestUsage:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """Parse `to_json`.
-
-        Raises:
-            PeagleError: the record is invalid or has another version.
-        """
         try:
             record = json.loads(data)
             check_version(record.pop("version", None) if isinstance(record, dict) else None)
@@ -184,7 +165,78 @@ class RequestUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSession:
+class EngineFacts:
+    """Facts about an engine that do not change during its life; older records have only the devices.
+
+    Attributes:
+        num_devices: its accelerators, or vCPUs.
+        num_speculative_tokens: K; 0 without a drafter.
+        usd_per_device_s: 0 if unknown.
+        on_demand_usd_per_device_s: for spot machines; 0 if unknown.
+        baseline: measured step times as JSON (`baseline.py`); may be empty.
+        price_basis: stated, detected or assumed; empty without a price.
+        is_stand_in: the fake engine, whose speed and cost are meaningless.
+    """
+
+    model: str = ""
+    drafter: str | None = None
+    num_devices: int
+    device: Device
+    usd_per_device_s: float = 0.0
+    instance_type: str = ""
+    provider: str = ""
+    region: str = ""
+    market: str = ""
+    on_demand_usd_per_device_s: float = 0.0
+    tags: str = NO_TAGS
+    num_speculative_tokens: int = 0
+    baseline: str = ""
+    price_basis: str = ""
+    is_stand_in: bool = False
+
+    @classmethod
+    def priced(
+        cls,
+        price: Price | None,
+        *,
+        num_speculative_tokens: int | None = None,
+        baseline: Baseline | None = None,
+        **facts: Any,
+    ) -> Self:
+        """Return the facts of an engine with this price; None if it is unknown."""
+        if price is not None:
+            facts |= {
+                "usd_per_device_s": price.usd_per_device_s,
+                "instance_type": price.instance_type,
+                "provider": price.provider,
+                "region": price.region,
+                "market": price.market,
+                "on_demand_usd_per_device_s": price.on_demand_usd_per_device_s,
+                "price_basis": price.basis or "",
+            }
+        return cls(
+            num_speculative_tokens=num_speculative_tokens or 0,
+            baseline=baseline.to_text() if baseline else "",
+            **facts,
+        )
+
+    def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
+        """Return the record of work that no key pays for."""
+        return RequestUsage(
+            request_id=request_id,
+            key="",
+            model=self.model,
+            drafter=self.drafter,
+            outcome="ok",
+            ttft_s=None,
+            usd=usage.busy_s * self.num_devices * self.usd_per_device_s,
+            usage=usage,
+            tags=self.tags,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSession(EngineFacts):
     """The life of one engine process, as of its latest heartbeat.
 
     Every second belongs to one of four states: load (weights), compile (including warm-up), busy (a request is running)
@@ -193,24 +245,14 @@ class EngineSession:
 
     Attributes:
         engine_index: which engine of the run; a restarted engine is a new session.
-        num_devices: its accelerators, or vCPUs.
-        num_output_tokens: all generated tokens, committed or not.
         ended: False while it runs, and after a crash.
         self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: warnings about cost or correctness, one per line.
-        model, drafter, num_speculative_tokens, tags, instance_type, provider, region, market, usd_per_device_s,
-            on_demand_usd_per_device_s, baseline, price_basis, is_stand_in: as in `EngineFacts`; empty, 0 or False in
-            older records.
-
-    Raises:
-        ValueError: a field is invalid, or the states do not add up to the life.
     """
 
     session_id: str
     engine_index: int
     hostname: str
-    num_devices: int
-    device: Device
     started_at: float
     last_seen_at: float
     load_s: float
@@ -221,19 +263,6 @@ class EngineSession:
     ended: bool
     self_check: str = ""
     start_warnings: str = ""
-    model: str = ""
-    drafter: str | None = None
-    tags: str = NO_TAGS
-    instance_type: str = ""
-    provider: str = ""
-    region: str = ""
-    usd_per_device_s: float = 0.0
-    num_speculative_tokens: int = 0
-    market: str = ""
-    on_demand_usd_per_device_s: float = 0.0
-    baseline: str = ""
-    price_basis: str = ""
-    is_stand_in: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -250,11 +279,6 @@ class EngineSession:
 
 
 def check_version(version: object) -> None:
-    """Require the current record version.
-
-    Raises:
-        ValueError: it is another.
-    """
     if str(version) != str(VERSION):
         raise ValueError(f"version {version!r} is not supported; this peagle reads version {VERSION}")
 
@@ -287,3 +311,129 @@ _NAMES = {
     )
     for kind in (UnitUsage, RequestUsage)
 }
+
+
+COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+"""Counts in a statement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Committed work; it adds up with `+`.
+
+    Attributes:
+        busy_s: its share of the engine's busy seconds.
+        request_s: seconds of its requests from start to end; `request_s / busy_s` is the concurrency. 0 if unknown.
+    """
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
+    busy_s: float = 0.0
+    request_s: float = 0.0
+    usd: float = 0.0
+
+    @classmethod
+    def of(cls, usage: UnitUsage, usd: float, *, request_s: float = 0.0) -> Self:
+        return cls(
+            num_requests=usage.num_rows + usage.num_failed_rows,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_output_tokens=usage.num_output_tokens,
+            num_drafts=usage.speculation.num_drafts,
+            num_accepted_tokens=usage.speculation.num_accepted_tokens,
+            busy_s=usage.busy_s,
+            request_s=request_s,
+            usd=usd,
+        )
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+SESSION_KEY = b"peagle.session"
+_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
+
+
+def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
+    """Return a session's usage after an earlier heartbeat, as if it had started then.
+
+    All startup seconds are load until the engine is ready; then part of them becomes compile. The difference of both
+    together is used, so none counts twice.
+    """
+    passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
+    passed["compile_s"] = min(passed["compile_s"], start_s)
+    passed["load_s"] = start_s - passed["compile_s"]
+    return replace(
+        session,
+        started_at=session.last_seen_at - sum(passed.values()),
+        num_output_tokens=session.num_output_tokens - earlier.num_output_tokens,
+        **passed,
+    )
+
+
+def session_at(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
+    """Return a session at a Unix time between two heartbeats, by linear interpolation."""
+    started_at = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - started_at) / (later.last_seen_at - started_at)
+
+    def interpolate(name: str) -> float:
+        before = getattr(earlier, name) if earlier else 0
+        return float((1 - share) * before + share * getattr(later, name))
+
+    states: dict[str, Any] = {name: interpolate(name) for name in _STATES}
+    return replace(
+        later,
+        last_seen_at=later.started_at + sum(states.values()),
+        num_output_tokens=round(interpolate("num_output_tokens")),
+        ended=False,
+        **states,
+    )
+
+
+def start_warnings(sessions: Iterable[EngineSession]) -> list[str]:
+    return list(dict.fromkeys(line for session in sessions for line in session.start_warnings.splitlines()))
+
+
+def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([asdict(session) for session in sessions], schema=_session_schema())
+
+
+def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
+    """Load `sessions_to_table`. Tables of several files may be concatenated first."""
+    expected = _session_schema(table.column_names)
+    try:
+        check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
+        if sorted(table.column_names) == sorted(expected.names):
+            table = table.select(expected.names)  # earlier versions wrote them in another order
+        if not table.schema.equals(expected):
+            raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
+        return [EngineSession(**row) for row in table.to_pylist()]
+    except ValueError as error:
+        raise PeagleError(f"not a record of engine sessions: {error}") from error
+
+
+def _session_schema(existing: Collection[str] | None = None) -> "pa.Schema":
+    """Return all columns, or the required ones and those of the others in `existing`."""
+    import pyarrow as pa
+
+    types: dict[Any, Any] = {
+        str: pa.string(),
+        str | None: pa.string(),
+        int: pa.int64(),
+        float: pa.float64(),
+        bool: pa.bool_(),
+        Device: pa.string(),
+    }
+    columns = [
+        (field.name, types[field.type])
+        for field in fields(EngineSession)
+        if existing is None or field.default is MISSING or field.name in existing
+    ]
+    return pa.schema(columns, metadata={SESSION_KEY: str(VERSION).encode()})

@@ -1,4 +1,4 @@
-"""GPUs that an engine cannot use: mixed kinds, MIG slices, an old driver or card."""
+"""Refuse GPUs that an engine cannot use: different models, MIG slices, an old driver or card."""
 
 import importlib.util
 import os
@@ -20,10 +20,10 @@ def require_usable(hardware: Hardware, *, cuda: str | None = None) -> None:
     """Refuse GPUs on which an engine would fail, or be sized and priced wrongly.
 
     Args:
-        cuda: release that torch was built for, such as "13.0"; default: of the torch that is installed here.
+        cuda: the release that torch was built for, such as "13.0"; None for the installed torch.
 
     Raises:
-        CapacityError: the hint says what works instead.
+        CapacityError: with a hint about what works.
     """
     if hardware.platform != "cuda":
         return
@@ -69,7 +69,7 @@ def _require_driver(hardware: Hardware, cuda: str | None) -> None:
 
 
 def _built_for() -> str | None:
-    """The CUDA release of the installed torch, without importing it; else None."""
+    """Return the CUDA release of the installed torch without importing it, or None."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None

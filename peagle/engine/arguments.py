@@ -1,13 +1,7 @@
-"""Translate an EngineSpec into vLLM's engine arguments.
+"""Translate an EngineSpec into vLLM's engine arguments, for bulk, online and benchmarks. Pure functions.
 
-Bulk, online and benchmarks share this drafter code.
-
-Pure: a spec and a description of the hardware in, a dict out, by the names of vLLM 0.29's `EngineArgs`. It
-starts nothing and imports no vLLM; the few facts about vLLM's scheduler that it rests on are cited where they
-are used.
-
-An engine may have ranks on several nodes (`NodeRank`). The first node leads: requests go to it, and there vLLM
-schedules. The others follow until their ranks end (`vllm_internals.follow`).
+The names are those of vLLM 0.29's `EngineArgs`. An engine may have ranks on several nodes (`NodeRank`). The first node
+leads: vLLM receives and schedules requests there. The others follow until their ranks end (`vllm_internals.follow`).
 """
 
 import json
@@ -34,17 +28,12 @@ DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`.
-
-    None values are left to vLLM.
+    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM decides what is None.
 
     Args:
-        spec: the engine.
-        hardware: the node that will run it.
-        num_engines_on_node: engines that share the node's memory; on a GPU node each has accelerators of its
-            own.
-        request_metrics: ask for acceptance per request, which vLLM has from 0.29 on (0.24 rejects the
-            argument).
+        hardware: the node that will run the engine.
+        num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
+        request_metrics: request acceptance per request, which vLLM has since 0.29 (0.24 rejects the argument).
 
     Raises:
         ConfigError: `spec.extra` sets what the spec manages, or vLLM's dynamic K.
@@ -69,7 +58,7 @@ def engine_args(
         "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": spec.enforce_eager,
         "gpu_memory_utilization": spec.gpu_memory_utilization,
-        # Takes fractions and serves both platforms; the older VLLM_CPU_KVCACHE_SPACE knows whole GiB on CPU
+        # Takes fractions and works on both platforms; the older VLLM_CPU_KVCACHE_SPACE takes whole GiB on CPU
         # only.
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 1024**3),
         "seed": spec.seed,
@@ -86,17 +75,17 @@ def engine_args(
 
 
 def _kv_cache_dtype(precision: Precision, hardware: Hardware) -> str:
-    """vLLM's name of the KV cache's format.
+    """Return vLLM's name for the KV cache's format.
 
-    "auto" is FP8 for a checkpoint that was published for it (`kv_cache_scheme`), also where bf16 is asked for; so a
-    quantised one gets the name. CPUs know no name for it.
+    For a checkpoint with `kv_cache_scheme`, vLLM's "auto" means FP8, even if bf16 was requested. So bf16 is named
+    explicitly for quantised checkpoints. On CPUs it has no name.
     """
     is_named = hardware.platform == "cuda" and precision.native_quantization is not None
     return precision.dtype if is_named and precision.kv_cache_dtype == "auto" else precision.kv_cache_dtype
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """The flags of `vllm serve` and `vllm run-batch` that say the same.
+    """Return the equivalent flags of `vllm serve` and `vllm run-batch`.
 
     >>> command_line({"model": "m", "max_num_seqs": 8, "enforce_eager": True, "seed": 0})
     ['--model', 'm', '--max-num-seqs', '8', '--enforce-eager', '--seed', '0']
@@ -114,13 +103,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`.
+    """Return vLLM's `speculative_config`. P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
 
-    P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
-
-    vLLM's dynamic K (`num_speculative_tokens_per_batch_size`) never stands beside it: parallel drafting lays
-    its slots out for the largest K, so that only that K or 0 would be shape-correct, and nothing in vLLM
-    guards it.
+    vLLM's dynamic K (`num_speculative_tokens_per_batch_size`) is never set: parallel drafting lays out its slots for
+    the largest K, so other values of K have wrong shapes, which vLLM does not check.
     """
     if drafter is None:
         return None
@@ -144,7 +130,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.attention_backend is not None:
         config["attention_backend"] = drafter.attention_backend
     if drafter.method == "suffix":
-        # Only the request's own text: responses kept from earlier requests would be those to the very same prompts
+        # Only the request's own text: cached responses of earlier requests would be those to the same prompts
         # wherever a measurement repeats them.
         config["suffix_decoding_max_cached_requests"] = 0
     if drafter.synthetic_rates:
@@ -153,9 +139,9 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
 
 
 def _media(spec: EngineSpec) -> dict[str, Any]:
-    """Text alone, or the media that were allowed.
+    """Return the limits on media: text only, or the allowed media.
 
-    By default vLLM takes 999 of each, and fetches them from anywhere.
+    By default vLLM accepts 999 of each kind from any host.
     """
     if not spec.limit_mm_per_prompt:
         return {"language_model_only": True}
@@ -166,12 +152,11 @@ def _media(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
-    """The speculative config of an engine on its hardware.
+    """Return the speculative config of an engine on its hardware.
 
-    A dummy target has a real head, where there are weights of one.
-
-    What a head shares with its target, vLLM (0.24 to 0.29) learns from the names of the weights that it loads. A dummy
-    head would be given the target's lm_head, which does not fit one with a draft vocabulary.
+    A target with dummy weights gets a real head if its weights exist. vLLM (0.24 to 0.29) learns from the names of
+    loaded weights what a head shares with its target, so a dummy head would get the target's lm_head, which does not
+    fit a draft vocabulary.
     """
     config, drafter = speculative_config(spec.drafter), spec.drafter
     if config is not None and (backend := draft_backend(spec, hardware)) is not None:
@@ -185,12 +170,12 @@ def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRank:
-    """A node's place in an engine.
+    """A node's rank in an engine.
 
     Attributes:
-        number: 0 leads.
-        host: the address of this node, under which the others reach it.
-        leader: the leader's address, and a port that is free there: the ranks meet at it.
+        number: 0 for the leader.
+        host: the address at which the other nodes reach this one.
+        leader: the leader's address and a free port there.
     """
 
     number: int
@@ -198,9 +183,8 @@ class NodeRank:
     leader: tuple[str, int]
 
     def arguments(self, num_nodes: int) -> dict[str, Any]:
-        """Additions to `engine_args`.
-
-        vLLM 0.29's Ray executor knows no CPUs, so each node starts its own ranks.
+        """Additions to `engine_args`. Each node starts its own ranks, because vLLM 0.29's Ray executor does not support
+        CPUs.
         """
         address, port = self.leader
         return {
@@ -212,8 +196,5 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """Additions to `environment`.
-
-        vLLM would guess the address by a route to the internet.
-        """
+        """Additions to `environment`. Otherwise vLLM guesses the address from a route to the internet."""
         return {"VLLM_HOST_IP": self.host}

@@ -1,7 +1,7 @@
-"""Attention back ends, and what must not meet an FP8 cache or a drafter.
+"""Choose attention back ends that are safe with an FP8 KV cache and a drafter. Pure functions.
 
-Pure. vLLM chooses a back end by what each declares to support. What its issues report of one beyond that stands in the
-table here: where vLLM would choose it by itself another is named, and a user who names it is refused.
+vLLM chooses a back end by what each declares to support. The table below lists combinations that its issues report as
+broken: another back end is chosen there, and an explicit choice of the broken one is refused.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ _CONTEXT_PARALLEL = "decode_context_parallel_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Avoided:
-    """FlashInfer with a KV cache in FP8 on some cards.
+    """A broken combination of FlashInfer with an FP8 KV cache.
 
     Attributes:
-        capabilities: the first and the last compute capability.
-        least_k: draft tokens a step from which on it holds; 0 also without a drafter.
+        capabilities: the first and the last affected compute capability.
+        least_k: smallest affected K; 0 also without a drafter.
         symptom: what was reported.
-        source: by whom.
-        instead: the back end to name; None where vLLM chooses another by itself.
+        source: the report.
+        instead: the back end to use; None if vLLM's own choice is another one.
     """
 
     capabilities: tuple[tuple[int, int], tuple[int, int]]
@@ -36,7 +36,7 @@ class Avoided:
     instead: str | None
 
     def holds_for(self, spec: EngineSpec, hardware: Hardware) -> bool:
-        """Whether it is about this engine, if its KV cache is in FP8."""
+        """Whether it affects this engine, if its KV cache is in FP8."""
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         first, last = self.capabilities
         return k >= self.least_k and first <= (hardware.compute_capability or (0, 0)) <= last
@@ -69,10 +69,10 @@ AVOIDED = (
 
 
 def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """The target's back end; None leaves it to vLLM.
+    """Return the target's back end; None for vLLM's choice.
 
     Raises:
-        ConfigError: the user has named one that is to be avoided.
+        ConfigError: the user chose a broken one.
     """
     configured = _configured(spec.extra)
     stated = spec.extra.get("attention_backend") or configured
@@ -81,15 +81,13 @@ def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
 
 
 def _configured(extra: Mapping[str, Any]) -> str | None:
-    """The target's back end in vLLM's `attention_config`."""
+    """Return the target's back end from vLLM's `attention_config`."""
     config = extra.get("attention_config")
     return config.get("backend") if isinstance(config, Mapping) else None
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """The drafter's back end; None leaves it to vLLM.
-
-    It does not take the target's.
+    """Return the drafter's back end, which need not be the target's; None for vLLM's choice.
 
     Raises:
         ConfigError: as `target_backend`.
@@ -101,7 +99,7 @@ def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
 
 
 def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """The format of the drafter's KV cache; None without one."""
+    """Return the format of the drafter's KV cache; None without a drafter."""
     drafter = spec.drafter
     if drafter is None or not drafter.has_head:
         return None
@@ -110,13 +108,13 @@ def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
 
 
 def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> None:
-    """Refuse what would meet an avoided back end, before anything starts.
+    """Refuse broken combinations before anything starts.
 
     Args:
-        head_dim: of the target's widest attention heads; a drafter's are taken to be as wide.
+        head_dim: of the target's widest attention heads; a drafter's are assumed to be as wide.
 
     Raises:
-        ConfigError: as `target_backend`; or vLLM would choose one for the drafter, and no other can be named for it.
+        ConfigError: as `target_backend`; or vLLM would choose a broken one for the drafter and there is no other.
     """
     if spec.drafter is not None and spec.extra.get(_CONTEXT_PARALLEL, 1) != 1:
         raise ConfigError(

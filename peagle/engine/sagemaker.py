@@ -1,6 +1,6 @@
-"""The variables of a container on SageMaker, as keys of peagle's.
+"""Translate the variables of a SageMaker container into options of peagle.
 
-The rules are those of AWS's own vLLM container (scripts/docker/vllm/sagemaker_args.py of aws/deep-learning-containers,
+The rules are those of AWS's vLLM container (scripts/docker/vllm/sagemaker_args.py of aws/deep-learning-containers,
 2026):
 
     SM_VLLM_X_Y=value   --x-y value
@@ -12,9 +12,9 @@ The rules are those of AWS's own vLLM container (scripts/docker/vllm/sagemaker_a
 Where AWS's container would fail to start, peagle takes the obvious meaning: a switch may also be 1, yes, on, 0, no or
 off, and an argument that needs a value is left out if its variable is empty.
 
-Values are read by the parser of `vllm serve`. An argument that peagle manages becomes its key; any other argument of
-the engine goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG, read and written here, so that one
-setting moves between JumpStart and peagle unchanged. Each error names the variable.
+vLLM's own parser reads the values. An argument that peagle manages becomes its option; any other argument of the engine
+goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG, which is also written here, so that a setting
+can move between JumpStart and peagle unchanged. Errors name the variable.
 """
 
 import json
@@ -35,7 +35,7 @@ PREFIX = "SM_VLLM_"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")
 """Where SageMaker puts a model's own data, before it starts the container."""
-# It changes no draft. Ours always have it; a container of AWS's may hold a vLLM that does not know it.
+# It changes no draft. peagle always sets it; the vLLM in AWS's container may not know it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
 _KEYS = (
     "method",
@@ -48,7 +48,7 @@ _KEYS = (
     "attention_backend",
 )
 _CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
-# Arguments that are a key of the same name, with the same values.
+# Arguments with an option of the same name and the same values.
 _SAME = (
     "host",
     "port",
@@ -71,7 +71,7 @@ _PRECISIONS = {
 }
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 _BYTES_PER_GIB = 2**30
-# Keys of another name than their variables, in the order in which these win.
+# Options with another name than their variables, by precedence.
 _VARIABLES_OF = {
     "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
     "name": ("SM_VLLM_SERVED_MODEL_NAME",),
@@ -99,12 +99,12 @@ _INSTEAD = {
 
 
 def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> dict[str, Any]:
-    """Return the keys of `peagle serve` for a container's variables.
+    """Return the options of `peagle serve` for a container's variables.
 
     The model is SM_VLLM_MODEL, else `model_folder` if it is not empty, else HF_MODEL_ID.
 
     Raises:
-        ConfigError: a variable has a value that peagle or vLLM does not take. The message names the variable.
+        ConfigError: a variable has an invalid value. The message names the variable.
     """
     is_empty = {name for name in _READ_HERE if not env.get(_variable(name), "").strip()}
     raw = {name: value for name, value in vllm_arguments(env).items() if name not in is_empty}
@@ -134,7 +134,7 @@ def serve_keys(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) -> 
 
 
 def variable_of(env: Mapping[str, str], key: str) -> str:
-    """Return the variable that sets a key, for messages.
+    """Return the variable that sets an option, for messages.
 
     >>> variable_of({}, "max_model_len"), variable_of({"HF_MODEL_ID": "a/b"}, "model")
     ('SM_VLLM_MAX_MODEL_LEN', 'HF_MODEL_ID')
@@ -166,7 +166,7 @@ def switch(variable: str, text: str) -> bool:
     """Return the value of a variable that turns something on or off. Empty is off.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is neither on nor off.
     """
     plain = text.strip().lower()
     if plain not in ("", *_YES, *_NO):
@@ -175,10 +175,10 @@ def switch(variable: str, text: str) -> bool:
 
 
 def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys that set the drafter. Empty if the variable is unset or empty.
+    """Return the options that set the drafter; empty if the variable is unset or empty.
 
-    A configuration without a model means the catalog's head for the target. Whether a head drafts in parallel is read
-    from the head itself.
+    Without a model in the configuration, the catalog's head for the target is used. The head itself says whether it
+    drafts in parallel.
 
     Raises:
         ConfigError: the value is not valid.
@@ -226,10 +226,7 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
-    """Return the variable that makes a JumpStart endpoint draft the same way.
-
-    Empty without a drafter.
-    """
+    """Return the variable that configures a JumpStart endpoint with the same drafter; empty without a drafter."""
     config = speculative_config(drafter)
     if config is None:
         return {}
@@ -257,7 +254,7 @@ def _model_without_variable(env: Mapping[str, str], folder: Path) -> str | None:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a variable. None if the argument is left out."""
+    """Return the value of a variable; None if the argument is left out."""
     plain = text.strip()
     if plain.lower() in ("true", ""):
         return True
@@ -273,10 +270,7 @@ def _value(text: str) -> Any:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of a text that holds nothing else.
-
-    Empty for any other text.
-    """
+    """Return the objects of a text that consists of JSON objects only; empty for other texts."""
     decoder, found = json.JSONDecoder(), []
     while text.startswith("{"):
         try:
@@ -293,7 +287,7 @@ def _variable(name: str) -> str:
 
 
 def _text(raw: Mapping[str, Any], name: str) -> str | None:
-    """Return the one value of an argument. None if it is unset."""
+    """Return the single value of an argument; None if it is unset."""
     value = raw.get(name)
     if value is True:
         raise ConfigError(f"{_variable(name)} needs a value")
@@ -315,10 +309,10 @@ def _only_name(value: Any) -> str:
 
 
 def _precisions(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of an engine's number formats.
+    """Return the options for number formats.
 
     Raises:
-        ConfigError: peagle has no such format, or they contradict each other.
+        ConfigError: peagle does not support a format, or they contradict each other.
     """
     found = {}
     if (dtype := _text(raw, "dtype")) is not None:
@@ -346,7 +340,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
     """Yield arguments with the values that vLLM's own parser reads.
 
     Raises:
-        ConfigError: vLLM has no such argument or does not take the value, or peagle decides it.
+        ConfigError: vLLM does not know the argument or rejects the value, or peagle manages it.
     """
     if not raw:
         return
@@ -364,7 +358,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
         if arguments.is_switch(name):
             parsed: Any = _parse_switch(arguments, name, value)
             if parsed == arguments.default(name) and field not in _SAME:
-                continue  # off, as it is anyway
+                continue  # the default
         if field not in (*_SAME, "enable_auto_tool_choice") and field not in arguments.of_engine:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
@@ -403,7 +397,7 @@ def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
 
 
 def _reason(message: str) -> str:
-    """Return what argparse says is wrong, without Python's names and addresses."""
+    """Return argparse's message without Python's names and addresses."""
     reason = message.partition(": ")[2]
     lines = [line.strip() for line in reason.splitlines() if "For further information" not in line]
     if lines and lines[0].startswith("invalid choice"):
@@ -412,5 +406,5 @@ def _reason(message: str) -> str:
 
 
 def _count(most: Any) -> Any:
-    """Return the number of media of `{"count": n}`, vLLM's longer form of n."""
+    """Return the number of media in `{"count": n}`, vLLM's longer form of n."""
     return most["count"] if isinstance(most, dict) and most.keys() == {"count"} else most

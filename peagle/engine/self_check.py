@@ -1,10 +1,9 @@
-"""The self-check of an engine: compare its greedy answer with what its target alone would generate.
+"""The self-check of an engine: compare its greedy answer with what its target would generate without a drafter.
 
-It runs before an engine accepts work, in bulk runs and in the endpoint.
-
-The engine answers a text greedily with its drafter, while a sampled request runs in the same batch if possible. Then
-the same engine reads prompt and answer in one prefill and reports the target's most likely token at each position. Both
-must agree, except for ties in rounding (`peagle.engine.lossless`).
+It runs before an engine accepts work, in bulk runs and in the endpoint. The engine answers a text greedily with its
+drafter, if possible with a sampled request in the same batch. Then the same engine reads prompt and answer in one
+prefill and reports the target's most likely token at each position. Both must agree, except for ties in rounding
+(`peagle.engine.lossless`).
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from peagle.errors import EngineError
 from peagle.hardware import Hardware
 
 NUM_TOKENS = 32
-_NUM_TOKENS_UNDRAFTED = 16  # each takes a step
-LIMIT_S = 1800.0  # a kernel that is compiled when it is first needed takes minutes
-# Code with prose: long drafts are accepted here and short ones there, so few steps verify much. Of prose alone, drafts
+_NUM_TOKENS_UNDRAFTED = 16  # one step each
+LIMIT_S = 1800.0  # a kernel may be compiled at first use, which takes minutes
+# Code with prose accepts long and short drafts, so a few steps verify much. In prose, drafts
 # of the embedded heads are hardly ever accepted (0.8 s for its 32 tokens, and 0.5 s for these, on two cores with AMX).
 TEXT = '''def celsius(fahrenheit):
     """Convert degrees Fahrenheit to degrees Celsius."""
@@ -40,7 +39,7 @@ def fahrenheit(celsius):
 
 
 async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *, limit_s: float = LIMIT_S) -> SelfCheck:
-    """Check an engine, and print what came of it to standard error, which is its log.
+    """Check an engine, and write the result to standard error, which is its log.
 
     Raises:
         EngineError: it died, or did not answer in time.
@@ -60,10 +59,10 @@ async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *,
 
 
 def require_passed(check: SelfCheck) -> None:
-    """Let an engine work.
+    """Check that the self-check did not fail.
 
     Raises:
-        EngineError: its answers are not its target's.
+        EngineError: the engine's answers are not its target's.
     """
     if check.outcome == "failed":
         raise EngineError(
@@ -72,10 +71,10 @@ def require_passed(check: SelfCheck) -> None:
 
 
 def require_none_failed(checks: Iterable[str]) -> None:
-    """The same of engines whose checks a ledger has, as `counted` takes them.
+    """The same for engines in a ledger, as counted by `counted`.
 
     Raises:
-        EngineError: one of them was refused.
+        EngineError: one of them failed its self-check.
     """
     for check in checks:
         if check:
@@ -92,9 +91,10 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
 
 
 def counted(checks: Iterable[str]) -> dict[str, int]:
-    """Numbers of engines that passed, failed, or had no check.
+    """Count the engines that passed, failed, or had no check.
 
-    Each is JSON, empty for an engine that is not checked (yet).
+    Args:
+        checks: results as JSON; empty for an engine that is not checked (yet).
     """
     outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
@@ -111,8 +111,8 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
     num_tokens = min(wanted, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
         return skipped(f"a context of {engine.max_model_len} tokens has no room for one")
-    # Faults of samplers show where greedy and sampled requests share a batch; what the sampled one says is nothing.
-    # It is short, as fewer of its drafts are accepted, and the greedy one waits for its part of each step.
+    # Sampler bugs appear if greedy and sampled requests share a batch; the sampled answer itself is not checked.
+    # It is short because it slows down the greedy one.
     asked = [(num_tokens, 0.0)] + [(max(1, num_tokens // 4), 1.0)] * (spec.max_num_seqs > 1)
     try:
         answer, *_ = await asyncio.gather(
@@ -125,7 +125,7 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
 
 
 def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
-    # NaN is no margin of a tie.
+    # NaN is not a tie.
     wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
     seen = "it answered with no token" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
     largest = max((judgement.margin for judgement in judgements), default=None)
@@ -149,7 +149,7 @@ def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float)
     )
 
 
-_FIRST_IDS = 16  # where there is no tokenizer to ask
+_FIRST_IDS = 16  # without a tokenizer
 
 
 class CheckableLlm:
@@ -160,10 +160,7 @@ class CheckableLlm:
         self.max_model_len: int = llm.model_config.max_model_len
 
     def prompt(self, text: str) -> list[int]:
-        """See `Checkable.prompt`.
-
-        An engine without a tokenizer gets the first ids instead.
-        """
+        """See `Checkable.prompt`. Without a tokenizer, the first ids of the vocabulary."""
         if self._llm.model_config.skip_tokenizer_init:
             return list(range(min(_FIRST_IDS, self._llm.model_config.get_vocab_size())))
         return list(self._llm.get_tokenizer().encode(text))
@@ -174,10 +171,7 @@ class CheckableLlm:
         return list(output.outputs[0].token_ids)
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """See `Checkable.judge`.
-
-        A request for log-probabilities of its prompt does not read vLLM's prefix cache.
-        """
+        """See `Checkable.judge`. vLLM does not use its prefix cache for log-probabilities of a prompt."""
         output = await self._output(token_ids, temperature=0.0, max_tokens=1, prompt_logprobs=1)
         pairs = zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True)
         return [self._judgement(token_id, candidates) for token_id, candidates in pairs]
@@ -200,7 +194,7 @@ class CheckableLlm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # To write tokens of log-probabilities vLLM reads the tokenizer's whole file again: 0.3 s for 49,152 tokens.
+        # vLLM would read the tokenizer's file again to decode log-probabilities: 0.3 s for 49,152 tokens.
         params = SamplingParams(**sampling, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         request_id = f"self-check-{uuid.uuid4().hex[:8]}"
         try:

@@ -1,8 +1,4 @@
-"""The spec of an engine: a target, perhaps a drafter, and sizes.
-
-Bulk runs, online serving and benchmarks all describe their engines with these two records and nothing else,
-and store them with their results.
-"""
+"""The specification of an engine, shared by bulk runs, endpoints and benchmarks, and stored with their results."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -22,19 +18,19 @@ LOOKUP_METHODS: tuple[str, ...] = get_args(LookupMethod)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """A drafter and how far it drafts.
+    """A drafter.
 
     Attributes:
         method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one after another; "ngram" and "suffix"
-            have no head and look drafts up in what the request holds already.
-        model: the head's folder, on a disk or in a store, or hub id; empty without a head.
-        num_speculative_tokens: K, the tokens drafted ahead of every verification.
-        synthetic_rates: where given, drafts are accepted by lot: by position, the share of drafts of which it is to
-            be accepted. It measures hardware; the text is meaningless.
-        revision: of a hub id, as an engine's.
+            have no head and copy from earlier tokens of the request.
+        model: the head's folder (local or s3://) or hub id; empty without a head.
+        num_speculative_tokens: K.
+        synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text is
+            meaningless.
+        revision: of a hub id, as for `EngineSpec`.
         kv_cache_precision: of the head's own KV cache; "auto" is the target's.
-        attention_backend: vLLM's name of what computes the head's attention; None is vLLM's choice.
-        lookup: copy later drafts where the request's text continues itself (`lookup.py`), beside a head.
+        attention_backend: of the head, by vLLM's name; None for vLLM's choice.
+        lookup: also copy later drafts where the request's text continues itself (`lookup.py`).
     """
 
     method: DraftMethod | LookupMethod
@@ -67,12 +63,12 @@ class DrafterSpec:
 
     @property
     def has_head(self) -> bool:
-        """Whether it is a model of its own, with layers and a KV cache."""
+        """Whether it is a model with layers and a KV cache."""
         return self.method in DRAFT_METHODS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
-        """Inverse of `dataclasses.asdict`; unknown keys are a ConfigError."""
+        """The inverse of `dataclasses.asdict`; unknown keys are a ConfigError."""
         _require_known_keys(cls, values)
         rates = values.get("synthetic_rates")
         return cls(**{**values, "synthetic_rates": None if rates is None else tuple(rates)})
@@ -83,30 +79,28 @@ class EngineSpec:
     """One vLLM engine.
 
     Attributes:
-        model: the target, a folder, on a disk or in a store, or a hub id.
-        revision: of a hub id, the commit of weights and tokenizer; a branch or tag, or None for the latest, where the
-            commit could not be told. Of a folder in a store, its listing's (`fetched.py`).
-        drafter: None decodes without speculation.
-        precision: one of `PRECISIONS`, resolved against the hardware that runs the engine.
-        kv_cache_precision: "auto" as `precision` has it, else "bf16" or "fp8".
-        native_quantization: how the checkpoint is quantised as published, such as "mxfp4".
-        max_num_seqs: requests decoded at once.
-        max_model_len: prompt and output tokens of one request at most; None is the model's own context.
+        model: the target: a folder (local or s3://) or a hub id.
+        revision: the commit of a hub id, or a branch, a tag or None if the commit is unknown. For a folder on S3, a
+            digest of its listing (`fetched.py`).
+        drafter: None for no speculation.
+        precision: one of `PRECISIONS`, resolved on the hardware that runs the engine.
+        kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
+        native_quantization: the checkpoint's own, such as "mxfp4".
+        max_num_seqs: concurrent requests.
+        max_model_len: maximum prompt and output tokens of a request; None for the model's own context.
         tensor_parallel_size: accelerators that share each layer.
-        pipeline_parallel_size: accelerators that share the layers among them.
-        num_nodes: nodes that hold these accelerators, an equal part each.
-        enforce_eager: skip compilation and graph capture: up sooner, slower from then on.
-        kv_cache_gib: memory of the KV cache; None is sized from memory (CPU: `memory.py`; GPU: vLLM's own
-            profiling).
-        gpu_memory_utilization: the share of an accelerator's memory that vLLM may fill.
+        pipeline_parallel_size: accelerators between which the layers are divided.
+        num_nodes: nodes with an equal part of these accelerators each.
+        enforce_eager: no compilation and no graph capture: starts sooner, runs slower.
+        kv_cache_gib: None for automatic (CPU: `memory.py`; GPU: vLLM's profiling).
+        gpu_memory_utilization: the fraction of an accelerator's memory that vLLM may use.
         seed: of the engine's sampler.
-        load_format: as vLLM's; "dummy" fills the target's weights at random for timing.
-        max_num_batched_tokens: token slots of one step; None is sized from K and `max_num_seqs`
-            (`arguments.py`).
+        load_format: vLLM's; "dummy" fills the target's weights at random for timing.
+        max_num_batched_tokens: token slots of one step; None for automatic, from K and `max_num_seqs`.
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
-        extra: further vLLM engine arguments by their own names, for what peagle does not manage.
-        limit_mm_per_prompt: by modality, the media that one request may have; empty for text only.
-        allowed_media_domains: hosts from which the engine may fetch media; with none they come in the request alone.
+        extra: more vLLM engine arguments, by vLLM's names.
+        limit_mm_per_prompt: maximum media of a request by modality; empty for text only.
+        allowed_media_domains: hosts from which the engine may fetch media; if empty, media must be in the request.
     """
 
     model: str
@@ -148,32 +142,26 @@ class EngineSpec:
 
     @property
     def num_accelerators(self) -> int:
-        """Accelerators that one engine occupies."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def accelerators_per_node(self) -> int:
-        """Accelerators that one engine occupies on each of its nodes."""
         return self.num_accelerators // self.num_nodes
 
     @property
     def commits(self) -> dict[str, str]:
-        """By hub id, what its target and its head are pinned to."""
+        """The pinned commits of its target and head, by hub id."""
         pinned = [(self.model, self.revision)]
         if self.drafter is not None:
             pinned.append((self.drafter.model, self.drafter.revision))
         return {model: revision for model, revision in pinned if revision is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data; the inverse of `from_dict`."""
         return {**asdict(self), "allowed_media_domains": list(self.allowed_media_domains)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
-        """The inverse of `to_dict`; an unknown key is a ConfigError.
-
-        It names the nearest valid key.
-        """
+        """The inverse of `to_dict`; an unknown key is a ConfigError that names the closest valid one."""
         _require_known_keys(cls, values)
         drafter = values.get("drafter")
         domains = tuple(values.get("allowed_media_domains", ()))
@@ -182,10 +170,10 @@ class EngineSpec:
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
-    """The formats of an engine on the hardware that runs it.
+    """Return the formats of an engine on its hardware.
 
     Raises:
-        PrecisionError: the hardware or the checkpoint cannot do it.
+        PrecisionError: not supported by the hardware or the checkpoint.
     """
     return resolve_precision(
         spec.precision,

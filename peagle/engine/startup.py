@@ -1,7 +1,4 @@
-"""Guards of an engine's start: a time limit and interrupts.
-
-vLLM has no time limit: it waits for its processes for as long as they live.
-"""
+"""Guard an engine's start with a time limit and interrupts, because vLLM waits for its processes without a limit."""
 
 import contextlib
 import os
@@ -19,11 +16,11 @@ VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
 DEFAULT_S = 3600
 LATE = r"the engine did not start within \d+ s"
 """The message, as a pattern."""
-_UNWIND_S = 60.0  # for vLLM to notice that its processes have died, and to give up
+_UNWIND_S = 60.0  # for vLLM to notice that its processes have died
 
 
 def start_limit_s() -> int:
-    """Seconds that an engine may take to start.
+    """Return the maximum seconds that an engine may take to start.
 
     Raises:
         ConfigError: the variable is not a whole number above 0.
@@ -36,15 +33,15 @@ def start_limit_s() -> int:
 
 @contextlib.contextmanager
 def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
-    """Give up the block after its time limit: kill the processes it waits for.
+    """Abort the block after its time limit by killing the processes it waits for.
 
-    Where that does not end it, it hangs in this process: then it is interrupted, or else the process ends.
+    If that does not end the block, it hangs in this process, which is interrupted and finally ends.
 
     Args:
-        kill_children: kills all that this process has started.
+        kill_children: kills all processes that this one has started.
 
     Raises:
-        EngineError: the time was over.
+        EngineError: the time limit passed.
         ConfigError: as `start_limit_s`.
     """
     limit_s = start_limit_s()
@@ -58,7 +55,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
         is_over.set()
         kill_children()
         if not is_left.wait(_UNWIND_S) and thread is threading.main_thread():
-            signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # it ends a wait in the kernel too
+            signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # also ends a wait in the kernel
         if not is_left.wait(_UNWIND_S):
             sys.stdout.write(f"peagle: {what}, and cannot be given up; this process ends\n")
             sys.stdout.flush()
@@ -77,7 +74,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
 
 
 def as_told(warning: str) -> str:
-    """Return the line that shows a warning to the user."""
+    """Return a warning as a line for the user."""
     return f"warning of an engine's start: {warning}"
 
 
@@ -87,14 +84,15 @@ class _Interrupt(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C, and an interrupting SIGINT or SIGTERM, end the block at once.
+    """Let Ctrl-C, SIGINT and SIGTERM end the block immediately.
 
     vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows the KeyboardInterrupt while it waits for its
-    core to start. The core has died of the same signal by then, and vLLM goes on to wait ten minutes for its word.
+    core to start. The core has died of the same signal, but vLLM waits for it for ten minutes.
+
+    Has no effect outside the main thread, or if a signal is ignored or has no Python handler.
 
     Raises:
-        KeyboardInterrupt: one came, and the handler that was there before raised it. Outside the main thread, or where
-            a signal is ignored or has no handler of Python's, nothing is changed.
+        KeyboardInterrupt: a signal arrived, and its previous handler raised this.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

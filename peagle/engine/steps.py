@@ -1,34 +1,32 @@
-"""Steps of an engine: their token slots, and their sizes as CUDA graphs.
+"""The token slots of an engine's steps, and the sizes of its CUDA graphs. Pure functions; vLLM's sources are cited.
 
-Pure: an engine's sizes and its hardware in, numbers out. The facts about vLLM's scheduler that they rest on are cited.
+A step runs as a CUDA graph if a captured size is at least its number of tokens. A larger step runs eagerly: Python
+launches each kernel. By default, vLLM 0.29 captures up to 512 tokens (`VllmConfig._set_cudagraph_sizes`), which is too
+small for speculation:
 
-A step runs as a graph where a captured size is at least its number of tokens. A larger one runs eagerly: Python
-launches each kernel. vLLM 0.29 captures up to 512 tokens by default (`VllmConfig._set_cudagraph_sizes`), which falls
-short of speculation in two ways:
-
-- Verifying takes 1 + K tokens a request, and the pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7 more
-  than 64 requests at once are verified eagerly, and for more than 36 the drafter runs eagerly.
-- Model runner V1, the one that P-EAGLE has, rounds each size up to a multiple of 1 + K and drops what then exceeds the
-  largest. With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (likewise
+- Verifying takes 1 + K tokens per request, and a pass of a P-EAGLE drafter 2K (`slots_per_request`). With K = 7, more
+  than 64 concurrent requests are verified eagerly, and for more than 36 the drafter runs eagerly.
+- Model runner V1, which P-EAGLE needs, rounds each size up to a multiple of 1 + K and drops sizes above the largest.
+  With K = 10 and one request that leaves 11 tokens, and its drafter, which has 20, runs eagerly (see also
   vllm-project/vllm issue 54933).
 
-So the sizes are stated, up to the widest step that `max_num_seqs` requests can make.
+So the sizes are set explicitly, up to the widest step of `max_num_seqs` requests.
 """
 
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
-# What vLLM itself budgets for prefill in a step: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS` on CPU, and
+# vLLM's own prefill budget of a step: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS` on CPU, and
 # its default for data-centre GPUs (`EngineArgs.get_batch_defaults`).
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 # vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
 _FINE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# By default it goes no further on most cards, and to this on Blackwell and with gpt-oss.
+# vLLM's default maximum on most cards, and on Blackwell or with gpt-oss.
 _VLLM_TOKENS = 1024
-# Beyond its own sizes each size is an eighth larger than the last, so padding wastes a ninth of a step at most.
+# Above vLLM's sizes, each is an eighth larger than the last, so padding wastes at most a ninth of a step.
 _GROWTH = 1.125
-# The largest that is worth it: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
+# The largest useful size: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
 # own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
 _MOST_TOKENS = 4096
 # Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
@@ -37,39 +35,34 @@ _MOST_TOKENS = 4096
 _SIZE_GIB = 28 / 1024
 _MOST_SIZES = 96
 _MEMORY_SHARE = 0.04
-# Arguments by which a user decides it.
+# vLLM's arguments that set the sizes.
 _STATED = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"})
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
-    """Token slots of one step: all decoding requests, and room for prefill.
+    """Return the token slots of one step: for all decoding requests, plus room for prefill.
 
-    vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`)
-    spends from `max_num_batched_tokens`, for each request that it puts into a step:
+    vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`) charges
+    each request of a step with
 
-    - its scheduled tokens: while decoding 1 + K (the last token and the K drafts to verify), in prefill a
-      piece of the prompt;
-    - the drafter's extra input slots: K - 1 with parallel drafting (the first draft reuses an existing slot,
-      the others are mask tokens), 0 with EAGLE-3. A request in prefill pays them too.
+    - its scheduled tokens: 1 + K while decoding (the last token and K drafts), or a chunk of the prompt;
+    - the drafter's additional input slots, also in prefill: K - 1 with parallel drafting (mask tokens; the first draft
+      reuses a slot), 0 with EAGLE-3.
 
-    With `max_num_seqs` = S decoding, P-EAGLE takes S x ((1 + K) + (K - 1)) = S x 2K, EAGLE-3 takes S x (1 +
-    K) and no speculation takes S. The step keeps the prefill budget P (2048 on CPU, 8192 on a GPU) beyond
-    that.
+    With S = `max_num_seqs` requests decoding, P-EAGLE takes S x ((1 + K) + (K - 1)) = S x 2K slots, EAGLE-3 S x (1 + K)
+    and no speculation S. The prefill budget (2048 on CPU, 8192 on a GPU) is added.
 
-    Example: S = 256, K = 7, P-EAGLE: 256 x 14 = 3584 slots for decoding. Under vLLM's default of 2048 only
-    146 of 256 requests could take part in a step, and prefill, served last, would never come; sized here on
-    CPU it is 3584 + 2048 = 5632.
+    Example: S = 256, K = 7, P-EAGLE on a CPU: 256 x 14 + 2048 = 5632. With vLLM's default of 2048, only 146 of 256
+    requests could take part in a step, and prefill, which is served last, would starve.
     """
     return _PREFILL_TOKENS[hardware.platform] + spec.max_num_seqs * slots_per_request(spec.drafter)
 
 
 def check_slots(spec: EngineSpec) -> None:
-    """Refuse token slots that leave prompts none.
-
-    Decoding requests are served first, so no prompt would ever begin.
+    """Refuse a number of slots that leaves none for prefill, because decoding requests are served first.
 
     Raises:
-        ConfigError: with the number that is needed.
+        ConfigError: names the required number.
     """
     needed = spec.max_num_seqs * slots_per_request(spec.drafter)
     if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
@@ -82,7 +75,7 @@ def check_slots(spec: EngineSpec) -> None:
 
 
 def slots_per_request(drafter: DrafterSpec | None) -> int:
-    """Token slots of a step for one decoding request (`max_num_batched_tokens`)."""
+    """Return the token slots of a step for one decoding request (see `max_num_batched_tokens`)."""
     if drafter is None:
         return 1
     k = drafter.num_speculative_tokens
@@ -90,25 +83,23 @@ def slots_per_request(drafter: DrafterSpec | None) -> int:
 
 
 def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
-    """vLLM's `cudagraph_capture_sizes`, ascending.
+    """Return vLLM's `cudagraph_capture_sizes`, ascending; None if nothing is captured or the user sets them.
 
-    None where nothing is captured (CPU, eager), or where the user states sizes by vLLM's own arguments.
-
-    Example: 128 requests at once, P-EAGLE with K = 7: verifying has 128 x 8 = 1,024 tokens, drafting 128 x 14 = 1,792.
-    So the sizes end at 1,792 = 224 x 8, with 1,024 among them.
+    Example: with 128 requests and P-EAGLE at K = 7, verifying takes 128 x 8 = 1,024 tokens and drafting 128 x 14 =
+    1,792. So the sizes end at 1,792 = 224 x 8 and include 1,024.
     """
     if hardware.platform != "cuda" or spec.enforce_eager or _STATED & spec.extra.keys():
         return None
     if spec.drafter is None and spec.max_num_seqs in _FINE:
-        return None  # vLLM's own list ends there or later
+        return None  # vLLM's own list is long enough
     width = 1 + (spec.drafter.num_speculative_tokens if spec.drafter else 0)
     widest = _rounded_up(spec.max_num_seqs * max(width, slots_per_request(spec.drafter)), width)
-    # Steps with a piece of a prompt are graphs, too: twice the decoding tokens, as far as vLLM goes by default.
+    # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default.
     ceiling = min(max(widest, min(2 * spec.max_num_seqs * width, _VLLM_TOKENS)), _MOST_TOKENS) // width * width
     sizes = list(_FINE)
     while sizes[-1] < ceiling:
         sizes.append(round(sizes[-1] * _GROWTH))
-    if spec.drafter is not None and spec.drafter.method == "peagle":  # model runner V1 would make it so
+    if spec.drafter is not None and spec.drafter.method == "peagle":  # as model runner V1 rounds them
         sizes = [_rounded_up(size, width) for size in sizes]
     wanted = {spec.max_num_seqs * width, widest, ceiling}
     most = min(_MOST_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
@@ -116,10 +107,7 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
 
 
 def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
-    """Memory of the graphs on one accelerator, in GiB.
-
-    An estimate; vLLM measures it when it starts.
-    """
+    """Estimate the memory of the graphs on one accelerator in GiB; vLLM measures it when it starts."""
     if hardware.platform != "cuda" or spec.enforce_eager:
         return 0.0
     sizes = capture_sizes(spec, hardware) or [size for size in _FINE if size <= 2 * spec.max_num_seqs]  # vLLM's own
@@ -127,10 +115,7 @@ def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
 
 
 def _thinned(sizes: list[int], kept: set[int], most: int) -> list[int]:
-    """At most so many sizes.
-
-    Those go whose neighbours are the closest, but none that is to be kept.
-    """
+    """Remove the sizes with the closest neighbours until at most `most` are left, but none of `keep`."""
     while len(sizes) > most:
         gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
         closest = min((size for size in gaps if size not in kept), key=lambda size: gaps[size], default=None)

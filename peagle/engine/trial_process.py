@@ -1,8 +1,8 @@
-"""Compile a grammar on trial: `python -m peagle.engine.trial_process`.
+"""Compile grammars on trial: `python -m peagle.engine.trial_process`.
 
-It reads lines of JSON: first the tokenizer, as xgrammar writes it or by its model's name, then one constraint after
-another. Each is compiled by a child that the kernel ends when its processor time is over, and its memory goes with it.
-It has no thread, so a child may be forked at any time; it ends with its standard input.
+Reads lines of JSON: first the tokenizer (as xgrammar writes it, or the model's name), then constraints. A child process
+with limits on CPU time and memory compiles each. This process has no threads, so it can fork at any time; it ends when
+its standard input is closed.
 """
 
 import json
@@ -17,15 +17,15 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 
-_WALL_FACTOR = 20  # of processor time, on a machine where others compute
-# Of a compiler that fails where an engine's would, too. Other signals come from outside, and say nothing of a grammar.
+_WALL_FACTOR = 20  # CPU time
+# The compiler crashed, as it would in an engine. Other signals come from outside.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _STEPS = 16
-_STEP_S = 0.01  # processor time of the mask of one token: every request on the engine waits for each
+_STEP_S = 0.01  # CPU time per token mask: every request on the engine waits for it
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve until standard input is closed."""
     import xgrammar
 
     settings = json.loads(sys.stdin.readline())
@@ -46,16 +46,16 @@ def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
 
 
 def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """A child's verdict on the constraint, or the signal that ended it."""
+    """Return a child's verdict on the constraint, or the signal that killed it."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.dup2(2, 1)  # standard output is for verdicts, and not for what a library says
+            os.dup2(2, 1)  # keep output of libraries out of standard output
             _limit(settings["cpu_s"], settings["memory_bytes"])
             os.write(writable, json.dumps(_compile(xgrammar, tokenizer, asked)).encode())
         except MemoryError:
-            os._exit(0)  # without a word: too large
+            os._exit(0)  # no output: too large
         except BaseException:
             traceback.print_exc()
             os.write(writable, b'{"outcome": "busy"}')
@@ -80,7 +80,7 @@ def _limit(cpu_s: float, memory_bytes: int) -> None:
 
 
 def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Compile as vLLM 0.29's `XgrammarBackend.compile_grammar`, and try masks."""
+    """Compile like vLLM 0.29's `XgrammarBackend.compile_grammar`, and compute some masks."""
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     kind, spec = asked["kind"], asked["spec"]
     try:
@@ -94,7 +94,7 @@ def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, 
             compiled = _compile_tags(xgrammar, compiler, spec)
     except MemoryError:
         return {"outcome": "large"}
-    except Exception as error:  # xgrammar raises whatever it meets; vLLM says it in its own words, or takes another way
+    except Exception as error:  # xgrammar raises any type; vLLM handles or reports it itself
         return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
     step_s = _step_s(xgrammar, compiled, tokenizer.vocab_size)
     if step_s is None:

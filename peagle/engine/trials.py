@@ -1,11 +1,8 @@
-"""Trial compilation of grammars, before the engine compiles them.
+"""Compile grammars on trial in a separate process, one at a time, before the engine compiles them. For bulk and online.
 
-Each is compiled in a separate process, one at a time.
-
-What a schema, a regular expression or a grammar costs to compile does not show in its size. vLLM compiles in the
-engine's own process, for as long and in as much memory as it takes, and every request there waits. A trial has some
-seconds of processor time and a bound on memory; its verdict is remembered, a refusal for ten minutes. Online and bulk
-share it.
+The cost of compiling a schema, a regular expression or a grammar cannot be seen from its size. vLLM compiles in the
+engine's process without limits, and all requests wait. A trial has limits on CPU time and memory; its verdict is
+cached, a refusal for ten minutes.
 """
 
 import asyncio
@@ -31,13 +28,13 @@ from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
 ASKER: ContextVar[str] = ContextVar("asker", default="")
-"""Whose request this task works on: trials take askers in turn."""
+"""The requester of this task: trials take askers in turn."""
 _REMEMBERED = 4_096
-_REFUSED_S = 600.0  # a machine that is busy makes processor time longer, too: what was too slow then is tried again
-_MEMORY_BYTES = 512 * 2**20  # that a compilation may add
-_MOST_OF_ONE = 5  # that are tried or wait
+_REFUSED_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
+_MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
+_MOST_OF_ONE = 5  # concurrent trials, including waiting ones
 _MOST_OF_ALL = 64
-_MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # processor time of one's refused trials; how much a second is forgotten
+_MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
 _REASONS = {
     "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",
     "slow_steps": "checking it takes too long at each token",
@@ -47,21 +44,20 @@ _REASONS = {
 
 
 class TrialRefused(Exception):  # noqa: N818 - it is an outcome, not a fault
-    """A constraint that no engine is given."""
+    """A constraint that is too expensive or cannot be satisfied."""
 
 
 class TrialsBusy(Exception):  # noqa: N818 - likewise
-    """Too many constraints wait for their trial."""
+    """Too many constraints are waiting for their trial."""
 
 
 class Trials:
     """The trials of one engine's requests.
 
     Args:
-        tokenizer: what `trial_process.py` is told of the engine's vocabulary; asked for once, in a thread.
+        tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
         any_whitespace: as the engine compiles JSON schemas.
-        is_shared: askers do not know each other: of each a few may wait, and more are refused, as is who had many
-            refused.
+        is_shared: limit how many trials of one requester may wait, and refuse requesters with many refused trials.
     """
 
     def __init__(
@@ -80,18 +76,18 @@ class Trials:
         self._process = _Process(lambda: {**tokenizer(), "cpu_s": cpu_s, "memory_bytes": memory_bytes})
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
         self._monotonic = monotonic
-        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # and until when it holds
+        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # with its expiry
         self._running: dict[str, asyncio.Task[str | None]] = {}
         self._of_asker: Counter[str] = Counter()
-        self._refused: dict[str, tuple[float, float]] = {}  # of each asker: processor time, as of when
+        self._refused: dict[str, tuple[float, float]] = {}  # by requester: CPU time, and when it was updated
         self._lock = _FairLock()
 
     async def require(self, constraint: Any) -> None:
-        """Let a constraint pass, vLLM's `StructuredOutputsParams`, or refuse it.
+        """Check a constraint (vLLM's `StructuredOutputsParams`).
 
         Raises:
-            TrialRefused: it takes too much time or memory.
-            TrialsBusy: others wait already.
+            TrialRefused: it takes too much time or memory, or cannot be satisfied.
+            TrialsBusy: too many are waiting.
         """
         for kind, spec in _specs(constraint):
             digest = hashlib.sha256(f"{kind}\0{spec}".encode(errors="surrogatepass")).hexdigest()
@@ -101,7 +97,6 @@ class Trials:
                 raise TrialRefused(f"the {kind} constraint is refused: {reason}")
 
     def close(self) -> None:
-        """End the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
@@ -118,7 +113,7 @@ class Trials:
             if self._is_shared and self._refused_s(asker) >= _MOST_REFUSED_S:
                 raise TrialsBusy("too many schemas or grammars that take too long; try again in a minute")
             self._of_asker[asker] += 1
-            # A client that leaves does not end a trial: it would begin another at once.
+            # A disconnected client does not end its trial: otherwise it could start another immediately.
             task = self._running[digest] = asyncio.create_task(self._try(digest, asked, asker))
             task.add_done_callback(functools.partial(self._forget, digest, asker))
         return await asyncio.shield(task)
@@ -127,7 +122,7 @@ class Trials:
         del self._running[digest]
         self._of_asker[asker] -= 1
         if not task.cancelled():
-            task.exception()  # whoever asked may have left, and Python would log that nobody looked
+            task.exception()  # the requester may be gone, and Python would log an unretrieved exception
 
     async def _try(self, digest: str, asked: Mapping[str, Any], asker: str) -> str | None:
         await self._lock.take(asker)
@@ -146,34 +141,30 @@ class Trials:
         return reason
 
     def _refused_s(self, asker: str) -> float:
-        """Processor time of this asker's recent refused trials.
-
-        Others waited for each.
-        """
+        """Return the CPU time of this requester's recent refused trials."""
         seconds, at = self._refused.get(asker, (0.0, 0.0))
         return max(0.0, seconds - (self._monotonic() - at) * _FORGOTTEN)
 
 
 class _Process:
-    """The process of `trial_process.py`, started on demand and again when gone."""
+    """The process of `trial_process.py`, started on demand and restarted after a crash."""
 
     def __init__(self, settings: Callable[[], dict[str, Any]]) -> None:
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The outcome of one trial; waits for it."""
+        """Run one trial."""
         try:
             if self._process is None:
                 self._process = _started()
                 _asked(self._process, self._settings())
             return _asked(self._process, asked)
-        except (OSError, ValueError):  # it is gone
+        except (OSError, ValueError):  # it died
             self.close()
             return {"outcome": "gone"}
 
     def close(self) -> None:
-        """End it."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -186,7 +177,7 @@ def _started() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # One thread: what forks has no other. It needs no accelerator.
+        # One thread, because it forks. It needs no accelerator.
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
     )
 
@@ -201,7 +192,7 @@ def _asked(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[st
 
 
 class _FairLock:
-    """One at a time; those who wait are taken asker by asker, however many each has."""
+    """A lock that serves waiting requesters in turn, however many times each waits."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -230,10 +221,10 @@ class _FairLock:
 
 
 def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: int | None) -> None:
-    """Hold a run's own JSON schema against what its engines will ask of it.
+    """Check a run's JSON schema as its engines will.
 
     Raises:
-        ConfigError: each row would be refused.
+        ConfigError: every row would be refused.
     """
     trials = Trials(lambda: {"model": model, "revision": revision, "vocab_size": vocab_size})
     try:
@@ -243,7 +234,7 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
             f"json_schema: {refusal}", hint="make the schema smaller; docs/bulk.md has the bounds"
         ) from None
     except TrialsBusy:
-        pass  # each engine tries it, too
+        pass  # each engine checks it as well
     finally:
         trials.close()
 
@@ -251,8 +242,8 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
 def guard_engine(client: Any, trials: Trials) -> None:
     """Make an `AsyncLLM` refuse requests that would crash or stall its engine core.
 
-    These are prompts with token ids that the model does not have, and constraints that fail their trial. Callers'
-    requests were checked before; here the check also covers token ids that a tokenizer has and the model has not.
+    These have prompts with token ids outside the model's vocabulary, or constraints that fail their trial. Requests of
+    callers were checked before; this check also covers ids that the tokenizer has but the model has not.
     """
     from vllm import exceptions
 
@@ -276,7 +267,7 @@ def guard_engine(client: Any, trials: Trials) -> None:
 
 
 def trials_of(client: Any, *, is_shared: bool = False, cpu_s: float = DEFAULT_CPU_S) -> Trials:
-    """Trials of an `AsyncLLM`'s requests."""
+    """Return the trials of an `AsyncLLM`'s requests."""
     config = client.vllm_config
     return Trials(
         lambda: {"tokenizer": vllm_internals.vocabulary(config, client.get_tokenizer())},
@@ -287,7 +278,7 @@ def trials_of(client: Any, *, is_shared: bool = False, cpu_s: float = DEFAULT_CP
 
 
 def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
-    """The constraint's kind and text, as vLLM hands them to xgrammar."""
+    """Yield kind and text of the constraint, as vLLM passes them to xgrammar."""
     if constraint.json is not None:
         yield "json", constraint.json if isinstance(constraint.json, str) else json.dumps(constraint.json)
     if constraint.regex is not None:
@@ -302,7 +293,7 @@ def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _SchemaAlone:
-    """The part of vLLM's `StructuredOutputsParams` that a run has."""
+    """The fields of vLLM's `StructuredOutputsParams` that a run's schema needs."""
 
     json: str
     regex: None = None

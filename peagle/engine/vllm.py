@@ -1,7 +1,6 @@
 """A vLLM `AsyncLLM` as an `Engine`.
 
-vLLM
-is imported when an engine starts, after the environment variables that it reads at import have been set.
+vLLM is imported when an engine starts, after the environment variables that it reads have been set.
 """
 
 import contextlib
@@ -40,10 +39,10 @@ class VllmEngine:
     """A running vLLM engine.
 
     Args:
-        arguments: keyword arguments of `vllm.AsyncEngineArgs`, as `engine_args` makes them.
+        arguments: keyword arguments of `vllm.AsyncEngineArgs`, from `engine_args`.
 
     Raises:
-        EngineError: vLLM did not start; the cause is chained, and its log says more.
+        EngineError: vLLM did not start; the cause is chained.
     """
 
     compile_s = 0.0
@@ -58,7 +57,7 @@ class VllmEngine:
                 self._llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._steps])
         except PeagleError:
             raise
-        except Exception as error:  # vLLM raises whatever its parts raise
+        except Exception as error:  # vLLM raises any type
             raise EngineError(f"vLLM did not start: {error}") from error
         self._trials = trials_of(self._llm)
         guard_engine(self._llm, self._trials)
@@ -83,23 +82,22 @@ class VllmEngine:
         return self._steps.num_steps
 
     def shutdown(self) -> None:
-        """Stop the engine's processes."""
         self._trials.close()
         self._llm.shutdown()
 
     def kill(self) -> None:
-        """See `Engine.kill`: a core that hangs would outlive this process."""
+        """See `Engine.kill`: a hanging core would outlive this process."""
         kill_children()
 
 
 async def generate(
     llm: Any, request_id: str, prompt: Mapping[str, Any], sampling: Mapping[str, Any], *, priority: int = 0
 ) -> Generation:
-    """Run one request of an `AsyncLLM` to its end, as `Engine.generate` says.
+    """Run one request of an `AsyncLLM` to its end, as `Engine.generate`.
 
     Args:
-        prompt: vLLM's: `prompt_token_ids`, and where need be `cache_salt`.
-        priority: lower ones go first, in an engine whose scheduling policy is by priority; others ignore it.
+        prompt: vLLM's: `prompt_token_ids`, and optionally `cache_salt`.
+        priority: lower values first, if the engine's scheduling policy is priority.
 
     Raises:
         RequestRefused, EngineError: as `Engine.generate`.
@@ -107,12 +105,12 @@ async def generate(
     try:
         params = _sampling_params(sampling)
         answers = llm.generate(prompt, params, request_id, priority=priority)
-        outputs = [answer async for answer in answers]  # FINAL_ONLY: there is one
+        outputs = [answer async for answer in answers]  # FINAL_ONLY: one output
     except engine_death() as error:
         raise EngineError("the vLLM engine process died") from error
     except refusals() as error:
         raise RequestRefused(client_text(error)) from error
-    except request_failure() as error:  # this request's only: the engine goes on
+    except request_failure() as error:  # only this request failed
         raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
     if not outputs:
         raise EngineError(f"vLLM ended request {request_id} without an output")
@@ -121,12 +119,7 @@ async def generate(
 
 
 class _StepCounter:
-    """A logger of vLLM's statistics that counts its steps.
-
-    They come of every step, prefill in pieces included.
-
-    vLLM calls it to have a logger for each of its cores, of which there is one.
-    """
+    """A vLLM statistics logger that counts steps, including prefill chunks. vLLM creates one per core."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -137,20 +130,15 @@ class _StepCounter:
     def record(self, *_: Any, **__: Any) -> None:
         self.num_steps += 1
 
-    def log(self) -> None:
-        """Nothing is printed."""
-
-    def log_engine_initialized(self) -> None:
-        """Nothing is printed."""
-
-    def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        """No engine of ours sleeps."""
+    def log(self) -> None: ...
+    def log_engine_initialized(self) -> None: ...
+    def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
 
 
 def kill_children() -> None:
-    """Kill all that descends from this process, also what vLLM has begun to start.
+    """Kill all descendants of this process, also those that vLLM has just started.
 
-    But Python's own tracker of shared memory, which frees it when the others are gone.
+    Python's own resource tracker is spared: it frees shared memory when the others are gone.
     """
     import psutil
 
@@ -161,24 +149,21 @@ def kill_children() -> None:
 
 
 def has_request_metrics() -> bool:
-    """Whether this vLLM states acceptance by request.
-
-    0.29 does, 0.24 rejects the argument.
-    """
+    """Whether this vLLM reports acceptance per request (0.29 does; 0.24 rejects the argument)."""
     from vllm import AsyncEngineArgs
 
     return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
 
 
 def has_synthetic_acceptance() -> bool:
-    """Whether this vLLM accepts drafts by lot at given rates by position."""
+    """Whether this vLLM can accept drafts at random with given rates by position."""
     from vllm.config import SpeculativeConfig
 
     return hasattr(SpeculativeConfig, "synthetic_acceptance_rates")
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
-    """Sums over the engine's ranks; None if vLLM counts no drafts."""
+    """Return sums over the engine's ranks; None if vLLM counts no drafts."""
     counts: dict[str, int] = {}
     accepted: list[int] = []
     for metric in metrics:
@@ -214,9 +199,7 @@ def _sampling_params(sampling: Mapping[str, Any]) -> Any:
 
 
 def _require_answers(output: Any, *, is_constrained: bool) -> None:
-    """Refuse an answer that vLLM ended by itself, and would return as if it were complete.
-
-    It does so if a constraint does not compile in the engine, or allows no further token.
+    """Refuse an incomplete answer that vLLM ended, because a constraint does not compile or allows no further token.
 
     Raises:
         RequestRefused: a response is incomplete.
@@ -266,9 +249,9 @@ def _completion(completion: Any, num_top: int) -> CompletionOutput:
 
 
 def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -> TokenLogprob:
-    """A token's log-probability and the likeliest ones.
+    """Return a token's log-probability and the most likely tokens.
 
-    vLLM lists the sampled token beside the likeliest, whether it is one of them or not; ranks begin at 1.
+    vLLM lists the sampled token in addition to the most likely ones; ranks begin at 1.
     """
     likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
     return TokenLogprob(
@@ -286,13 +269,13 @@ def start_engine(
     num_engines_on_node: int = 1,
     node_rank: NodeRank | None = None,
 ) -> VllmEngine:
-    """Start vLLM, with its variables set in this process's environment.
+    """Start vLLM with its environment variables.
 
     Args:
-        node_rank: the leader's, of an engine on several nodes; it starts when the others follow.
+        node_rank: the leader's, for an engine on several nodes; the start waits for the others.
 
     Raises:
-        EngineError: vLLM does not start.
+        EngineError: vLLM did not start.
         ConfigError: the hardware cannot run the spec.
     """
     return VllmEngine(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
@@ -301,14 +284,14 @@ def start_engine(
 def follow_engine(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank
 ) -> None:
-    """Compute this node's ranks of another node's engine, as `follow` says."""
+    """Run this node's ranks of an engine that another node leads (`follow`)."""
     follow(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
 
 
 def _prepare(
     spec: EngineSpec, hardware: Hardware, engine_index: int, num_engines_on_node: int, node_rank: NodeRank | None
 ) -> dict[str, Any]:
-    """Set the environment, and make vLLM's arguments."""
+    """Set the environment, and return vLLM's arguments."""
     assert (node_rank is not None) == (spec.num_nodes > 1), "each node of several has its rank"
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():

@@ -1,8 +1,8 @@
-"""Private and internal names of vLLM 0.29, by what peagle needs them for.
+"""Private and internal names of vLLM 0.29.
 
-vLLM promises nothing for the modules below `vllm.v1` and the words of its log; so only this file and `vllm_plugin.py`,
-which works inside vLLM's processes, know them. docs/upstream.md lists each. vLLM is imported where it is needed: the
-environment variables that it reads at import are set before.
+vLLM guarantees neither the modules below `vllm.v1` nor the wording of its log. Only this file and `vllm_plugin.py`,
+which works inside vLLM's processes, use them. docs/upstream.md lists each. vLLM is imported in functions, after the
+environment variables that it reads have been set.
 """
 
 import argparse
@@ -18,21 +18,21 @@ from peagle.speculation import SpeculationStats
 
 
 def engine_death() -> type[Exception]:
-    """The exception of every request once vLLM's core is dead."""
+    """Return the exception that every request gets once vLLM's core is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return EngineDeadError  # type: ignore[no-any-return]
 
 
 def request_failure() -> type[Exception]:
-    """The exception of one request on which vLLM failed; the engine goes on."""
+    """Return the exception of a request on which vLLM failed without crashing."""
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     return EngineGenerateError  # type: ignore[no-any-return]
 
 
 def generation_error() -> type[Exception]:
-    """Return the exception with which vLLM's API server reports a response that its engine ended with an error."""
+    """Return the exception of vLLM's API server for a response that ended with an engine error."""
     from vllm.exceptions import GenerationError
 
     return GenerationError  # type: ignore[no-any-return]
@@ -46,10 +46,7 @@ def refusal_of(field: str | None, message: str) -> Exception:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Exceptions of vLLM for a request that it refuses.
-
-    Classes of its own in 0.29, a ValueError in 0.24.
-    """
+    """Return vLLM's exceptions for an invalid request: its own classes in 0.29, ValueError in 0.24."""
     import vllm.exceptions
 
     own = (getattr(vllm.exceptions, name, None) for name in ("VLLMClientError", "GracefulHTTPError"))
@@ -60,10 +57,10 @@ _UNTOLD = "the engine cannot take this request: a field has a value that it does
 
 
 def client_text(error: BaseException) -> str:
-    """Return what a client may read of vLLM's exception for its request.
+    """Return the part of vLLM's exception for an invalid request that a client may read.
 
-    That is the text of vLLM's own exceptions and of a chat template that refuses a conversation. The text of any other
-    exception is Python's ("tuple indices must be integers"), and means nothing to a client.
+    That is the text of vLLM's own exceptions, and of a chat template that rejects a conversation. The text of other
+    exceptions is Python's ("tuple indices must be integers").
     """
     import vllm.exceptions
 
@@ -71,25 +68,23 @@ def client_text(error: BaseException) -> str:
         return str(error)
     if isinstance(error, vllm.exceptions.VLLMError):
         return str(error)
-    # vLLM 0.29 raises whatever a chat template raises again as a ValueError.
+    # vLLM 0.29 turns any exception of a chat template into a ValueError.
     template_error = error.__cause__ if type(error) is ValueError else error
     return str(template_error) if type(template_error).__name__ == "TemplateError" else _UNTOLD
 
 
 def counters() -> list[Any]:
-    """vLLM's Prometheus counters in this process.
-
-    Each has a `name`, and a `value` or `values`.
-    """
+    """Return vLLM's Prometheus counters in this process, each with a `name` and a `value` or `values`."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     return list(get_metrics_snapshot())
 
 
 def drafts_of(sequence: Any) -> SpeculationStats | None:
-    """The drafts of a sequence that ended, by vLLM's `RequestSpecDecodeMetrics`.
+    """Return the draft statistics of a finished sequence from vLLM's `RequestSpecDecodeMetrics`, or None (0.24 lacks
+    it).
 
-    `vllm_plugin.DraftLookup` adds its own count to them. None if vLLM has none; 0.24 lacks the attribute.
+    `vllm_plugin.DraftLookup` adds its own count to them.
     """
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
@@ -98,18 +93,17 @@ def drafts_of(sequence: Any) -> SpeculationStats | None:
 
 
 def model_runner(client: Any) -> str | None:
-    """The model runner of an `AsyncLLM`, "V1" or "V2"; None if vLLM has only one.
-
-    vLLM decides in its configuration, once the drafter is known.
+    """Return the model runner of an `AsyncLLM`, "V1" or "V2", which vLLM chooses by the drafter; None if vLLM has only
+    one.
     """
     is_v2 = getattr(client.vllm_config, "use_v2_model_runner", None)
     return None if is_v2 is None else "V2" if is_v2 else "V1"
 
 
 def before_each_request(client: Any, check: Callable[[Any, Any], Awaitable[None]]) -> None:
-    """Make an `AsyncLLM` check each request before the request reaches the engine core.
+    """Make an `AsyncLLM` check each request before it reaches the engine core.
 
-    vLLM has no hook at a place that bulk runs and the endpoint share.
+    vLLM has no hook that bulk runs and the endpoint share.
 
     Args:
         check: takes the prompt and the sampling parameters, and raises vLLM's exception to refuse the request.
@@ -124,7 +118,7 @@ def before_each_request(client: Any, check: Callable[[Any, Any], Awaitable[None]
 
 
 def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
-    """The vocabulary as vLLM's xgrammar backend has it, in xgrammar's JSON."""
+    """Return the vocabulary of vLLM's xgrammar backend, in xgrammar's JSON."""
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
     from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
 
@@ -138,14 +132,14 @@ def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
 
 
 def grammar_of_choices(choices: list[str]) -> str:
-    """The grammar that vLLM makes of a choice."""
+    """Return vLLM's grammar for a choice."""
     from vllm.v1.structured_output.utils import choice_as_grammar
 
     return str(choice_as_grammar(choices))
 
 
 def as_ebnf(grammar: str) -> str:
-    """A grammar as vLLM hands it to xgrammar, which takes no Lark."""
+    """Return a grammar as vLLM passes it to xgrammar, which does not support Lark."""
     from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
 
     if not grammar_is_likely_lark(grammar):
@@ -157,14 +151,12 @@ def as_ebnf(grammar: str) -> str:
 
 
 def follow(arguments: Mapping[str, Any]) -> None:
-    """Compute this node's ranks until one of them ends.
+    """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
     They may not notice that the leader has ended.
 
-    It is what `vllm serve --headless` does.
-
     Raises:
-        EngineError: they do not start.
+        EngineError: they did not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -175,16 +167,16 @@ def follow(arguments: Mapping[str, Any]) -> None:
             usage_context=UsageContext.ENGINE_CONTEXT, headless=True
         )
         executor = MultiprocExecutor(config, monitor_workers=False)
-    except Exception as error:  # vLLM raises whatever its parts raise
+    except Exception as error:  # vLLM raises any type
         raise EngineError(f"vLLM did not start: {error}") from error
     executor.start_worker_monitor(inline=True)
 
 
-# --- vLLM's log, which alone tells some things
+# --- vLLM's log, the only source of some facts
 
 
 def compile_seconds(log: str) -> float:
-    """Seconds of profiling, compiling and warming up, by vLLM's start log.
+    """Return the seconds of profiling, compiling and warming up from vLLM's start log.
 
     >>> compile_seconds("init engine (profile, create kv cache, warmup model) took 64.75 s")
     64.75
@@ -193,9 +185,7 @@ def compile_seconds(log: str) -> float:
 
 
 def root_cause(log: str) -> str | None:
-    """The first error that vLLM's own processes logged.
-
-    `AsyncLLM` raises only that there was one.
+    """Return the first error that vLLM's processes logged; the exception of `AsyncLLM` does not name it.
 
     >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
     'ValueError: the KV cache is too small'
@@ -205,7 +195,7 @@ def root_cause(log: str) -> str | None:
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
-    """The same failed start, told by its logged cause or by its time limit."""
+    """Return the error of a failed start with its logged cause or its time limit."""
     cause = root_cause(log)
     if cause is None:
         return error
@@ -217,17 +207,17 @@ _WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", 
 _COSTS = re.compile(
     r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
 )
-# What costs nothing here, or what we decide ourselves.
+# Warnings that do not matter here, or about decisions of ours.
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
-    "Failed to create oneDNN linear",  # of `lm_head`; torch's own takes over, and there is no choice
+    "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
 )
 _MOST = 10
 _LONGEST = 400  # characters
 
 
 def costly_warnings(log: str) -> list[str]:
-    """Warnings of a start that cost time or correctness, each once, in their order.
+    """Return the unique warnings of a start that affect speed or correctness, in order.
 
     >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [cpu_worker.py:127] no libtcmalloc: performance is lost")
     ['no libtcmalloc: performance is lost']
@@ -245,8 +235,8 @@ class ServeArguments:
     """The arguments of `vllm serve`, read by its own parser.
 
     Attributes:
-        names: all arguments, in Python's spelling; `no_x` turns the switch `x` off.
-        of_engine: the destinations that an engine has; the others are the API server's.
+        names: all arguments in Python's spelling; `no_x` turns the switch `x` off.
+        of_engine: fields of the engine's arguments; the others belong to the API server.
     """
 
     def __init__(self) -> None:
@@ -265,21 +255,21 @@ class ServeArguments:
         return str(self._actions[name].dest)
 
     def default(self, name: str) -> Any:
-        """Return what vLLM's parser takes without the argument."""
+        """Return the default of an argument."""
         return self._actions[name].default
 
     def is_switch(self, name: str) -> bool:
-        """Return whether the argument takes no value."""
+        """Whether the argument takes no value."""
         return bool(self._actions[name].nargs == 0)
 
     def parse(self, name: str, values: Sequence[str]) -> Any:
         """Return an argument's value as plain data.
 
         Args:
-            values: what follows the flag on a command line. A switch has none.
+            values: the words after the flag on a command line; empty for a switch.
 
         Raises:
-            ValueError: vLLM does not take it.
+            ValueError: vLLM rejects it.
         """
         from vllm.engine.arg_utils import _expand_json_human_readable_numbers
 
@@ -290,12 +280,12 @@ class ServeArguments:
             found, rest = argparse.ArgumentParser.parse_known_args(self._parser, line)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
-        if rest or found.model_tag:  # a second value would be taken for the model
+        if rest or found.model_tag:  # a second value would be parsed as the model
             raise ValueError(f"argument {flag}: it takes one value")
         value = getattr(found, self.destination(name))
         if value is None or isinstance(value, bool | int | float | str | dict):
             return value
         if isinstance(value, list | tuple | set):
             return list(value)
-        # A configuration object of vLLM's: the engine's arguments have it as the JSON that was given.
+        # The engine's arguments take vLLM's configuration objects as JSON.
         return json.loads(_expand_json_human_readable_numbers(values[0]))

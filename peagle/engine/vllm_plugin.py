@@ -1,8 +1,8 @@
-"""The vLLM plug-in (`vllm.general_plugins`): work-arounds inside its processes.
+"""The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
 They fix compiled code, sampling with drafts on CPUs, requests that cannot be drafted for, the priority of grammar
-compilation, prompt lookup next to a head, where answers with drafts end, and cores that outlive the process that
-started them. docs/upstream.md lists the purpose of each, the versions, and the test that fails once vLLM has fixed it.
+compilation, prompt lookup next to a head, the end of drafted answers, and cores that outlive their parent process.
+docs/upstream.md lists the purpose and versions of each, and the test that fails once vLLM has fixed it.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"
 
 
 def register() -> None:
-    """Install the work-arounds; vLLM calls this in each of its processes.
+    """Install the work-arounds.
 
-    Before a worker installs its kernels and compiles.
+    vLLM calls this in each of its processes, before a worker loads kernels and compiles.
     """
     end_with_starter()
 
@@ -45,7 +45,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        skip_drafts()  # before the lookup, which would add drafts again
+        skip_drafts()  # before the lookup, which would add drafts
     look_up_drafts()
     if current_platform.is_cpu():
         load_compiled()
@@ -55,13 +55,13 @@ def register() -> None:
 
 
 def end_with_starter() -> None:
-    """End this process when the one that spawned it is gone, by kill -9 too.
+    """End this process when its parent process is gone, also by kill -9.
 
-    A core of vLLM (0.24 to 0.32) would keep its device and wait for requests for ever. Ray ends what a lost worker
-    leaves, but not where it was lost itself.
+    A core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children of a lost
+    worker, but not if Ray itself is lost.
 
-    Under Ray vLLM spawns its core. One that is forked (an engine without Ray on a CPU) does not come here: it inherits
-    that the plug-ins have been loaded.
+    Under Ray, vLLM spawns its core. A forked core (without Ray on a CPU) does not get here, because it inherits the
+    loaded plug-ins.
     """
     if (starter := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_end_after, args=(starter,), name="end-with-starter", daemon=True).start()
@@ -87,10 +87,11 @@ def _end_after(starter: Any) -> None:
 
 
 def load_compiled() -> None:
-    """Let vLLM load what it compiled on a CPU.
+    """Make vLLM load its compiled code on a CPU.
 
-    vLLM (0.29 to 0.32) compiles there with torch's own backend, stores the function, and calls `finalize_loading` on
-    what it loads: a method of vLLM's other backend. The failure is only logged, and everything is compiled again.
+    There, vLLM (0.29 to 0.32) compiles with torch's own backend, stores the function, and calls `finalize_loading` on
+    the loaded function, which is a method of vLLM's other backend. The failure is only logged, and everything is
+    compiled again.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 
@@ -99,10 +100,7 @@ def load_compiled() -> None:
 
 
 def share_between_cores() -> None:
-    """Key compiled code by the number of cores, not by which cores.
-
-    Engines of one node then find each other's.
-    """
+    """Key compiled code by the number of cores instead of their ids, so that engines of a node share it."""
     from vllm import envs
 
     original = envs.compile_factors
@@ -118,7 +116,7 @@ def share_between_cores() -> None:
 
 
 def _num_cores(bound: str) -> str:
-    """The cores of each rank by number; a binding that is not lists of cores as it is.
+    """Return the number of cores of each rank; a binding that is not a list of cores is returned unchanged.
 
     >>> _num_cores("0,1|2,3"), _num_cores("0-3"), _num_cores("nobind")
     ('2|2', '0-3', 'nobind')
@@ -134,11 +132,9 @@ def expand(
     cu_num_tokens: "torch.Tensor",
     replace_from: float,
     replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # of Triton's kernel, which works in blocks
+    MAX_NUM_TOKENS: int | None = None,  # of Triton's kernel
 ) -> None:
-    """Each request's value for each of its tokens.
-
-    As vLLM's `rejection_sampler.expand_kernel` does it.
+    """Repeat each request's value for each of its tokens, like vLLM's `rejection_sampler.expand_kernel`.
 
     Args:
         output: [num_tokens], of any type; it is written.
@@ -152,9 +148,9 @@ def expand(
 def replace_kernel() -> None:
     """Replace vLLM's kernel by `expand`.
 
-    vLLM (0.29 to 0.32) without Triton repeats each request's temperature, top-k and top-p for its drafts into a copy
-    that it throws away, and divides the target's logits by memory that nobody wrote. As soon as one request of a batch
-    is sampled, all requests of that batch get answers that are not the target's, greedy ones too
+    Without Triton, vLLM (0.29 to 0.32) repeats each request's temperature, top-k and top-p for its drafts into a copy
+    that it discards, and divides the target's logits by uninitialised memory. As soon as one request of a batch is
+    sampled, all requests of that batch get wrong answers, greedy ones too
     (https://github.com/vllm-project/vllm/issues/55005).
 
     0.29 installs the first of these names, 0.32 registers the second.
@@ -167,9 +163,9 @@ def replace_kernel() -> None:
 
 
 def probe() -> None:
-    """Try the kernel that this process samples with, whichever it is.
+    """Test the kernel that this process samples with.
 
-    Values that no earlier computation can have left in memory stand for two requests' temperatures and top-k.
+    The temperatures and top-k of two requests have values that cannot be left in memory by an earlier computation.
 
     Raises:
         RuntimeError: drafts would be verified with other values than the requests have.
@@ -192,9 +188,9 @@ def probe() -> None:
 
 
 def probe_before_loading() -> None:
-    """Have each drafting CPU worker try its kernel before it loads the models.
+    """Make each drafting CPU worker test its kernel before it loads the models.
 
-    It cannot be done at once: the worker installs its kernels after its plug-ins.
+    It cannot be tested here, because the worker installs its kernels after its plug-ins.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -214,19 +210,19 @@ def probe_before_loading() -> None:
 
 
 class _Launched:
-    """Launched as kernels of Triton are: `kernel[grid](...)`."""
+    """Called like a Triton kernel: `kernel[grid](...)`."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return expand
 
 
-NICE = 10  # about a tenth of a core beside threads that compute without pause
+NICE = 10  # about a tenth of a core next to busy threads
 
 
 def compile_behind_steps() -> None:
     """Lower the priority of the threads in which vLLM's core compiles grammars.
 
-    They take the processor from the steps of every request; xgrammar's own threads inherit the priority.
+    They would slow down the steps of every request. xgrammar's own threads inherit the priority.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -237,7 +233,7 @@ def compile_behind_steps() -> None:
     @functools.wraps(begin)
     def begin_behind(self: Any, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
-        if threads := getattr(self, "executor", None):  # none without a tokenizer
+        if threads := getattr(self, "executor", None):  # None without a tokenizer
             threads.shutdown(wait=False)
             self.executor = ThreadPoolExecutor(max_workers=threads._max_workers, initializer=_give_way)
 
@@ -249,13 +245,13 @@ def _give_way() -> None:
 
 
 def skip_drafts() -> None:
-    """Run requests with `logit_bias` or `min_p` without drafts, in an engine that drafts for the others.
+    """Run requests with `logit_bias` or `min_p` without drafts in an engine that drafts for the others.
 
     vLLM (0.29) refuses them, because it applies neither to the logits that verify drafts. A request without drafts has
-    only the last row of its step, whose token vLLM samples as it does without a drafter. So the scheduler drops the
-    drafts of such a request, and the worker has the processors of both parameters.
+    only the last row of its step, whose token vLLM samples as without a drafter. So the scheduler drops the drafts of
+    such a request, and the worker gets the processors of both parameters.
 
-    Only for schedulers that get drafts as lists, as on CPUs: elsewhere drafts never leave the device.
+    Only for schedulers that receive drafts as lists, as on CPUs: otherwise drafts never leave the device.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -286,26 +282,24 @@ def skip_drafts() -> None:
     Scheduler.update_draft_token_ids = take_if_verifiable
     SamplingParams._validate_spec_decode = _accept
     logits_processor.build_logitsprocs = build_all
-    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # it has the function by name
+    if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # imported by name there
         runner.build_logitsprocs = build_all  # type: ignore[attr-defined]
 
 
 def is_unverifiable(sampling: Any) -> bool:
-    """Return whether vLLM cannot verify drafts of a request with these sampling parameters."""
+    """Whether vLLM cannot verify drafts of a request with these sampling parameters."""
     return sampling is not None and bool(sampling.min_p > 0 or sampling.logit_bias)
 
 
 def _accept(self: Any, speculative_config: Any) -> None:
-    """Replace vLLM's refusal of `logit_bias` and `min_p` next to a drafter."""
+    """Replace vLLM's refusal of `logit_bias` and `min_p` with a drafter."""
 
 
 class DraftLookup:
-    """Prompt lookup beside a head, for the requests of one scheduler.
+    """Prompt lookup next to a head, for the requests of one scheduler.
 
-    Between two steps the scheduler has each request's tokens and its head's drafts, as lists. It keeps with the request
-    what it has indexed and how many of its drafts are the head's.
-
-    A fault of its own ends the lookup, not the engine: the head's drafts go on as they are.
+    Between two steps the scheduler has each request's tokens and its head's drafts as lists. The index, and how many
+    drafts are the head's, are stored with the request. An error ends the lookup, not the engine.
     """
 
     def __init__(self, min_ngram: int) -> None:
@@ -313,7 +307,7 @@ class DraftLookup:
         self._has_failed = False
 
     def redraft(self, requests: Mapping[str, Any], drafted: Any) -> None:
-        """Replace the ends of drafts where the requests' own texts continue themselves.
+        """Replace the ends of drafts where the request's own text continues itself.
 
         Args:
             requests: the scheduler's, by id.
@@ -332,16 +326,16 @@ class DraftLookup:
 
     def _redraft(self, request: Any, drafts: list[int]) -> list[int]:
         tokens, lookup = request.all_token_ids, getattr(request, "peagle_lookup", None)
-        if lookup is None or len(lookup) > len(tokens):  # an input that is streamed may take tokens back
+        if lookup is None or len(lookup) > len(tokens):  # streamed input may remove tokens
             lookup = request.peagle_lookup = PromptLookup(self._min_ngram)
         lookup.extend(tokens[len(lookup) :])
         redrafted, request.peagle_num_head_drafts = lookup.redraft(drafts)
         return redrafted
 
     def count(self, request: Any, num_accepted: int) -> None:
-        """Count the accepted tokens that were looked up, beside vLLM's own counts.
+        """Count the accepted tokens that were looked up.
 
-        The count travels in a list that vLLM's "summary" leaves empty and shows nobody.
+        The count travels in a list that vLLM leaves empty with "summary" and does not show.
         """
         counts = request.spec_decode_metrics
         if counts is None or self._has_failed:
@@ -352,12 +346,13 @@ class DraftLookup:
 
 
 def look_up_drafts() -> None:
-    """Have a scheduler of vLLM look drafts up beside its head, where `LOOKUP` says so.
+    """Make vLLM's scheduler look up drafts if `LOOKUP` says so.
 
-    Drafts stay exact above temperature 0: with `draft_sample_method` "greedy" vLLM's rejection sampler is given no
-    probabilities of drafts, and takes each for certain (one-hot), which a token that was looked up is, too.
+    Sampling stays exact: with `draft_sample_method` "greedy", vLLM's rejection sampler treats each draft as certain
+    (one-hot), which also holds for a token that was looked up.
 
-    An engine does not start where scheduling or the model runner keeps drafts on the device: no lookup reaches them.
+    The engine does not start if scheduling or the model runner keeps drafts on the device, where the lookup cannot
+    reach them.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -389,7 +384,7 @@ def look_up_drafts() -> None:
 
 
 def _draft_lookup(vllm_config: Any) -> DraftLookup | None:
-    """The lookup that this process's environment asks for; None without one."""
+    """Return the lookup that this process's environment requests, or None."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     if not min_ngram or speculation is None:
         return None
@@ -408,7 +403,7 @@ def cut_at_stop_strings() -> None:
 
     One step with drafts can accept several tokens. vLLM cuts the text at the stop string but keeps all tokens and their
     log-probabilities. The detokenizer now takes one token at a time, as without drafts, and removes the rest from the
-    step's output. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server alike.
+    step's output. It runs in the process that calls the engine, for `LLM`, `AsyncLLM` and vLLM's API server.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -443,8 +438,8 @@ def cut_at_stop_strings() -> None:
 def count_drafts_toward_min_tokens() -> None:
     """Allow the token after drafts that reach `min_tokens` to end an answer.
 
-    vLLM counts earlier drafts for each draft, but none for the token that follows them all. It therefore bans stop
-    tokens there although `min_tokens` is reached, and the answer runs past the end that it has without a drafter.
+    vLLM counts earlier drafts for each draft, but not for the token after them all. So it bans stop tokens there
+    although `min_tokens` is reached, and the answer becomes longer than without a drafter.
     """
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
@@ -471,7 +466,7 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     """Lift the bans of requests that reach `min_tokens` with their drafts.
 
     Args:
-        drafts: by the request's place in the batch.
+        drafts: by the request's index in the batch.
     """
     import torch
 
@@ -483,7 +478,7 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     if not reached:
         yield
         return
-    names = ("logits_slice", "restore_logits_slice")  # older versions have the first only
+    names = ("logits_slice", "restore_logits_slice")  # older versions only have the first
     banned = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
     for name, (places, tokens) in banned.items():
         stays = ~torch.isin(places, places.new_tensor(reached))

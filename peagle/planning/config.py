@@ -12,8 +12,6 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 
 
 class PlanConfig(BaseModel):
-    """Options of a plan. Descriptions are help texts; unknown keys are errors."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     measured: list[Path] = Field(
@@ -87,9 +85,6 @@ class PlanConfig(BaseModel):
 def parse_amount(text: str) -> float:
     """Parse a number of tokens.
 
-    Raises:
-        ValueError: it is invalid.
-
     >>> parse_amount("1.5B"), parse_amount("2e9"), parse_amount("500 M")
     (1500000000.0, 2000000000.0, 500000000.0)
     """
@@ -101,9 +96,6 @@ def parse_amount(text: str) -> float:
 
 def parse_duration_s(text: str) -> float:
     """Parse a duration into seconds.
-
-    Raises:
-        ValueError: it is invalid.
 
     >>> parse_duration_s("2d12h"), parse_duration_s("90m"), parse_duration_s("1.5h")
     (216000.0, 5400.0, 5400.0)

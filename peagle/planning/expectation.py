@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from peagle.economics.offers import is_accelerator
+from peagle.economics.prices import is_accelerator
 from peagle.engine_options import ResolvedEngine
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
@@ -10,28 +10,18 @@ from peagle.profiles.measurements import NONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Output tokens/s of one engine.
-
-    Attributes:
-        concurrency: concurrent requests during the measurement.
-        source: who measured it, and on what hardware.
-    """
+    """Output tokens/s of one engine."""
 
     tokens_per_s: float
     concurrency: int
     source: str
 
     def describe(self) -> str:
-        """Return the speed with its source as text."""
         return f"{self.tokens_per_s:,.0f} tokens/s an engine with {self.concurrency} requests at once ({self.source})"
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """Return the speed of this engine on this hardware, or None if it is unknown.
-
-    Args:
-        concurrency: concurrent requests that it will have.
-    """
+    """Return the speed of this engine on this hardware, or None if it is unknown."""
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen

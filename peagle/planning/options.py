@@ -3,16 +3,233 @@
 Machines are rented whole and run as many engines as their devices allow.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from peagle.economics.prices import Price, PriceTable
-from peagle.errors import ConfigError
+from peagle.economics.account import Shares
+from peagle.economics.prices import Offer, Price, PriceTable, is_accelerator
+from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.estimate import Estimate, Machine, estimate, machines_for
-from peagle.planning.pricing import pairs, require_other
 from peagle.planning.sweeps import Sweep
 from peagle.profiles.measurements import Cell
+
+Market = Literal["on_demand", "spot"]
+
+
+def pairs(
+    config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
+) -> list[tuple[Sweep, Price]]:
+    """Return each sweep with the prices of its machines."""
+    found: list[tuple[Sweep, Price]] = []
+    misfits: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        for price in _prices(config, sweep, table, reasons):
+            if (why := _why_other(sweep, price, table)) is None:
+                found.append((sweep, price))
+            else:
+                misfits.setdefault(price.instance_type, []).append(why)
+    fitting = {price.instance_type for _, price in found}
+    for name, whys in misfits.items():
+        if name not in fitting:
+            raise ConfigError(
+                "\n  ".join(dict.fromkeys(whys)),
+                hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
+                "or use instance types with the same accelerator",
+            )
+        reasons += whys
+    return found
+
+
+def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
+    """Return the prices of the machines of a sweep, by region and market."""
+    if sweep.stated is not None and not config.instance_types:
+        if config.market == "spot":
+            raise ConfigError(
+                f"{sweep.name} was measured at a stated price, so it has no spot price",
+                hint="set --instance-types to the machine, or leave --market out",
+            )
+        return [sweep.stated]
+    names = config.instance_types or _machines_of(config, sweep, table)
+    if not names:
+        why = f"no price for a machine with {sweep.accelerator}"
+        raise PriceError(
+            f"{sweep.name}: {why}" if sweep.is_published else f"{sweep.name} was measured without a price",
+            hint="set --instance-types to the machine",
+        )
+    found: list[Price] = []
+    errors: list[PriceError] = []
+    for name in names:
+        for market in ("on_demand", "spot") if config.market == "both" else (config.market,):
+            for provider, region in _places(config, name, table):
+                try:
+                    price = table.price(name, market=market, provider=provider, region=region)
+                except PriceError as error:
+                    errors.append(error)
+                    continue
+                found.append(price)
+    if not found:
+        raise errors[0]
+    if config.instance_types or sweep.instance_type:  # missing markets matter only for named machines
+        reasons += [error.message for error in errors]
+    return found
+
+
+def _machines_of(config: PlanConfig, sweep: Sweep, table: PriceTable) -> list[str]:
+    if not sweep.is_published:
+        return [sweep.instance_type] if sweep.instance_type else []
+    kind = sweep.accelerator or ""
+    carrying = [offer for offer in _allowed(config, table) if is_accelerator(offer.accelerator, kind)]
+    return list(dict.fromkeys(offer.instance_type for offer in carrying))
+
+
+def _places(config: PlanConfig, instance_type: str, table: PriceTable) -> list[tuple[str | None, str | None]]:
+    """Return providers and regions that offer it, within the user's choice."""
+    offers = [offer for offer in _allowed(config, table) if offer.instance_type == instance_type]
+    return [(offer.provider, offer.region) for offer in offers] or [(config.provider, config.region)]
+
+
+def _allowed(config: PlanConfig, table: PriceTable) -> list[Offer]:
+    return [
+        offer
+        for offer in table.offers
+        if config.provider in (None, offer.provider) and config.region in (None, offer.region)
+    ]
+
+
+def require_other(sweep: Sweep, price: Price) -> None:
+    """Refuse a named machine that cannot run the measured engine; others are only left out."""
+    if sweep.instance_type == price.instance_type:
+        raise ConfigError(
+            f"{sweep.name} is priced as {price.instance_type}, which has {price.num_devices} devices, but its engines "
+            f"use {sweep.devices_per_engine}: it was measured on another machine",
+            hint="repeat `peagle bench` with --usd-per-hour, which measures nothing again; in a sweep file, correct "
+            "instance_type or devices_per_engine",
+        )
+
+
+def _why_other(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
+    """Return why the measured speed does not apply to a machine, or None."""
+    if sweep.instance_type == price.instance_type or price is sweep.stated:
+        return None
+    if sweep.instance_type is None:
+        # Without an instance type, only the accelerator can be compared.
+        where = sweep.accelerator or "CPUs"
+        is_same = is_accelerator(price.accelerator, where) if sweep.accelerator else price.accelerator is None
+    else:
+        measured = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
+        on = ", ".join(str(accelerator or "no accelerator") for accelerator in measured)
+        where = f"{sweep.instance_type} ({on or 'not in the price table'})"
+        is_same = price.accelerator is not None and (not measured or price.accelerator in measured)
+    if is_same:
+        return None
+    return (
+        f"{sweep.name} was measured on {where}, but {price.instance_type} has {price.accelerator or 'no accelerator'}: "
+        "its speed is unknown"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine with its engines.
+
+    Attributes:
+        devices_per_engine: unused devices of the machine are paid as well.
+        lost_s: engine time lost per interruption.
+        replace_s: from an interruption to a new machine.
+    """
+
+    price: Price
+    num_engines: int
+    devices_per_engine: int
+    tokens_per_s: float
+    start_s: float
+    lost_s: float = 0.0
+    interruptions_per_h: float = 0.0
+    replace_s: float = 0.0
+
+    @property
+    def useful_share(self) -> float:
+        """The fraction of useful time after the first start; 0 if interruptions leave none."""
+        rate = self.interruptions_per_h / 3600
+        return math.exp(-rate * self.start_s) * max(1 - rate * self.lost_s, 0.0)
+
+    @property
+    def wall_per_paid(self) -> float:
+        """Elapsed seconds per paid second. Waiting for a new machine is not paid."""
+        return 1 + self.interruptions_per_h / 3600 * self.replace_s
+
+    @property
+    def sustained_tokens_per_s(self) -> float:
+        """Long-run tokens per second of the machine, including interruptions."""
+        return self.num_engines * self.tokens_per_s * self.useful_share / self.wall_per_paid
+
+    @property
+    def usd_per_sustained_h(self) -> float:
+        """USD per hour of a sustained service, without the time of replacements."""
+        return self.price.usd_per_hour / self.wall_per_paid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The run of a fleet.
+
+    Attributes:
+        wall_s: from requesting machines to the last token.
+        device_s: paid device-seconds, as in a run's account.
+    """
+
+    num_machines: int
+    wall_s: float
+    device_s: Shares
+    usd: float
+    num_tokens: float
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        return self.usd / self.num_tokens * 1e6
+
+    @property
+    def lost_share(self) -> float:
+        """The fraction of the cost lost by interruptions: lost work and later starts."""
+        return self.device_s.lost / self.device_s.total
+
+
+def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provision_s: float = 0.0) -> Estimate | None:
+    """Return the estimate for `num_tokens`, or None if interruptions leave no useful time.
+
+    Starts after interruptions are `lost`, first starts are `load`.
+    """
+    if machine.useful_share <= 0:
+        return None
+    work_s = num_tokens / (num_machines * machine.num_engines * machine.tokens_per_s)
+    paid_s = machine.start_s + work_s / machine.useful_share
+    held = machine.num_engines * machine.devices_per_engine * num_machines
+    unused = machine.price.num_devices * num_machines - held
+    device_s = Shares(
+        load=held * machine.start_s,
+        busy=held * work_s,
+        idle=unused * paid_s,
+        lost=held * (paid_s - machine.start_s - work_s),
+    )
+    return Estimate(
+        num_machines=num_machines,
+        wall_s=provision_s + paid_s * machine.wall_per_paid,
+        device_s=device_s,
+        usd=device_s.times(machine.price.usd_per_device_s).total,
+        num_tokens=num_tokens,
+    )
+
+
+def machines_for(machine: Machine, num_tokens: float, within_s: float, *, provision_s: float = 0.0) -> int | None:
+    """Return the fewest machines that finish in time, or None if starting takes too long."""
+    work_left_s = (within_s - provision_s) / machine.wall_per_paid - machine.start_s
+    if work_left_s <= 0 or machine.useful_share <= 0:
+        return None
+    per_machine = machine.num_engines * machine.tokens_per_s * machine.useful_share * work_left_s
+    return max(1, math.ceil(num_tokens / per_machine - 1e-9))
+
 
 # Rows in open units per concurrent request (peagle/corpus/cutting.py); on average half of their work is lost.
 _OPEN_ROWS_PER_REQUEST = 3
@@ -21,11 +238,7 @@ _UNKNOWN_LOST_S = 60.0  # without response lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A fleet of equal machines.
-
-    Attributes:
-        estimate: of a job; None for a service.
-    """
+    """A fleet of equal machines."""
 
     sweep: Sweep
     cell: Cell
@@ -35,17 +248,14 @@ class Option:
 
     @property
     def market(self) -> str:
-        """The market of the price."""
         return self.machine.price.market
 
     @property
     def num_engines(self) -> int:
-        """The total number of engines."""
         return self.num_machines * self.machine.num_engines
 
     @property
     def usd_per_h(self) -> float:
-        """USD per hour of the whole fleet."""
         return self.num_machines * self.machine.usd_per_sustained_h
 
     @property
@@ -62,12 +272,7 @@ class Option:
 
 
 def options(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
-    """Return all fleets that meet the goal, the cheapest first, and why others do not.
-
-    Raises:
-        PriceError: a machine has no price.
-        ConfigError: an instance type does not match the measurements, or spot is required but the price was stated.
-    """
+    """Return all fleets that meet the goal, the cheapest first, and why others do not."""
     found: list[Option] = []
     reasons: list[str] = []
     for sweep, price in pairs(config, sweeps, table, reasons):
@@ -88,7 +293,6 @@ def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
 
 
 def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
-    """Return the limit that an option exceeds, or None."""
     if not _within_limits(config, option.cell):
         return "exceeds the latency limits"
     if config.max_machines is not None and option.num_machines > config.max_machines:
@@ -139,11 +343,7 @@ def _fewest(config: PlanConfig, machine: Machine) -> int | None:
 
 
 def machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:
-    """Return a machine with as many engines as fit.
-
-    Raises:
-        ConfigError: the start time of an engine is unknown.
-    """
+    """Return a machine with as many engines as fit."""
     start_s = cell.start_s if config.start_s is None else config.start_s
     if start_s is None:
         raise ConfigError(

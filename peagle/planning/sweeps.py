@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.catalog.published import PublishedTable
+from peagle.catalog.cards import ModelCard, PublishedTable, load_catalog
 from peagle.economics.prices import Price
 from peagle.errors import ConfigError, PriceError
 from peagle.private import user_path
@@ -26,14 +25,10 @@ class Sweep:
     """The cells of one kind of machine.
 
     Attributes:
-        name: the file name, or its path if several files have that name.
         instance_type: where it was measured; None if the price was stated.
-        devices_per_engine: accelerators, or vCPUs.
         accelerator: the device name; None on CPUs, or if only the instance type is known.
-        precision: of the target; None if unknown.
         stated: the price if the user stated it.
         labels: shown with every figure.
-        caveats: why the figures may not hold.
         is_published: it applies to any machine with the accelerator.
         remeasure: the command to measure the same on another machine.
     """
@@ -53,11 +48,7 @@ class Sweep:
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
-    """Read several files, with unique names.
-
-    Raises:
-        ConfigError: as `read_sweep`.
-    """
+    """Read several files, with unique names."""
     names = Counter(path.name for path in paths)
     return [read_sweep(path, str(path) if names[path.name] > 1 else path.name) for path in paths]
 
@@ -67,10 +58,6 @@ def read_sweep(path: Path, name: str | None = None) -> Sweep:
 
     Args:
         path: a file, or a model's catalog name or hub id.
-        name: default is the file name.
-
-    Raises:
-        ConfigError: the file cannot be read or is invalid, or the model has no published speeds.
     """
     name = name or path.name
     if not user_path(path).exists():

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.catalog.step_times import StepTable
+from peagle.catalog.cards import StepTable
 from peagle.economics.baseline import Baseline, Step, ratio_error
 from peagle.economics.usage import EngineSession
 from peagle.errors import ConfigError
@@ -76,13 +76,7 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The measurements of a benchmark.
-
-    Attributes:
-        name: the file name.
-        hardware, precision: as text.
-        setups: head, method and K.
-    """
+    """The measurements of a benchmark."""
 
     name: str
     model: str
@@ -108,11 +102,6 @@ class Benchmark:
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """Read the report of a benchmark.
-
-    Raises:
-        ConfigError: it cannot be read, is invalid, or has no measurement without a drafter.
-    """
     where = f"baseline {path}"
     try:
         data = json.loads(user_path(path).read_bytes())

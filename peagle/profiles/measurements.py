@@ -20,13 +20,9 @@ class Cell(BaseModel):
 
     Attributes:
         k: draft tokens per step; 0 without speculation.
-        concurrency: concurrent requests in the engine.
-        output_tokens_per_s: of one engine.
         spread: range of the repeats over their median; None for one repeat.
         tpot_s, ttft_s: percentiles by name ("p50", "p95", "p99").
         acceptance_length: tokens per verification step; None without speculation, or if unknown.
-        start_s: time to start an engine.
-        num_responses, num_output_tokens: totals of the measurement.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -65,7 +61,6 @@ class Cell(BaseModel):
 
     @property
     def drafts(self) -> bool:
-        """Whether it speculates."""
         return self.method != NONE
 
     @property
@@ -83,24 +78,15 @@ class Cell(BaseModel):
 
     @property
     def response_tokens(self) -> float | None:
-        """Mean length of a response, or None."""
         return self.num_output_tokens / self.num_responses if self.num_responses and self.num_output_tokens else None
 
 
 def method_label(method: str, k: int) -> str:
-    """Return a method and its K as text."""
     return f"{METHOD_NAMES[method]} K={k}" if k else METHOD_NAMES[method]
 
 
 def read_cells(entries: Any, where: str) -> list[Cell]:
-    """Return the cells of a file.
-
-    Args:
-        where: the file, for messages.
-
-    Raises:
-        ConfigError: the list is missing or empty, or a cell is invalid.
-    """
+    """Return the cells of a file."""
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
     return [_cell(entry, f"{where}, cell {number}") for number, entry in enumerate(entries, start=1)]

@@ -39,7 +39,6 @@ class MeasuredCell(Cell):
     """A cell with more of its configuration.
 
     Attributes:
-        drafter: the value of --drafter.
         head_fingerprint: changes with the head; None without a head, and in older profiles.
     """
 
@@ -50,12 +49,7 @@ class MeasuredCell(Cell):
 
 
 class Tuned(BaseModel):
-    """The choice. Ranges in profiles of earlier versions are ignored.
-
-    Attributes:
-        concurrency: concurrent requests in the engine.
-        acceptance_length: as measured; None without speculation.
-    """
+    """The choice. Ranges in profiles of earlier versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -64,15 +58,11 @@ class Tuned(BaseModel):
 
 
 class TunedTarget(_Strict):
-    """The target model and the revision of its weights."""
-
     name: str
     revision: str
 
 
 class Profile(_Strict):
-    """The result of a tuning, and the measurements behind it."""
-
     peagle_profile: Literal[1]
     decision: str
     objective: dict[str, Any]
@@ -101,7 +91,6 @@ class Profile(_Strict):
 
     @property
     def chosen(self) -> MeasuredCell:
-        """The measurement of the choice."""
         return next(cell for cell in self.measurements if self._is_chosen(cell))
 
     def _is_chosen(self, cell: MeasuredCell) -> bool:
@@ -113,11 +102,6 @@ class Profile(_Strict):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: it cannot be read or is invalid.
-    """
     again = "`peagle tune` writes profiles"
     try:
         data = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
@@ -140,11 +124,6 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile atomically.
-
-    Raises:
-        CapacityError: it cannot be written.
-    """
     words = f"# {profile.decision}\n# peagle generate --profile {path.name} ..., peagle serve --profile {path.name}\n"
     text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     path = user_path(path)
@@ -158,9 +137,6 @@ def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
 
     If the user sets the drafter or K, neither comes from the profile. The same holds for `max_num_seqs` and the token
     slots that were sized for it.
-
-    Raises:
-        ConfigError: the profile cannot be read, or is for another target.
     """
     path = values.get("profile")
     if path is None:

@@ -15,12 +15,7 @@ def reliable_length(num_drafts: int, acceptance_length: float | None) -> float |
 
 
 def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
-    """Return the acceptance length that pays at a concurrency: that of the nearest measured one, by ratio.
-
-    Args:
-        break_even: acceptance length by concurrency.
-        concurrency: None if it is unknown; then the result is None.
-    """
+    """Return the acceptance length that pays at a concurrency: that of the nearest measured one, by ratio."""
     if not break_even or concurrency is None:
         return None
     # Below one concurrent request an engine idles between requests, and runs each one alone.
@@ -43,7 +38,6 @@ class DrafterWatch:
 
     @property
     def needed(self) -> float | None:
-        """The acceptance length that pays at the given concurrency."""
         return needed_at(self._break_even, self._concurrency)
 
     def new(self, *, num_drafts: int, acceptance_length: float | None, concurrency: float | None = None) -> list[str]:

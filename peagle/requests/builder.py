@@ -43,13 +43,13 @@ class RequestBuilder:
 
     def __init__(self, prompts: PromptBuilder, sampling: SamplingSpec) -> None:
         self._prompts = prompts
-        self._sampling = sampling
+        self.sampling = sampling
 
     def build(self, columns: Mapping[str, Any]) -> Request | RowError:
         """The row's request, or why there is none."""
         if self._prompts.spec.body_column is not None:
             return self._from_body(columns)
-        column = self._sampling.column
+        column = self.sampling.column
         own = {} if column is None else parse_overrides(columns.get(column))
         if isinstance(own, str):
             return _invalid(f"column {column!r}: {own}")
@@ -64,11 +64,11 @@ class RequestBuilder:
     def _request(self, prompt: list[int] | RowError, own: dict[str, Any]) -> Request | RowError:
         if "structured_outputs" in own:
             own = {"json_schema": None, **own}  # in the place of the run's
-        if own and (wrong := conflict({**self._sampling.base, **own}, self._sampling.limits)):
+        if own and (wrong := conflict({**self.sampling.base, **own}, self.sampling.limits)):
             return _invalid(wrong)
         if isinstance(prompt, RowError):
             return prompt
-        if unknown := token_id_error({"prompt": prompt}, self._sampling.limits.vocab_size):
+        if unknown := token_id_error({"prompt": prompt}, self.sampling.limits.vocab_size):
             return RowError(reason="invalid_prompt", message=unknown[1])
         return Request(prompt_token_ids=prompt, sampling=own)
 

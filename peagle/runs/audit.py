@@ -21,8 +21,7 @@ from peagle.corpus.extensions import plain_schema
 from peagle.corpus.files import SourceFile, discover
 from peagle.corpus.rows import WorkEstimate
 from peagle.corpus.scan import find, scan
-from peagle.economics.sessions import sessions_from_table
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.usage import EngineSession, UnitUsage, sessions_from_table
 from peagle.errors import ConfigError, InputError, PeagleError
 from peagle.files import TEMPORARY_SUFFIX
 from peagle.parquet_table import read_table

@@ -20,6 +20,7 @@ listed first, then the lease is checked, then only those files are deleted. Thei
 of a later driver is among them.
 """
 
+import functools
 import io
 import json
 import re
@@ -42,7 +43,7 @@ from peagle.runs.lease import FOLDER as LEASE_FOLDER
 from peagle.runs.lease import Holding
 from peagle.runs.logs import logs_folder
 from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
-from peagle.runs.stopping import StopWord
+from peagle.runs.stopping import StopSignal
 from peagle.runs.suspects import stale_notes
 from peagle.storage import Place, is_remote, make_folder, open_to_read, place, require_usable, write_atomic, write_once
 
@@ -76,12 +77,13 @@ class RunDirectory:
     Attributes:
         stop: the signal by which that driver stops its workers.
         logs: always local, since a log that is being written cannot be on S3.
+        lease: of this process, if it is the run's driver; None otherwise.
     """
 
     def __init__(self, root: str | Place, *, driver: int = 0) -> None:
         self.root = place(root)
         self.driver = driver
-        self.stop = StopWord(self.root / LEASE_FOLDER, driver)
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
@@ -90,7 +92,11 @@ class RunDirectory:
         self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
         self._metadata: dict[int, UnitMetadata] = {}  # of units on S3, where each read takes a while
-        self._lease: Holding | None = None
+        self.lease: Holding | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle its place and the number of its driver; only this process has the lease itself."""
+        return functools.partial(RunDirectory, driver=self.driver), (str(self.root),)
 
     def __str__(self) -> str:
         return str(self.root)
@@ -112,8 +118,8 @@ class RunDirectory:
 
     def hold(self, lease: Holding) -> None:
         """Make this process the run's driver."""
-        self._lease, self.driver = lease, lease.number
-        self.stop = StopWord(self.root / LEASE_FOLDER, lease.number)
+        self.lease, self.driver = lease, lease.number
+        self.stop = StopSignal(self.root / LEASE_FOLDER, lease.number)
 
     def require_lease(self) -> None:
         """Check that this driver still has its lease.
@@ -121,8 +127,8 @@ class RunDirectory:
         Raises:
             RunInUse: another driver has taken over.
         """
-        if self._lease is not None:
-            self._lease.require()
+        if self.lease is not None:
+            self.lease.require()
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
         """Create the run, and return whether this driver was the first to do so.

@@ -1,8 +1,8 @@
-"""A bulk run's draw on the budgets of its tags, which it shares with an endpoint.
+"""A bulk run's draw on tag budgets that it shares with an endpoint.
 
-The run writes into the endpoint's ledger what it has cost and what its end may cost, and reads there what everybody
-else with its tags has. Nobody is asked, so the endpoint need not be up. Each looks every few seconds: together they
-overspend a budget by what they spend between two looks.
+The run writes its cost, and a reservation for its end, into the endpoint's ledger, and reads there the cost of all
+others with the same tags. The endpoint need not be running. Each side polls every few seconds, so together they can
+exceed a budget by what they spend between two polls.
 """
 
 import logging
@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+from peagle.economics.report.figures import format_usd
 from peagle.economics.request_work import WorkReader
 from peagle.economics.shared_budgets import (
     BUDGETS_NAME,
@@ -29,9 +30,8 @@ from peagle.economics.shared_budgets import (
 )
 from peagle.economics.spending import day_number, today
 from peagle.errors import ConfigError, PeagleError
-from peagle.runs.limits import dollars
 
-_EVERY_S = 5.0
+_POLL_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -41,8 +41,8 @@ class TagDraw:
     Args:
         ledger: of the endpoint.
         run: id of the run, the same for all its attempts.
-        tags: of the run, as a record has them.
-        day: the UTC day of now.
+        tags: of the run, as JSON.
+        day: returns the current UTC day.
 
     Raises:
         ConfigError: there is no such ledger.
@@ -59,7 +59,7 @@ class TagDraw:
     ) -> None:
         if not ledger.is_dir():
             raise ConfigError(
-                f"--draw-on {ledger.parent}: there is no ledger", hint="name the --state folder of `peagle serve`"
+                f"--draw-on {ledger.parent}: no ledger found there", hint="name the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
         self._own = next((one for one in read_draws(ledger) if one.run == run), Draw(run=run, tags=tags))
@@ -70,39 +70,39 @@ class TagDraw:
         self._runs: ByDay = {}
         self._held: dict[str, float] = {}
         self._budgets: list[SharedBudget] = []
-        self._looked_at = -math.inf
+        self._polled_at = -math.inf
 
     def reached(self, spent_usd: float, reserve_usd: float) -> str | None:
-        """The budget that stops the run, in words; None while it may go on.
+        """Return a message about the budget that stops the run, or None.
 
         Args:
             spent_usd: by the run, all attempts.
-            reserve_usd: what its end may cost.
+            reserve_usd: the maximum cost of ending the run.
 
         Raises:
-            OSError, PeagleError: the ledger cannot be read or written; later only logged.
+            OSError, PeagleError: the ledger cannot be read or written; logged after the first call.
         """
         now = self._monotonic()
-        if now >= self._looked_at + _EVERY_S:
+        if now >= self._polled_at + _POLL_S:
             try:
-                self._look(spent_usd, reserve_usd)
+                self._refresh(spent_usd, reserve_usd)
             except (OSError, PeagleError) as error:
-                if self._looked_at == -math.inf:
+                if self._polled_at == -math.inf:
                     raise
-                _log.warning("the budgets at %s are not seen now: %s", self._ledger, error)
-            self._looked_at = now
-        return next(filter(None, (self._judge(budget, reserve_usd) for budget in self._budgets)), None)
+                _log.warning("cannot read the budgets at %s: %s", self._ledger, error)
+            self._polled_at = now
+        return next(filter(None, (self._message(budget, reserve_usd) for budget in self._budgets)), None)
 
     def end(self, spent_usd: float) -> None:
-        """Write what the run has cost at its end; it holds nothing any more.
+        """Write the final cost of the run, without a reservation.
 
         Raises:
             OSError: it cannot be written.
         """
-        self._tell(spent_usd, 0.0)
+        self._write_draw(spent_usd, 0.0)
 
-    def _look(self, spent_usd: float, held_usd: float) -> None:
-        self._tell(spent_usd, held_usd)
+    def _refresh(self, spent_usd: float, held_usd: float) -> None:
+        self._write_draw(spent_usd, held_usd)
         for whose, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(whose.tags)):
                 self._requests[account][whose.day] += work.usd
@@ -110,15 +110,15 @@ class TagDraw:
         budgets = read_budgets(self._ledger / BUDGETS_NAME)
         self._budgets = [budget for budget in budgets if budget.account in self._accounts]
 
-    def _tell(self, spent_usd: float, held_usd: float) -> None:
-        """Write what the run has cost; the part that is new counts on this day."""
+    def _write_draw(self, spent_usd: float, held_usd: float) -> None:
+        """Write the cost of the run; new cost counts for the current day."""
         days = dict(self._own.usd_by_day)
         day = day_number(self._day())
         days[day] = days.get(day, 0.0) + max(0.0, spent_usd - sum(days.values()))
         self._own = replace(self._own, usd_by_day=days, held_usd=held_usd, at=time.time())
         write_draw(self._ledger, self._own)
 
-    def _judge(self, budget: SharedBudget, reserve_usd: float) -> str | None:
+    def _message(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
         first = day_number(period[0]) if period else -math.inf
         spent = (self._requests[budget.account], self._runs.get(budget.account, {}), self._own.usd_by_day)
@@ -128,6 +128,6 @@ class TagDraw:
             return None
         again = f"; it resets on {period[1]}" if period else ""
         return (
-            f"{budget.describe_budget()} is reached: {dollars(max(0.0, left_usd))} are left, and ending may cost "
-            f"{dollars(reserve_usd)}{again}"
+            f"{budget.describe_budget()} is reached: {format_usd(max(0.0, left_usd))} left, and ending the run may "
+            f"cost {format_usd(reserve_usd)}{again}"
         )

@@ -1,13 +1,11 @@
-"""Export a run's rows: Parquet, JSON lines, or OpenAI's output and error files.
-
-Also the first answers of a run, for people.
+"""Export a run's rows as Parquet, JSON lines, or OpenAI's output and error files; print the first answers.
 
     OUT/export/FORMAT/output.*      the rows, in the order of the corpus
     OUT/export/FORMAT/errors.jsonl  the dead letters
-    OUT/export/FORMAT/export.json   what was exported; written last
+    OUT/export/FORMAT/export.json   file sizes and counts; written last
 
-The committed units stay what counts: an export is made from them, file by file and atomically, and can be made again at
-any time. It holds one batch of rows at a time, whatever the size of the run.
+Exports are made from the committed units and can be repeated at any time. Each file is written atomically, one batch of
+rows at a time.
 """
 
 import contextlib
@@ -44,10 +42,10 @@ class Export:
     """The files and counts of an export.
 
     Attributes:
-        num_units: the committed units that are in it.
-        commits: a digest of which attempts committed them; a unit that is done again has another.
+        num_units: exported units.
+        commits: digest of the commits of these units; it changes if a unit is committed again.
         files: sizes in bytes by name.
-        num_nulls: by column, the rows in which null stands for NaN or an infinity, which JSON does not have.
+        num_nulls: by column, the number of rows with null for NaN or infinity, which JSON does not have.
     """
 
     format: str
@@ -75,7 +73,7 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
 
     Args:
         partial: whether an unfinished run may be exported.
-        again: whether to make an export anew that is there already and complete.
+        again: whether to repeat an export that exists and is current.
 
     Raises:
         ConfigError: there is no run, or it is not finished.
@@ -93,11 +91,11 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
         )
     folder = run.root / "export" / output_format
     commits = _commits(run, units)
-    if not again and (made := _made(folder)) is not None and made.commits == commits:
+    if not again and (made := _existing(folder)) is not None and made.commits == commits:
         return made
     try:
         make_folder(folder)
-        remove_temporaries(folder, older_than_s=_LONGEST_S)  # somebody else may be exporting there
+        remove_temporaries(folder, older_than_s=_LONGEST_S)  # another process may be exporting
         (folder / "export.json").unlink(missing_ok=True)
         return _write(run, run_id, _families(plan, units), commits, output_format, folder)
     except OSError as error:
@@ -105,7 +103,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
 
 
 def _commits(run: RunDirectory, units: list[int]) -> str:
-    """A digest of which engine process committed each of these units, and when."""
+    """Return a digest of the engine processes that committed these units, and of the times."""
     run.read_ahead(units)
     digest = hashlib.sha256()
     for unit in units:
@@ -115,7 +113,7 @@ def _commits(run: RunDirectory, units: list[int]) -> str:
 
 
 def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
-    """Committed units in the corpus's order, each followed by its retries."""
+    """Return the committed units in the order of the corpus, each with its retries."""
     root: dict[int, int] = {}
     for unit in plan.units:
         root[unit.unit] = unit.unit if unit.supersedes is None else root[unit.supersedes]
@@ -153,8 +151,8 @@ def _write(
     return done
 
 
-def _made(folder: Place) -> Export | None:
-    """The export that is there, if it is whole."""
+def _existing(folder: Place) -> Export | None:
+    """Return an existing export if its files are complete."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})
         if all((folder / name).stat().st_size == size for name, size in made.files.items()):
@@ -163,7 +161,7 @@ def _made(folder: Place) -> Export | None:
 
 
 class _PlainLines:
-    """Rows and letters as they are. `columns` are those that are read; None is all."""
+    """Writes rows and dead letters unchanged. `columns` are those to read; None for all."""
 
     columns: frozenset[str] | None = None
 
@@ -171,7 +169,7 @@ class _PlainLines:
         self.num_nulls: Counter[str] = Counter()
 
     def to_bytes(self, row: dict[str, Any], unit_finished_at: int) -> bytes:
-        """Return the line of a row, and count the values for which it has null."""
+        """Return a row as a line of JSON; count values that become null."""
         line = self.row(row, unit_finished_at)
         try:
             return _json_line(line, non_finite="refuse")
@@ -187,9 +185,9 @@ class _PlainLines:
 
 
 class _OpenAiLines(_PlainLines):
-    """Rows and letters as OpenAI has them.
+    """Writes rows and dead letters in OpenAI's batch format.
 
-    Rows of a corpus that was no batch are named by their `custom_id` or id.
+    If the corpus was not a batch, rows are identified by a column `custom_id` or by their id.
     """
 
     columns = ANSWER_COLUMNS | {"custom_id", "url"}
@@ -202,7 +200,7 @@ class _OpenAiLines(_PlainLines):
         self._paths = {unit.unit: unit.span.path for unit in plan.units}
         manifest = run.manifest()
         self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
-        # Runs that were begun by an earlier peagle do not say.
+        # Runs of older versions have no served_name.
         self._named = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
 
     def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
@@ -218,7 +216,7 @@ class _OpenAiLines(_PlainLines):
 
     def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
         row = letter["row"]
-        # A client may read it: the file's name says which one it is, and where it lies is the server's matter.
+        # Clients read this message: show the name of the file, not its path on the server.
         path = self._paths[letter["unit"]]
         letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
         if letter["reason"] == FAILED and self._named:
@@ -240,9 +238,9 @@ def _write_jsonl(run: RunDirectory, families: list[list[int]], file: BinaryIO, l
 
 
 def _write_parquet(run: RunDirectory, families: list[list[int]], file: BinaryIO, lines: _PlainLines) -> int:
-    """Row groups of many units: a unit by itself is too small for one."""
     num_rows = 0
     schema = _schema(run, families[0][0]) if families else pa.schema([])
+    # A single unit would be too small for a row group.
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
         for batch in (batch for family in families for batch in _batches(run, family, lines.columns)):
@@ -262,10 +260,7 @@ def _schema(run: RunDirectory, unit: int) -> pa.Schema:
 
 
 def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Rows in the order of the corpus.
-
-    A unit that a retry took rows of is merged with it in memory.
-    """
+    """Yield rows in the order of the corpus. A unit is merged with its retries in memory."""
     batches = read_units(run, family, columns)
     if len(family) == 1:
         yield from batches
@@ -274,9 +269,10 @@ def _batches(run: RunDirectory, family: list[int], columns: frozenset[str] | Non
 
 
 def read_units(run: RunDirectory, units: Iterable[int], columns: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
-    """Rows of committed units, one unit after the other.
+    """Yield the rows of committed units, unit by unit.
 
-    `columns` are those that are read, None is all.
+    Args:
+        columns: None for all.
 
     Raises:
         PeagleError: a unit is damaged.
@@ -293,9 +289,7 @@ _NUM_ANSWERS, _NUM_LINES, _NUM_COLUMNS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
-    """The place of a run's answers and the first two, in a few lines each.
-
-    Empty if there are none.
+    """Return the location of a run's answers and a few lines of the first two; empty without answers.
 
     Raises:
         PeagleError: a unit is damaged.
@@ -321,8 +315,5 @@ def _answer(row_id: str, text: str) -> list[str]:
 
 
 def _printable(line: str) -> str:
-    """A line without a terminal's control sequences.
-
-    A model may answer with escape sequences.
-    """
+    # A model may answer with terminal escape sequences.
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.expandtabs(4))

@@ -1,7 +1,6 @@
-"""The ledgers that a user names: of runs and of endpoints, local or on S3.
+"""Find and read the ledgers that a user names: of runs and of endpoints, local or on S3.
 
-It reads, and changes nothing. A run that two names reach counts once, and so does a batch whose run stands beside the
-endpoint's ledger that has billed it.
+A run that is named twice counts once. A batch that an endpoint has billed counts in the endpoint's ledger only.
 """
 
 import glob
@@ -16,11 +15,9 @@ from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_sessions,
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.request_work import read_work
-from peagle.economics.sessions import EngineFacts, session_at
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
-from peagle.economics.usage import EngineSession
-from peagle.economics.work import Work
+from peagle.economics.usage import EngineFacts, EngineSession, Work, session_at
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
@@ -34,21 +31,21 @@ _BATCH_COMMAND = ["POST", "/v1/batches"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Ledgers, and what a reader should know of how they were found."""
+class FoundLedgers:
+    """Ledgers, with notes for the report."""
 
     ledgers: tuple[Ledger, ...]
     notes: tuple[str, ...]
 
 
-def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> Found:
-    """The ledgers of all sources, each once.
+def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> FoundLedgers:
+    """Return the ledgers of all sources, each once.
 
     Args:
-        benchmark: measured engines like these; its step times count before those of the ledgers.
+        benchmark: its step times replace those of the ledgers.
 
     Raises:
-        ConfigError: a source is neither a run nor an endpoint's state, or there is none.
+        ConfigError: a source is missing, or is neither a run nor an endpoint's state.
         PeagleError: a file is damaged.
     """
     runs, states, others = _found(sources)
@@ -57,19 +54,19 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     own = {name: run for name, run in runs.items() if _batch_id(run.manifest()) not in billed}
     notes = []
     if num_billed := len(runs) - len(own):
-        notes.append(f"{num_billed} runs of batches count in the ledger of the endpoint that ran them.")
+        notes.append(f"{num_billed} batch runs are counted in the ledger of their endpoint.")
     if others:
-        notes.append(f"{len(others)} folders hold neither a run nor an endpoint's state: {min(others)}, ...")
+        notes.append(f"{len(others)} folders contain neither a run nor an endpoint's state: {min(others)}, ...")
     unlike = [name for name, run in own.items() if benchmark and not _is_like(run, benchmark)]
     if unlike:
-        notes.append(f"{len(unlike)} runs have other hardware or another precision than the baseline: {unlike[0]}, ...")
+        notes.append(f"{len(unlike)} runs used different hardware or precision from the baseline: {unlike[0]}, ...")
     ledgers = [_measured(ledger, benchmark) for ledger in endpoints]
     ledgers += [_measured(_bulk(name, run), None if name in unlike else benchmark) for name, run in own.items()]
-    return Found(ledgers=tuple(ledgers), notes=(*notes, *_money_notes(ledgers)))
+    return FoundLedgers(ledgers=tuple(ledgers), notes=(*notes, *_money_notes(ledgers)))
 
 
 def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
-    """The folders of the ledgers of all sources, each once, by the source's name.
+    """Return the ledger folder of each source, by name.
 
     Raises:
         ConfigError: as `find_ledgers`.
@@ -79,7 +76,7 @@ def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
 
 
 def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
-    """Runs, endpoints' states, and the names of folders that hold neither.
+    """Return runs, endpoints' states, and the names of other folders.
 
     Raises:
         ConfigError: as `find_ledgers`.
@@ -88,14 +85,14 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, P
     missing = [source for source in sources if not _is_glob(source) and not place(source).is_dir()]
     if missing or not (found[0] or found[1]):
         raise ConfigError(
-            f"there is no run and no endpoint's state at {', '.join(missing or sources)}",
-            hint="name run directories (they hold run.json) or --state folders of `peagle serve` (they hold ledger/)",
+            f"no run and no endpoint's state at {', '.join(missing or sources)}",
+            hint="name run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
     return found
 
 
 def _money_notes(ledgers: Sequence[Ledger]) -> list[str]:
-    """Whatever keeps the dollars of some of these ledgers from being a bill."""
+    """Return reasons why the dollars of some ledgers are not exact."""
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for ledger in ledgers:
         for label in session_labels(ledger.sessions):
@@ -104,14 +101,13 @@ def _money_notes(ledgers: Sequence[Ledger]) -> list[str]:
 
 
 def _is_like(run: RunDirectory, benchmark: Benchmark) -> bool:
-    """Whether a run had the hardware and the precision of a benchmark."""
     about = run.manifest()["run"]
     hardware = Hardware.from_dict(about["hardware"]).describe() if "hardware" in about else ""
     return (hardware, about.get("precision")) == (benchmark.hardware, benchmark.precision)
 
 
 def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
-    """The ledger with a benchmark's step times in sessions like its engines."""
+    """Return the ledger with the benchmark's step times in sessions of the same engine."""
 
     def measured(session: EngineSession) -> EngineSession:
         baseline = benchmark.baseline(session) if benchmark else None
@@ -121,10 +117,10 @@ def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
 
 
 def _places(source: str) -> dict[str, Place]:
-    """The folders of a source, by name.
+    """Return the folders of a source, by name.
 
     Raises:
-        ConfigError: it is no glob that a store knows.
+        ConfigError: the glob is not supported on S3.
     """
     if not _is_glob(source):
         return {source: place(source)}
@@ -133,7 +129,7 @@ def _places(source: str) -> dict[str, Place]:
         return {name: place(name) for name in names if place(name).is_dir()}
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
-        raise ConfigError(f"{source}: on S3 a glob may have * and ? only in its last part")
+        raise ConfigError(f"{source}: on S3, only the last part may contain * and ?")
     return {str(found): found for found in sorted(place(folder).glob(pattern), key=str)}
 
 
@@ -142,16 +138,13 @@ def _is_glob(source: str) -> bool:
 
 
 def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
-    """Runs, endpoints' states, and the names of the rest.
-
-    A folder with several names has the first of them.
-    """
+    """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, states, others = dict[str, RunDirectory](), dict[str, Place](), list[str]()
     answers = {name: _answers(name, folder) for name, folder in folders.items()}
     everything = [*folders.items(), *(one for own in answers.values() for one in own.items())]
     for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(everything)}.values():
         run = RunDirectory(folder)
-        if run.exists and "plan" in run.manifest():  # a training's says what came of it, and has none
+        if run.exists and "plan" in run.manifest():  # the run.json of a training has no plan
             runs[name] = run
         elif _is_state(folder):
             states[name] = folder
@@ -161,29 +154,26 @@ def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict
 
 
 def _answers(name: str, folder: Place) -> dict[str, Place]:
-    """The bulk runs that answered a training's prompts, by name."""
+    """Return the bulk runs that generated a training's responses, by name."""
     runs = sorted((folder / _RESPONSES).glob("*"), key=str)
     return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
 
 
 def _is_state(folder: Place) -> bool:
-    """Whether a folder that holds no run has a ledger.
-
-    It is an endpoint's, a measurement's or a training's.
-    """
+    """Whether a folder has the ledger of an endpoint, a benchmark or a training."""
     return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
 
 
 def require_runs(locations: Sequence[str]) -> None:
-    """Refuse the state of an endpoint where a run is asked for.
+    """Check that no location is the state of an endpoint.
 
     Raises:
-        ConfigError: one of them is such a state; its hint names the command for it.
+        ConfigError: one is; the hint names the command for it.
     """
     for location in locations:
         if not RunDirectory(location).exists and _is_state(place(location)):
             raise ConfigError(
-                f"{location} is the state of an endpoint, and no run",
+                f"{location} is the state of an endpoint, not a run",
                 hint=f"peagle cost {location} --by day,key shows its cost and savings",
             )
 
@@ -193,14 +183,14 @@ def _identity(folder: Place) -> str:
 
 
 def _batch_id(manifest: dict[str, Any]) -> str | None:
-    """The batch that a run works on; None of any other run."""
+    """Return the id of a run's batch, or None."""
     command = list(manifest.get("command") or [])
     return str(command[2]) if command[:2] == _BATCH_COMMAND and len(command) > 2 else None
 
 
 def _endpoint(name: str, state: Place) -> Ledger:
     ledger = state / "ledger"
-    work = read_work(ledger)  # before the sessions: each request names one that was there before it
+    work = read_work(ledger)  # before the sessions, so that every request has one
 
     def then(session: EngineSession, moment: float) -> EngineSession:
         return session_at_time(ledger, session, moment)
@@ -209,13 +199,12 @@ def _endpoint(name: str, state: Place) -> Ledger:
 
 
 def _bulk(name: str, run: RunDirectory) -> Ledger:
-    """The ledger of a bulk run; what it is and what it costs is in its `run.json`."""
     manifest = run.manifest()
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
-    at_once = about.get("concurrency") or 0  # a unit has many requests, and does not say how many at a time
+    at_once = about.get("concurrency") or 0  # units do not record their concurrency
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     is_fake = is_stand_in(manifest)
-    # What was lent is in the ledger of the endpoint that lent it.
+    # Usage of lent engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
     sessions = [
         _described(session, price, about, tags, is_fake=is_fake)

@@ -1,15 +1,13 @@
-"""The limits of a run: dollars, a time, dead letters; and whether one is reached.
-
-Pure functions of what is passed in: it reads no clock, no file and no ledger.
-"""
+"""The limits of a run: budget, deadline, dead letters. Pure functions."""
 
 import datetime
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-MIN_ROWS_FOR_SHARE = 100  # a share of fewer rows says little: one bad row of the first two is no 50 %
+from peagle.economics.report.figures import format_usd
+
+MIN_ROWS_FOR_SHARE = 100  # one bad row of the first two does not mean 50 %
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 _TOO_FAR = "the time is too far in the future"
@@ -18,25 +16,24 @@ _DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxFailedRows:
-    """The most dead letters of a run: a number, or a share of the finished rows."""
+    """The maximum of dead letters: a number, or a share of the finished rows."""
 
     count: int | None = None
     share: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "MaxFailedRows":
-        """From `N` or `P%`.
+        """Parse `N` or `P%`.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text has neither form.
         """
         match = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", text.strip())
         if match is None or (match[1] and float(match[1]) > 100):
             raise ValueError("a number of rows or a share such as 5%")
         return cls(share=float(match[1]) / 100) if match[1] else cls(count=int(match[2]))
 
-    def is_passed(self, num_failed_rows: int, num_done_rows: int) -> bool:
-        """Whether too many of the rows that are done have failed."""
+    def is_exceeded(self, num_failed_rows: int, num_done_rows: int) -> bool:
         if self.count is not None:
             return num_failed_rows > self.count
         assert self.share is not None, "one of the two is set"
@@ -48,12 +45,12 @@ class MaxFailedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a run; None is no limit.
+    """The limits of a run; None for no limit.
 
     Attributes:
-        deadline_at: by when everything must have ended, in Unix seconds.
-        reserve_s: what ending takes at most, from the request to stop to engines that are abandoned.
-        reserve_usd: what that costs at most; a stop is asked for while it is left.
+        deadline_at: Unix time by which everything must have ended.
+        reserve_s: the maximum time that ending the run takes.
+        reserve_usd: the maximum cost of that; the run is stopped while this much is left.
     """
 
     budget_usd: float | None = None
@@ -75,28 +72,29 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A limit that is reached, in words."""
+    """A limit that is reached, with a message."""
 
     limit: Literal["budget", "deadline", "failed_rows"]
     message: str
 
 
 def reached(limits: Limits, situation: Situation) -> Reached | None:
-    """The limit for which the run has to stop now; None while it may go on.
+    """Return the limit for which the run must stop now, or None.
 
-    Example: a budget of 10 USD and an end that may cost 0.40 USD: the stop is asked for at 9.60 USD.
+    Example: with a budget of 10 USD and a reserve of 0.40 USD, the run is stopped at 9.60 USD.
     """
     failed, done = situation.num_failed_rows, situation.num_done_rows
-    if limits.max_failed_rows is not None and limits.max_failed_rows.is_passed(failed, done):
+    if limits.max_failed_rows is not None and limits.max_failed_rows.is_exceeded(failed, done):
         return Reached(
             limit="failed_rows",
             message=f"{failed} of {done} rows are dead letters, more than --max-failed-rows {limits.max_failed_rows}",
         )
     if limits.budget_usd is not None and situation.spent_usd + limits.reserve_usd >= limits.budget_usd:
+        spent, reserve = format_usd(situation.spent_usd), format_usd(limits.reserve_usd)
         return Reached(
             limit="budget",
-            message=f"the budget of {dollars(limits.budget_usd)} is reached: {dollars(situation.spent_usd)} are spent, "
-            f"and ending may cost {dollars(limits.reserve_usd)}",
+            message=f"the budget of {format_usd(limits.budget_usd)} is reached: {spent} spent, and ending the run may "
+            f"cost {reserve}",
         )
     if limits.deadline_at is not None and situation.now + limits.reserve_s >= limits.deadline_at:
         at = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
@@ -110,16 +108,14 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
 def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     """Parse a deadline into Unix seconds.
 
-    A time of day is the next such moment, a duration counts from `now`.
-
-    A local time is taken with the offset of its own day. One in an hour that comes twice is the first that lies ahead;
-    one that the clocks skip is as long after the change as it says.
+    A time of day is the next such moment, a duration counts from `now`. A local time has the UTC offset of its own day.
+    If clock changes make it ambiguous, the first future moment is used; if they skip it, it is shifted by the change.
 
     Args:
-        now: its time zone, this machine's where it names none, is that of a deadline that names none.
+        now: its time zone, or this machine's, applies to deadlines without one.
 
     Raises:
-        ValueError: it is none of the forms.
+        ValueError: the text has none of the forms, or is too far in the future.
     """
     text = text.strip()
     if text.lower() == "none":
@@ -144,24 +140,15 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
 
 
 def _moments(at: datetime.datetime) -> list[float]:
-    """A local time in Unix seconds: once, or twice where the clocks go back over it."""
+    """Return a local time in Unix seconds: two moments if the clocks go back over it."""
     first, second = (at.replace(fold=fold).timestamp() for fold in (0, 1))
-    return [first, second] if first < second else [first]  # in an hour that is skipped, the second lies before
+    return [first, second] if first < second else [first]  # in a skipped hour, the second is earlier
 
 
 def _shown(moment: float) -> float:
-    """The moment, which can be shown in this machine's time zone."""
+    """Return the moment if it can be formatted in this machine's time zone."""
     try:
         datetime.datetime.fromtimestamp(moment).astimezone()
     except (OverflowError, ValueError, OSError) as error:
         raise ValueError(_TOO_FAR) from error
     return moment
-
-
-def dollars(usd: float) -> str:
-    """An amount, with the digits that matter.
-
-    >>> dollars(12.5), dollars(0.00042)
-    ('$12.50', '$0.00042')
-    """
-    return f"${usd:.{2 if usd >= 1 or usd == 0 else 1 - math.floor(math.log10(usd))}f}"

@@ -1,7 +1,6 @@
-"""Which engines of a run live, and how fast they are; by their heartbeats.
+"""Which engines of a run are alive, and their speed, from their heartbeats.
 
-A driver follows heartbeats on a clock of its own. Whoever looks once, from another machine, has to believe the clocks
-of others.
+A driver times heartbeats on its own clock. `peagle status`, which looks once, must trust the clocks of the engines.
 """
 
 import time
@@ -10,26 +9,26 @@ from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
 
-_DEAD_AFTER = 2.0  # heartbeats: an engine that misses two is dead, and a dead one costs nothing
+_DEAD_AFTER = 2.0  # heartbeats; a dead engine costs nothing
 
 
 def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
-    """The output tokens a second of these engines together; None before one works."""
+    """Return the total output tokens per second of these engines; None before one has loaded."""
     at_work = engines_at_work(alive)
     return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
 
 
 def engines_at_work(alive: Iterable[EngineSession]) -> list[EngineSession]:
-    """Those of the living engines that have loaded."""
+    """Return the live engines that have loaded."""
     return [session for session in alive if session.busy_s + session.idle_s > 0]
 
 
 def seen_alive(sessions: Iterable[EngineSession], *, since: float, silent_after_s: float) -> list[EngineSession]:
-    """The last recent session in each place (host and number), at a single look.
+    """Return the latest live session for each host and engine number.
 
     Args:
-        since: when the driver began, by its own clock.
-        silent_after_s: seconds without a heartbeat after which an engine counts as dead.
+        since: start of the driver, by its own clock.
+        silent_after_s: an engine without a heartbeat for this long counts as dead.
     """
     last = {
         (session.hostname, session.engine_index): session for session in sorted(sessions, key=lambda s: s.started_at)
@@ -45,14 +44,13 @@ class _Beat:
 
 
 class Heartbeats:
-    """The engines' heartbeats as a driver sees them, and which engines are alive.
+    """Tracks the engines' heartbeats in the driver.
 
-    Machines' clocks are not compared: a heartbeat is news or not, and one monotonic clock says how old the news is.
+    Clocks of different machines are not compared: only the driver's monotonic clock says how old a heartbeat is.
 
     Args:
-        before: sessions of earlier attempts; none of them is alive.
+        before: sessions of earlier attempts, all dead.
         heartbeat_s: seconds between an engine's heartbeats.
-        monotonic: the clock for what passed since a heartbeat was seen.
     """
 
     def __init__(
@@ -64,18 +62,17 @@ class Heartbeats:
         self._beats: dict[str, _Beat] = {}
 
     def of_this_attempt(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
-        """Those that were not there before; no clock is asked."""
         return [session for session in sessions if session.session_id not in self._before]
 
     def observe(self, sessions: Iterable[EngineSession]) -> None:
-        """Take note of the heartbeats as they are now."""
+        """Record the current heartbeats."""
         for session in self.of_this_attempt(sessions):
             beat = self._beats.get(session.session_id)
             if beat is None or beat.life_s != _life_s(session):
                 self._beats[session.session_id] = _Beat(life_s=_life_s(session), seen_at=self._monotonic())
 
     def alive(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
-        """Engines of this attempt that load or work, by the last observed heartbeats."""
+        """Return the live engines of this attempt, as of the last `observe`."""
         return [
             session
             for session in self.of_this_attempt(sessions)
@@ -83,9 +80,9 @@ class Heartbeats:
         ]
 
     def life_s(self, session: EngineSession) -> float:
-        """An engine's life in seconds: to its end, else to now.
+        """Return the lifetime of an engine in seconds until its end or now.
 
-        No longer than a dead one may have lived on.
+        A silent engine counts as alive for two heartbeats.
         """
         unheard_s = 0.0 if session.ended else min(self._unheard_s(session), self._silent_after_s)
         return _life_s(session) + unheard_s

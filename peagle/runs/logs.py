@@ -1,8 +1,8 @@
-"""Where the logs of a run are, and how those of a run on S3 get there.
+"""The logs of a run.
 
-What processes print goes on all the time, and an object cannot be appended to. So the logs of a run on S3 lie in a
-temporary folder of each node, and a copy of each goes to `OUT/logs`: when an engine has started or failed to, once a
-minute if it grew, and when its process ends. Of a process that is killed the last minute stays behind on its node.
+Objects on S3 cannot be appended to. So processes of a run on S3 log to a temporary folder of their node, and copy the
+log to `OUT/logs`: after the engine's start, every minute, and at the end. If a process is killed, its last minute stays
+on the node.
 """
 
 import contextlib
@@ -20,16 +20,14 @@ _MAX_BYTES = 1 << 24
 
 
 def logs_folder(root: Place) -> Path:
-    """Where the processes of this node write the logs of a run."""
+    """Return the local folder of a run's logs."""
     if not is_remote(root):
         return cast(Path, root / "logs")
     return temporary_folder(f"logs-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}")
 
 
 class LogCopy:
-    """Keep a copy of a log in the run directory.
-
-    Only the end of a very long one.
+    """Copies a log to the run directory on S3; only the last 16 MiB of a long one.
 
     Args:
         name: of the copy.
@@ -41,10 +39,7 @@ class LogCopy:
         self._copied_bytes = -1
 
     def update(self) -> None:
-        """Bring the copy up to date.
-
-        Where that fails, the next time may be better: a log is not worth a run.
-        """
+        """Update the copy. Errors are ignored: the next update may succeed."""
         if self._copy is None:
             return
         with contextlib.suppress(*WRITE_ERRORS):
@@ -58,7 +53,7 @@ class LogCopy:
 
 @contextlib.contextmanager
 def copied(root: Place, log: Path, name: str, *, every_s: float = COPY_S) -> Iterator[None]:
-    """Keep a copy of `log` while the block lasts, and at its end."""
+    """Update the copy of `log` during the block and at its end."""
     copy, ended = LogCopy(root, log, name), threading.Event()
 
     def keep() -> None:

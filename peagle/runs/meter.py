@@ -1,7 +1,6 @@
-"""An engine's meter: seconds of load, compile, busy and idle; busy by unit.
+"""Measure an engine's seconds of load, compile, busy and idle; busy seconds also by unit.
 
-It reads a clock and counts; it writes nothing. The event loop and the heartbeat thread share it. Durations come from a
-monotonic clock, so that a wall clock that is set back or forward changes no account.
+Meters are thread-safe and use a monotonic clock, so changes of the system time do not matter.
 """
 
 import socket
@@ -12,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession
+from peagle.economics.usage import EngineFacts, EngineSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class Snapshot:
         self_check: str,
         start_warnings: str,
     ) -> EngineSession:
-        """The heartbeat that says this, of an engine process of this host."""
+        """Return the heartbeat of an engine process on this host."""
         return EngineSession(
             session_id=session_id,
             engine_index=engine_index,
@@ -61,16 +59,16 @@ _LENT = "-lent"
 
 
 def new_session_id(*, is_lent: bool = False) -> str:
-    """A name that no other engine process has, and that sorts by time.
+    """Return a unique id that sorts by time.
 
     Args:
-        is_lent: its seconds are those of somebody else's engine, in whose ledger they are paid for.
+        is_lent: the seconds of the session are billed in an endpoint's ledger, which owns the engine.
     """
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
 
 
 def is_lent(session_id: str) -> bool:
-    """Whether a session's seconds are paid for in another ledger."""
+    """Whether a session's seconds are billed in an endpoint's ledger."""
     return session_id.endswith(_LENT)
 
 
@@ -112,7 +110,7 @@ class EngineMeter:
             )
 
     def ready(self, compile_s: float) -> None:
-        """The engine is up; `compile_s` of the time until now went into compiling."""
+        """Record that the engine has started; `compile_s` of the time until now was compilation."""
         with self._lock:
             self.tick()
             self._ready = True
@@ -120,16 +118,17 @@ class EngineMeter:
             self.load_s -= self.compile_s
 
     def start(self, unit: int, num_sequences: int = 1) -> None:
-        """A request of `unit` enters the engine, where it may take so many slots."""
+        """Record that a request of `unit` enters the engine.
+
+        Args:
+            num_sequences: engine slots that it may use.
+        """
         with self._lock:
             self.tick()
             self._running[unit] += num_sequences
 
     def finish(self, unit: int, num_output_tokens: int, num_sequences: int = 1) -> None:
-        """A request of `unit` leaves the engine with so many tokens.
-
-        `num_sequences` as at its start.
-        """
+        """Record that a request of `unit` leaves the engine; `num_sequences` as for `start`."""
         with self._lock:
             self.tick()
             self._running[unit] -= num_sequences
@@ -138,7 +137,7 @@ class EngineMeter:
             self.num_output_tokens += num_output_tokens
 
     def take(self, unit: int) -> float:
-        """The busy seconds of `unit`, once."""
+        """Return and reset the busy seconds of `unit`."""
         with self._lock:
             self.tick()
             return self._busy_by_unit.pop(unit, 0.0)
@@ -160,10 +159,9 @@ class EngineMeter:
 
 
 class BilledMeter(EngineMeter):
-    """The meter of an engine that is lent.
+    """The meter of a lent engine. Its clock advances by the seconds that the lender bills.
 
-    Its clock goes on by the seconds that the lender bills.
-    Seconds that are billed while no request runs, as of one that was given up, count as idle.
+    Seconds that are billed while no request runs, for example for a cancelled one, count as idle.
     """
 
     def __init__(self) -> None:
@@ -172,7 +170,7 @@ class BilledMeter(EngineMeter):
         self.ready(0.0)
 
     def bill(self, busy_s: float) -> None:
-        """Add what a request took of an engine's busy seconds."""
+        """Add a request's share of the engine's busy seconds."""
         with self._lock:
             self._billed_s += busy_s
             self.tick()

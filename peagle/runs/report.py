@@ -1,7 +1,7 @@
-"""The account of a run directory: read its ledger, write a settled report.
+"""Write `report.json` and `report.html` of a run.
 
-A driver may be stopped while it makes a report, and go on when another one has added a retry and has made a newer
-report: it would replace that. So whoever has written looks at the run again, and writes again where it has changed.
+A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
+newer one. So each driver checks after writing whether the run has changed, and then writes again.
 """
 
 import time
@@ -26,9 +26,9 @@ _Made = TypeVar("_Made")
 
 
 def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
-    """The product of `make` when the run did not change meanwhile.
+    """Return the result of `make`, which is repeated if the run changes in the meantime.
 
-    A run that is not finished afterwards is left as it is: whoever finishes it makes all of this again.
+    It is not repeated for an unfinished run: the driver that finishes it does that.
     """
     while True:
         before = _finished(run)
@@ -39,7 +39,7 @@ def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
 
 
 def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
-    """The retries and the units of a finished run; None of another."""
+    """Return the retries and units of a finished run; None of an unfinished one."""
     plan, committed = run.plan(), frozenset(run.committed())
     return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
 
@@ -48,7 +48,7 @@ _WRITABLE = "make room, or the folder writable; peagle status and peagle audit w
 
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
-    """Account for a run as it stands; write `report.json` and `report.html`.
+    """Write and return the report of a run in its current state.
 
     Raises:
         ConfigError: there is no run.
@@ -79,18 +79,15 @@ def _make(run: RunDirectory) -> dict[str, Any]:
     report["timeline"] = times.timeline(sessions, price)
     report["self_checks"] = counted(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
-    report |= _pictured(run, report["notes"])
+    report |= _row_sections(run, report["notes"])
     with writing(run, hint=_WRITABLE):
         write_json(run.root / "report.json", report)
         write_atomic(run.root / "report.html", render_html(report).encode())
     return report
 
 
-def _pictured(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
-    """The figures of rows and of failures.
-
-    The account needs none of them, so a file that is damaged is a note.
-    """
+def _row_sections(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
+    """Return the sections about rows and failures. Damaged files become a note."""
     figures: dict[str, Any] = {}
     for name, read in (("rows", row_figures), ("failures", failures)):
         try:
@@ -102,8 +99,5 @@ def _pictured(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_late(run: RunDirectory) -> Iterator[EngineSession]:
-    """The sessions, read when they are first asked for.
-
-    After the units, each of which names one.
-    """
+    """Read the sessions after the units, so that the session of each unit is among them."""
     yield from run.sessions()

@@ -1,7 +1,6 @@
-"""Figures of a run's rows: lengths, ends, times, failures, and three rows to read.
+"""Statistics of a run's rows for its report: lengths, finish reasons, times, failures, and three examples.
 
-However large the run is, the first rows of a few hundred of its units are read, evenly chosen, and the figures say how
-many they were.
+Only the first rows of at most 256 units are read, evenly spread over the run.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-MAX_UNITS = 256  # of which up to `BATCH_ROWS` rows each are read
+MAX_UNITS = 256  # up to `BATCH_ROWS` rows of each are read
 _READERS = 16
 _MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURES})
@@ -33,14 +32,11 @@ _NUM_INPUTS, _INPUT_LETTERS, _ANSWER_LETTERS, _MESSAGE_LETTERS = 6, 600, 1200, 2
 
 
 def row_figures(run: RunDirectory) -> dict[str, Any] | None:
-    """Lengths, finish reasons and times of committed rows, and three rows.
-
-    None before there is a row.
+    """Return statistics of committed rows, or None without rows.
 
     Returns:
-        `num_read`, `finish_reasons` (their counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`, as
-        `histogram` makes it) and `samples` (`id`, `input` as names and texts, `answer`, `finish_reason`; long texts
-        are cut).
+        `num_read`, `finish_reasons` (counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`) and `samples`
+        (`id`, `input` as pairs of name and text, `answer`, `finish_reason`; long texts are cut).
 
     Raises:
         PeagleError: a unit is damaged.
@@ -66,13 +62,10 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """The dead letters that count, by reason.
-
-    Returns:
-        `reason`, `count`, and `example`: the message of the first one.
+    """Return the valid dead letters by `reason`, with `count` and the message of an `example`.
 
     Raises:
-        PeagleError: a file of theirs is missing or damaged.
+        PeagleError: a file is missing or damaged.
     """
     counts, examples = Counter[str](), dict[str, str]()
     for letter in run.dead_letters():
@@ -82,12 +75,10 @@ def failures(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
-    """Counts over equal ranges.
-
-    The hundredth of the values that is largest may share the last range.
+    """Return counts over equal ranges up to the 99th percentile.
 
     Returns:
-        `first` (the lower end), `step`, `counts`, and `has_more`: the last one holds all that is larger.
+        `first` (the lower end), `step`, `counts`, and `has_more`: the last range includes all larger values.
     """
     import numpy as np
 
@@ -118,7 +109,7 @@ def _first_rows(path: Place, columns: frozenset[str] | None = _COLUMNS) -> "pa.R
 
 
 def _evenly(units: Sequence[int], most: int) -> list[int]:
-    """At most so many units, evenly chosen.
+    """Return at most `most` units, evenly spread.
 
     >>> _evenly([0, 1, 2, 3, 4, 5], 3)
     [0, 2, 4]
@@ -128,7 +119,7 @@ def _evenly(units: Sequence[int], most: int) -> list[int]:
 
 
 def _samples(found: Sequence[tuple[Place, int]]) -> list[dict[str, Any]]:
-    """The first, the middle and the last of the rows that were read."""
+    """Return the first, the middle and the last of the rows that were read."""
     ends = list(accumulate(num_rows for _, num_rows in found))
     rows = []
     for number in dict.fromkeys((0, ends[-1] // 2, ends[-1] - 1)):
@@ -142,7 +133,7 @@ def _row(path: Place, index: int) -> dict[str, Any] | None:
     batch = _first_rows(path, None)
     try:
         return to_values(batch.slice(index, 1))[0] if batch else None
-    except (OverflowError, ValueError):  # a moment of the input that Python does not have
+    except (OverflowError, ValueError):  # a timestamp that Python cannot represent
         return None
 
 

@@ -1,7 +1,4 @@
-"""The columns of a run: prepared rows for an engine, finished ones for a file.
-
-Pure tables.
-"""
+"""The tables of a run: prepared rows for an engine, and finished rows for a unit's file."""
 
 import json
 from collections.abc import Sequence
@@ -53,18 +50,16 @@ OUTPUT_SCHEMA = pa.schema(
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
-# What a prepared unit carries behind the input's columns, on its way from a CPU task to an engine. These columns go by
-# their places, not by their names, since a column of the input may have any name.
+# The columns of a prepared unit after those of the input. They are found by position, since a column of the input may
+# have any name.
 _CARRIED = (("prompt_token_ids", pa.list_(pa.int32())), ("sampling", pa.string()), ("error", pa.string()))
 _UNIT = b"peagle.unit"  # in its metadata
-_GIVEN_BACK = b"peagle.given_back"
-_PACKED = "unit"
+_UNFINISHED = b"peagle.unfinished_unit"
+_ENCODED = "unit"
 
 
 def output_names(columns: Sequence[str]) -> dict[str, str]:
-    """Names of the input's columns in the output.
-
-    Their own, but `input_NAME` where the output has such a column.
+    """Return the names of the input's columns in the output: `input_NAME` if the output has a column NAME.
 
     >>> output_names(["task", "id"])
     {'task': 'task', 'id': 'input_id'}
@@ -81,9 +76,7 @@ def output_names(columns: Sequence[str]) -> dict[str, str]:
 
 
 def require_storable(schema: pa.Schema) -> None:
-    """Require that a corpus's rows can be committed and read again.
-
-    Before they cost anything.
+    """Check that the rows of a corpus can be committed.
 
     Raises:
         InputError: Parquet cannot hold one of its columns.
@@ -97,10 +90,7 @@ def require_storable(schema: pa.Schema) -> None:
 
 
 def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
-    """Prepare a unit for an engine.
-
-    The input's columns, and for each row its request or its dead letter.
-    """
+    """Return the input's columns and, for each row, its request or its dead letter."""
     prompts: list[list[int] | None] = []
     sampling: list[str | None] = []
     errors: list[str | None] = []
@@ -110,42 +100,41 @@ def prepare(unit: WorkUnit, rows: Sequence[RawRow], schema: pa.Schema, builder: 
         sampling.append(json.dumps(outcome.sampling) if isinstance(outcome, Request) and outcome.sampling else None)
         errors.append(to_json(_letter(outcome, row)) if isinstance(outcome, RowError) else None)
     table = to_table(rows, schema)
-    table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may be without rows
+    table = table.replace_schema_metadata({_UNIT: unit_to_json(unit)})  # a unit may have no rows
     for (name, type_), values in zip(_CARRIED, (prompts, sampling, errors), strict=True):
         table = table.append_column(name, pa.array(values, type_))
     return table
 
 
-def given_back(unit: WorkUnit) -> pa.Table:
-    """The table of a unit that is given back because the run is being stopped."""
-    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _GIVEN_BACK: b""})
+def unfinished_unit(unit: WorkUnit) -> pa.Table:
+    """Return the table that stands for an unprepared unit while the run is being stopped."""
+    return pa.table({}).replace_schema_metadata({_UNIT: unit_to_json(unit), _UNFINISHED: b""})
 
 
-def is_given_back(table: pa.Table) -> bool:
-    """Whether a table came from `given_back`."""
-    return _GIVEN_BACK in table.schema.metadata
+def is_unfinished(table: pa.Table) -> bool:
+    """Whether a table came from `unfinished_unit`."""
+    return _UNFINISHED in table.schema.metadata
 
 
-def packed(table: pa.Table) -> pa.Table:
-    """A table as one row for Ray Data, which may cut and join rows as it likes."""
+def encode_rows(table: pa.Table) -> pa.Table:
+    """Return a table as one row, because Ray Data may split and join rows."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return pa.table({_PACKED: pa.array([sink.getvalue().to_pybytes()], pa.large_binary())})
+    return pa.table({_ENCODED: pa.array([sink.getvalue().to_pybytes()], pa.large_binary())})
 
 
-def unpacked(batch: pa.Table) -> pa.Table:
-    """The inverse of `packed`."""
-    return plain(pa.ipc.open_stream(batch.column(_PACKED)[0].as_buffer()).read_all())
+def decode_rows(batch: pa.Table) -> pa.Table:
+    """The inverse of `encode_rows`."""
+    return plain(pa.ipc.open_stream(batch.column(_ENCODED)[0].as_buffer()).read_all())
 
 
 class PreparedUnit:
     """A prepared unit, read back on the engine's side.
 
     Attributes:
-        unit: the unit.
-        prompts: token ids by row; None where the row has a dead letter already.
-        sampling: by row, the parameters in which it differs from the run.
+        prompts: token ids by row; None if the row is a dead letter.
+        sampling: by row, the parameters that differ from the run's.
         dead_letters: by row index.
     """
 
@@ -159,20 +148,20 @@ class PreparedUnit:
         self._input = table.select(list(range(num_own))).replace_schema_metadata(None)
 
     def refuse(self, index: int, error: RowError) -> None:
-        """Set row `index` aside; its letter has the row under the input's own names."""
+        """Make a row a dead letter."""
         (batch,) = self._input.slice(index, 1).combine_chunks().to_batches()
         row = RawRow(to_values(batch)[0])
         self.dead_letters[index] = _letter(error, row)
 
     def letters(self) -> list[dict[str, Any]]:
-        """The dead letters, each with row id, unit and number of attempts."""
+        """Return the dead letters with row id, unit and number of attempts."""
         return [
             {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}
             for index, letter in sorted(self.dead_letters.items())
         ]
 
     def output(self, generations: dict[int, Generation], model: str, drafter: str | None) -> pa.Table:
-        """The rows to commit: input and output columns of every generated row."""
+        """Return the rows to commit: input and output columns of every generated row."""
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]
         table = self._input.take(pa.array(indices, pa.int64()))

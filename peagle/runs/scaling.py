@@ -1,9 +1,7 @@
-"""The number of engines: allowed, starting, and worth their load.
+"""The number of engines of a run. Pure functions.
 
-Pure functions of numbers and sessions.
-
-Ray Data wants another engine whenever all that it has are full and units wait. An engine takes minutes to load, so the
-actor that Ray then starts asks `is_worth_loading` first, and loads nothing until the answer is yes.
+Ray Data adds an engine whenever all engines are full and units wait. Since loading takes minutes, the new actor waits
+until `is_worth_loading`.
 """
 
 import re
@@ -18,7 +16,7 @@ _FORMS = "a number of engines, or MIN:MAX"
 
 @dataclass(frozen=True, slots=True)
 class EngineRange:
-    """From how many to how many engines a run may have.
+    """The minimum and maximum number of engines.
 
     >>> str(EngineRange.parse("2:8")), str(EngineRange.parse("4")), EngineRange.parse("4").smallest
     ('2:8', '4', 4)
@@ -29,10 +27,10 @@ class EngineRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `N` or `MIN:MAX`.
+        """Parse `N` or `MIN:MAX`.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text has neither form.
         """
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
@@ -41,17 +39,15 @@ class EngineRange:
 
     @property
     def fixed(self) -> int | None:
-        """The number, where there is but one."""
+        """The number of engines if it is fixed, or None."""
         return self.smallest if self.smallest == self.largest else None
 
     def at_start(self, room: int, num_units: int, calls: int) -> int:
-        """Engines that load at once, within the range.
-
-        As many as have room and units to work on.
+        """Return the number of engines to start with, limited by room and work.
 
         Args:
-            room: engines that the cluster has room for as it is.
-            calls: units that an engine works on at once.
+            room: engines for which the cluster has room now.
+            calls: concurrent units per engine.
         """
         return max(self.smallest, min(self.largest, room, num_units // calls))
 
@@ -60,7 +56,7 @@ class EngineRange:
 
 
 def most_at_once(sessions: Iterable[EngineSession]) -> int:
-    """The largest number of engines that lived at the same time."""
+    """Return the largest number of engines that were alive at the same time."""
     sessions = list(sessions)
     return max(
         (sum(one.started_at <= at.started_at < one.last_seen_at for one in sessions) for at in sessions), default=0
@@ -70,18 +66,17 @@ def most_at_once(sessions: Iterable[EngineSession]) -> int:
 def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_done: int, work_left: int) -> bool:
     """Whether one more engine would work for longer than it loads.
 
-    What is left takes the engines that are alive T seconds, at the speed of the run so far. While another one loads for
-    L seconds they go on alone, and then share what is left of it with the new one: that works (T - L) * n / (n + 1)
-    seconds. What is not known yet is no reason to wait.
+    The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares the
+    rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown.
 
     Args:
-        sessions: all of the run directory.
-        num_alive: engines at work or loading.
-        work_done, work_left: of units that are committed and that are not, in whatever unit; not their number, for
-            those that are left at the end are the small ones.
+        sessions: all sessions of the run directory.
+        num_alive: engines that are running or loading.
+        work_done, work_left: estimated work of committed and uncommitted units. Their number would mislead, because the
+            small units come last.
 
-    Example: two engines that took 60 s to load, and 300 s of work for both: the new one would work
-    (300 - 60) * 2 / 3 = 160 s for its 60 s of load.
+    Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
+    160 s after 60 s of loading.
     """
     ready = [session for session in sessions if session.busy_s > 0]
     if not num_alive or not ready or not work_done:

@@ -1,4 +1,4 @@
-"""Stop workers within a time of grace, and continue a run later."""
+"""Stop workers within a grace period, and continue a run later."""
 
 import contextlib
 import json
@@ -11,13 +11,11 @@ from peagle.errors import PeagleError
 from peagle.storage import Place, is_remote, write_json
 
 
-class StopWord:
-    """A driver's word to its workers that they are to stop, in the run directory.
-
-    It is that driver's own. One that is written late, by a driver that was replaced, stops no engine of another.
+class StopSignal:
+    """A driver's stop signal to its own workers, as a file in the run directory.
 
     Args:
-        folder: of the leases; the next driver clears the word with the lease.
+        folder: of the leases; the next driver deletes the signal with the lease.
         driver: the number of the driver's lease.
     """
 
@@ -25,35 +23,29 @@ class StopWord:
         self._path = folder / f"{driver}.stop.json"
 
     def request(self, grace_s: float) -> None:
-        """Start nothing new, and give up what is not committed in `grace_s` seconds."""
+        """Ask workers to start nothing, and to give up units that are not committed within `grace_s` seconds."""
         write_json(self._path, {"grace_s": grace_s})
 
     def grace_s(self) -> float | None:
-        """The seconds that work under way has since the stop was asked for.
-
-        None while the run goes on.
-        """
+        """Return the grace period in seconds if the run is being stopped, or None."""
         try:
             return float(json.loads(self._path.read_bytes())["grace_s"])
         except FileNotFoundError:
             return None
 
     def reader(self) -> Callable[[], float | None]:
-        """`grace_s` for somebody who asks all the time and must not wait for the answer."""
+        """Return a version of `grace_s` that can be called often; on S3 a thread polls."""
         return PolledStop(self.grace_s) if is_remote(self._path) else self.grace_s
 
     def clear(self) -> None:
-        """The run has stopped."""
         self._path.unlink(missing_ok=True)
 
 
 class PolledStop:
-    """A stop that a thread polls, where each look takes a request.
-
-    Whoever wants to know is told at once.
+    """A stop signal on S3, polled by a thread.
 
     Args:
-        read_grace_s: as of `GraceClock`; where it fails, what was known before is believed.
+        read_grace_s: as for `GraceClock`; if it fails, the last value is kept.
     """
 
     def __init__(self, read_grace_s: Callable[[], float | None], *, every_s: float = 1.0) -> None:
@@ -63,7 +55,6 @@ class PolledStop:
         threading.Thread(target=self._poll, daemon=True).start()
 
     def __call__(self) -> float | None:
-        """The seconds of grace, if a stop was asked for when the thread last looked."""
         return self._grace_s
 
     def _poll(self) -> None:
@@ -74,13 +65,12 @@ class PolledStop:
 
 
 class GraceClock:
-    """A worker's view of a stop: asked for or not, and grace over or not.
+    """A worker's view of a stop.
 
-    The time begins when this process first learns of the stop, on its own monotonic clock: the driver's clock may be
-    another machine's.
+    The grace period starts when this process first sees the signal, on its own monotonic clock.
 
     Args:
-        read_grace_s: seconds of grace if a stop is asked for, else None.
+        read_grace_s: returns the grace period in seconds if the run is being stopped, or None.
     """
 
     def __init__(
@@ -91,20 +81,18 @@ class GraceClock:
         self._over_at: float | None = None
 
     def is_asked(self) -> bool:
-        """Whether the run is being stopped: nothing new is to be started."""
+        """Whether the run is being stopped, so that nothing is started."""
         if self._over_at is None and (grace_s := self._read_grace_s()) is not None:
             self._over_at = self._monotonic() + grace_s
         return self._over_at is not None
 
     def is_over(self) -> bool:
-        """Whether what is under way has to be given up."""
+        """Whether unfinished units must be given up."""
         return self.is_asked() and self._over_at is not None and self._monotonic() >= self._over_at
 
 
 def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:
-    """The command line that continues a run.
-
-    That of this attempt, with some flags set anew (None: without a value).
+    """Return the command line that continues a run: this attempt's, with changed flags (None: without a value).
 
     >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
     'peagle generate --budget-usd 2'

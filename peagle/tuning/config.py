@@ -18,8 +18,6 @@ AUTO = "auto"
 
 
 class TuneConfig(PriceOptions, MeasurementKeys, DraftingKeys):
-    """Options of a tuning. Descriptions are help texts; unknown keys are errors."""
-
     objective: Objective = Field(
         "tokens-per-dollar",
         description="maximise output tokens per dollar, or output tokens/s of an engine",

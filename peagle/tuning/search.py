@@ -24,13 +24,7 @@ P95 = "p95"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A configuration that can be chosen.
-
-    Attributes:
-        engine: the name of the engine that serves it.
-        concurrency: requests in the engine at once.
-        drafts: whether it speculates.
-    """
+    """A configuration that can be chosen."""
 
     engine: str
     concurrency: int
@@ -39,8 +33,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One pass of a candidate."""
-
     candidate: Candidate
     repeat: int
 
@@ -50,7 +42,6 @@ class Score:
     """The score of a candidate.
 
     Attributes:
-        value: of the objective; more is better.
         excess: relative excess over a limit; 0 within all limits.
     """
 
@@ -71,7 +62,6 @@ class Costs:
         self._pass_s: defaultdict[Candidate, list[float]] = defaultdict(list)
 
     def add(self, candidate: Candidate, *, start_s: float, pass_s: float) -> None:
-        """Record a pass, and the start of the engine that ran it."""
         self._start_s[candidate.engine].append(start_s)
         self._pass_s[candidate].append(pass_s)
 
@@ -101,8 +91,6 @@ class Search:
     Args:
         candidates: in the order in which their engines are to be started.
         score: returns a candidate's score from its first `num_passes` passes (None: from all), or None without any.
-        budget_s: engine time, including starts.
-        spent_s: engine time that earlier commands used.
 
     Attributes:
         spent_s: engine time so far; the caller keeps it up to date.
@@ -125,28 +113,29 @@ class Search:
         self._num_passes: dict[Candidate, int] = {}
 
     def add(self, turn: Turn, *, start_s: float, pass_s: float) -> None:
-        """Record a finished pass."""
         self._num_passes[turn.candidate] = self._num_passes.get(turn.candidate, 0) + 1
         self._costs.add(turn.candidate, start_s=start_s, pass_s=pass_s)
 
     def fail(self, engine: str, reason: str) -> None:
-        """Stop measuring an engine."""
         self.failed[engine] = reason
 
     def next(self, up: str | None = None) -> Turn | None:
-        """Return the next pass, or None if all is measured or the budget is too small.
-
-        Args:
-            up: the engine that is running.
-        """
-        return self._affordable(self.pending(), up)
+        """Return the next pass, or None if all is measured or the budget is too small."""
+        pending = self.pending()
+        for turn in pending:
+            if turn.candidate.engine == up and self._fits([turn], up):
+                return turn
+        for engine in dict.fromkeys(turn.candidate.engine for turn in pending if turn.candidate.engine != up):
+            turns = [turn for turn in pending if turn.candidate.engine == engine]
+            if self._fits(turns, up):
+                return turns[0]
+        return None
 
     def pending(self) -> list[Turn]:
         """Return the passes that are still to be run: of the grid, then of the finalists."""
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, up: str | None = None) -> float:
-        """Return the estimated seconds of the pending passes."""
         return self._costs.of(self.pending(), up)
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
@@ -186,17 +175,6 @@ class Search:
             if one.engine not in self.failed
             for repeat in range(self._num_passes.get(one, 0), num_passes)
         ]
-
-    def _affordable(self, pending: Sequence[Turn], up: str | None) -> Turn | None:
-        """Return a pass on the running engine, else the first one of an engine whose passes all fit the budget."""
-        for turn in pending:
-            if turn.candidate.engine == up and self._fits([turn], up):
-                return turn
-        for engine in dict.fromkeys(turn.candidate.engine for turn in pending if turn.candidate.engine != up):
-            turns = [turn for turn in pending if turn.candidate.engine == engine]
-            if self._fits(turns, up):
-                return turns[0]
-        return None
 
     def _fits(self, turns: Sequence[Turn], up: str | None) -> bool:
         return self.spent_s < self._budget_s and self.spent_s + self._costs.of(turns, up) <= self._budget_s

@@ -3,15 +3,11 @@
 Nothing is written. On an autoscaled cluster this requests the accelerators and waits for them.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from peagle import hardware
 from peagle.economics.price_options import require_price
-from peagle.economics.report.figures import format_price
-from peagle.engine.spec import EngineSpec
 from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
@@ -19,7 +15,7 @@ from peagle.machine import identified
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import ResolvedRun, resolve
+from pipelines.batch.resolve import Run, resolve
 from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
@@ -27,39 +23,8 @@ from pipelines.cluster.placement import on_accelerators
 _NO_RUN = "leave out --retry-failed to start a run"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """A run that can be started or continued once its lease is held.
-
-    Attributes:
-        plan: new, or as stored; until the lease is held another driver may store its own.
-    """
-
-    request: RunRequest
-    directory: RunDirectory
-    plan: Plan
-    resolved: ResolvedRun
-
-    @property
-    def concurrency(self) -> int:
-        """Concurrent requests per engine, limited by its slots and by the number of rows."""
-        rows_per_engine = math.ceil(self.plan.num_rows / self.request.config.engine_range.smallest)
-        return min(self.resolved.spec.max_num_seqs, rows_per_engine)
-
-    def describe(self) -> str:
-        """Return rows, model, hardware, drafter and price for people."""
-        resolved, drafter = self.resolved, self.resolved.spec.drafter
-        name = f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
-        return (
-            f"{self.plan.num_rows} rows; {resolved.model.name} on {resolved.hardware.describe()}, "
-            f"{resolved.precision.describe()}\n"
-            f"drafter: {name} ({resolved.drafter.note})\n"
-            f"price: {format_price(resolved.price.to_dict())}"
-        )
-
-
-def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> Decided:
-    """Resolve a run.
+def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> Run:
+    """Resolve a run that can be started or continued once its lease is held.
 
     Args:
         announce: called with progress messages and the result.
@@ -72,45 +37,13 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
     cluster.prepare()
     here, plan = _hardware_and_plan(request, directory, announce)
     num_nodes = _num_nodes(request, here) if cluster.is_remote else 1
-    decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
-    announce(decided.describe())
+    run = resolve(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
+    announce(run.describe())
     for note in plan.notes:
         announce(f"note: {note}")
-    for note in decided.resolved.engine.profile_notes(here):
+    for note in run.engine.profile_notes(here):
         announce(note)
-    return decided
-
-
-def decided_on(
-    request: RunRequest,
-    directory: RunDirectory,
-    plan: Plan,
-    here: Hardware,
-    *,
-    num_nodes: int,
-    announce: Callable[[str], None],
-) -> Decided:
-    """Resolve a planned run for known nodes, whether or not they exist yet.
-
-    Args:
-        here: the hardware of a node.
-        num_nodes: the nodes that share the engines.
-
-    Raises:
-        PeagleError: as `resolve`.
-    """
-    resolved = resolve(
-        request.config,
-        here,
-        plan.schema.names,
-        is_batch=plan.is_batch,
-        num_nodes=num_nodes,
-        neighbours=request.neighbours,
-        commits=EngineSpec.from_dict(directory.manifest()["engine"]).commits if directory.exists else request.commits,
-        announce=announce,
-    )
-    resolved = replace(resolved, lender=request.lender)
-    return Decided(request=request, directory=directory, plan=plan, resolved=resolved)
+    return run
 
 
 def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connection) -> None:

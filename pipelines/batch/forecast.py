@@ -18,11 +18,11 @@ from peagle.engine_options import FAKE_MODEL, ResolvedEngine, Settled, footprint
 from peagle.hardware import Hardware
 from peagle.planning.expectation import Speed, known_speed
 from peagle.runs.directory import RunDirectory
-from peagle.runs.prepare import CorpusSample, PrepareJob, sample_corpus
+from peagle.runs.prepare import CorpusSample, sample_corpus
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.decide import Decided, decided_on, planned, require_run_fits
+from pipelines.batch.decide import planned, require_run_fits
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import resolve_machines
+from pipelines.batch.resolve import Run, place_engines, resolve, resolve_engine_price, resolve_run_engine
 from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
@@ -35,12 +35,13 @@ class RunForecast:
     """What a run would do.
 
     Attributes:
+        run: resolved, but not created.
         is_here: the engines would run on this machine, whose hardware was detected.
         num_rows_left: of an existing run; of a new run, all rows.
-        speed: None where unknown field.
+        speed: None if unknown.
     """
 
-    decided: Decided
+    run: Run
     is_here: bool
     num_nodes: int
     num_rows_left: int
@@ -51,13 +52,12 @@ class RunForecast:
     @property
     def num_engines(self) -> int:
         """The number of engines at the start."""
-        return self.decided.request.config.engine_range.smallest
+        return self.run.config.engine_range.smallest
 
     @property
     def usd_per_h(self) -> float:
         """The price of an hour of these engines."""
-        resolved = self.decided.resolved
-        return resolved.price.usd_per_device_s * 3600 * resolved.placement.num_devices * self.num_engines
+        return self.run.price.usd_per_device_s * 3600 * self.run.placement.num_devices * self.num_engines
 
     @property
     def most_s(self) -> float | None:
@@ -69,56 +69,54 @@ class RunForecast:
 
     def lines(self) -> Lines:
         """Return the forecast as pairs of label and text."""
-        decided, config = self.decided, self.decided.request.config
-        resolved, plan = decided.resolved, decided.plan
-        is_new = not decided.directory.exists
-        drafter = resolved.spec.drafter
+        run, config, plan, drafter = self.run, self.run.config, self.run.plan, self.run.spec.drafter
+        is_new = not run.directory.exists
         return [
-            ("run", f"{decided.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
+            ("run", f"{run.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
             ("prompts", _prompts(self.sample)),
             ("answers", f"at most {format_count(self.sample.most_output_tokens)} tokens in all"),
-            ("model", f"{resolved.model.name}, {resolved.precision.describe()}, context {resolved.spec.max_model_len}"),
+            ("model", f"{run.model.name}, {run.precision.describe()}, context {run.spec.max_model_len}"),
             (
                 "drafter",
-                (f"{resolved.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
-                + f" ({resolved.drafter.note})",
+                (f"{run.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none")
+                + f" ({run.drafter.note})",
             ),
-            ("machine", machine_in_words(resolved.hardware, self.is_here, self.num_nodes)),
+            ("machine", machine_in_words(run.hardware, self.is_here, self.num_nodes)),
             (
                 "engines",
-                f"{config.engines} of {devices_of(resolved.placement)}, {decided.concurrency} requests at once in each",
+                f"{config.engines} of {devices_of(run.placement)}, {run.concurrency} concurrent requests in each",
             ),
             ("memory", self.memory),
-            ("price", format_price(resolved.price.to_dict())),
-            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{doubt_of(resolved.price)}"),
+            ("price", format_price(run.price.to_dict())),
+            ("engines cost", f"{format_usd(self.usd_per_h)} an hour{doubt_of(run.price)}"),
             ("expected", self._expected()),
             *_limits(config, self.usd_per_h),
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as JSON values."""
-        resolved = self.decided.resolved
+        run = self.run
         most_s = self.most_s
         return {
-            "rows": self.decided.plan.num_rows,
-            "notes": list(self.decided.plan.notes),
+            "rows": run.plan.num_rows,
+            "notes": list(run.plan.notes),
             "rows_left": self.num_rows_left,
             "prompt_tokens": round(self.sample.prompt_tokens),
             "most_output_tokens": round(self.sample.most_output_tokens),
             "sampled_rows": self.sample.num_sampled,
             "sampled_dead_letters": self.sample.num_failed,
-            "model": resolved.model.name,
-            "drafter": resolved.drafter.name,
-            "num_speculative_tokens": resolved.spec.drafter.num_speculative_tokens if resolved.spec.drafter else None,
-            "precision": resolved.precision.describe(),
-            "hardware": resolved.hardware.to_dict(),
+            "model": run.model.name,
+            "drafter": run.drafter.name,
+            "num_speculative_tokens": run.spec.drafter.num_speculative_tokens if run.spec.drafter else None,
+            "precision": run.precision.describe(),
+            "hardware": run.hardware.to_dict(),
             "is_here": self.is_here,
             "engines": self.num_engines,
-            "concurrency": self.decided.concurrency,
+            "concurrency": run.concurrency,
             "memory": self.memory,
-            "price": resolved.price.to_dict(),
+            "price": run.price.to_dict(),
             "usd_per_h": self.usd_per_h,
             "speed": self.speed.describe() if self.speed else None,
             "most_s": most_s,
@@ -151,25 +149,16 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     require_run_fits(request, directory)
     here, is_here, num_nodes = _machines(config)
     plan = planned(request, directory, here.platform)
-    decided = decided_on(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
-    resolved = decided.resolved
+    run = resolve(request, directory, plan, here, num_nodes=num_nodes, announce=announce)
     left = plan.left(directory.committed()) if directory.exists else plan.units
-    job = PrepareJob(
-        run_dir=str(directory),
-        model=resolved.tokenizer,
-        prompts=resolved.prompts,
-        sampling=resolved.sampling,
-        schema=plan.schema,
-        revision=resolved.spec.revision,
-    )
     return RunForecast(
-        decided=decided,
+        run=run,
         is_here=is_here,
         num_nodes=num_nodes,
         num_rows_left=sum(unit.num_rows for unit in left),
-        sample=sample_corpus(plan, job),
-        speed=known_speed(resolved.engine, here, decided.concurrency),
-        memory=memory_of(resolved.engine, here, resolved.placement),
+        sample=sample_corpus(plan, run.request_builder()),
+        speed=known_speed(run.engine, here, run.concurrency),
+        memory=memory_of(run.engine, here, run.placement),
     )
 
 
@@ -180,8 +169,10 @@ def settled(config: GenerateConfig) -> Settled:
         PeagleError: the run would be refused before its corpus is read.
     """
     here, is_here, num_nodes = _machines(config)
-    machines = resolve_machines(config, here, num_nodes=num_nodes, announce=print)
-    return settled_keys(config, machines.engine, here, is_here=is_here) | resolve_price_defaults(config, machines.price)
+    placement = place_engines(config, here, num_nodes)
+    price = resolve_engine_price(config, here, placement)
+    engine = resolve_run_engine(config, here, placement, announce=print)
+    return settled_keys(config, engine, here, is_here=is_here) | resolve_price_defaults(config, price)
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:

@@ -12,26 +12,22 @@ from peagle.profiles.watch import needed_at
 from peagle.runs.meter import is_lent
 from peagle.runs.progress import Tally
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.resolve import Run
 from pipelines.cluster.metrics import UsageMetrics, exported
 
 
 class RunMetrics:
-    """The metrics of one attempt at a run; Ray must be running.
+    """The metrics of one attempt at a run; Ray must be running."""
 
-    Args:
-        run_id: as in `run.json`.
-        served_name: the model name of clients, for a batch.
-    """
-
-    def __init__(self, run_id: str, served_name: str | None, resolved: ResolvedRun, request: RunRequest) -> None:
-        model_name, drafter = served_name or name_of(resolved.model.name), resolved.drafter.name
+    def __init__(self, request: RunRequest, run: Run) -> None:
+        manifest, drafter = run.directory.manifest(), run.drafter.name
+        model_name = manifest.get("served_name") or name_of(run.model.name)  # the name of clients, for a batch
         self._request = request
         self._usage = UsageMetrics(model_name, drafter)
         self._labels = {"model_name": model_name, "drafter": drafter or ""}
         self._rows_total = exported("peagle_rows_total", **self._labels)
         self._rows, self._engines, self._usd, self._budget, self._deadline, self._end = (
-            exported(name, **self._labels, run=run_id)
+            exported(name, **self._labels, run=manifest["run_id"])
             for name in (
                 "peagle_run_rows",
                 "peagle_run_engines",
@@ -41,7 +37,7 @@ class RunMetrics:
                 "peagle_run_expected_end_timestamp_seconds",
             )
         )
-        needed = needed_at(resolved.engine.break_even(resolved.hardware), resolved.spec.max_num_seqs)
+        needed = needed_at(run.engine.break_even(run.hardware), run.spec.max_num_seqs)
         if needed is not None:
             exported("peagle_break_even_acceptance_length", **self._labels).set(needed)
 

@@ -8,16 +8,14 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.arguments import NodeRank
-from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError, PeagleError
 from peagle.ports import free_port
 from peagle.private import keep_private
-from peagle.runs.directory import RunDirectory
 from peagle.runs.logs import copied
+from pipelines.batch.resolve import Run
 from pipelines.cluster.failures import explain
 from pipelines.cluster.node import claim_slot, follow_vllm, redirect_output
 
@@ -27,27 +25,20 @@ _NODE_ID = "ray.io/node-id"
 _LOGS = "the run's logs/ folder has a log of each node"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FollowerJob:
-    """The job of a follower, from the job of the engine and the session that names its log."""
-
-    run_dir: str
-    slot_group: str
-    spec: EngineSpec
-    num_engines_on_node: int
-    session_id: str
-
-
 class Follower:
-    """The part of an engine on one other node."""
+    """The part of an engine on one other node.
 
-    def __init__(self, job: FollowerJob, number: int) -> None:
+    Args:
+        session_id: of the engine; it names the log.
+        number: of the node within the engine, from 1.
+    """
+
+    def __init__(self, run: Run, session_id: str, number: int) -> None:
         keep_private()
-        self._job, self._number = job, number
-        self._run = RunDirectory(job.run_dir)
-        self._log = self._run.logs / f"engine-{job.session_id}-node-{number}.log"
+        self._run, self._number = run, number
+        self._log = run.directory.logs / f"engine-{session_id}-node-{number}.log"
         redirect_output(self._log)
-        self._slot = claim_slot(job.slot_group)
+        self._slot = claim_slot(run.slots_name)
 
     def follow(self, leader: tuple[str, int]) -> None:
         """Run the ranks until they end.
@@ -57,12 +48,12 @@ class Follower:
         """
         from peagle.engine.vllm_internals import with_root_cause
 
-        with copied(self._run.root, self._log, self._log.name):
+        with copied(self._run.directory.root, self._log, self._log.name):
             try:
                 follow_vllm(
-                    self._job.spec,
+                    self._run.spec,
                     engine_index=self._slot,
-                    num_engines_on_node=self._job.num_engines_on_node,
+                    num_engines_on_node=self._run.placement.num_engines_on_node,
                     node_rank=NodeRank(number=self._number, host=_own_address(), leader=leader),
                 )
             except EngineError as error:
@@ -74,25 +65,22 @@ class OtherNodes:
 
     If one ends while the engine starts, the start is aborted here, because vLLM would wait for it.
 
-    Args:
-        part: the resources on each node, by Ray's names.
-
     Attributes:
         rank: of this node.
         failure: why the first of them ended; None while all run.
         is_lost: it ended without an error, because its process or node is gone.
     """
 
-    def __init__(self, job: FollowerJob, part: Mapping[str, float]) -> None:
+    def __init__(self, run: Run, session_id: str) -> None:
         self.failure: PeagleError | None = None
         self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
-        actors = _actors(part, job.spec.num_nodes - 1)
+        actors = _actors(run.placement.part, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor without a reference.
-        self._followers = [actor.remote(job, number) for number, actor in enumerate(actors, 1)]
+        self._followers = [actor.remote(run, session_id, number) for number, actor in enumerate(actors, 1)]
         self._ends = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -3,6 +3,7 @@
 Every configuration error is raised here, before an engine starts.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ from peagle.catalog.targets import NO_COMMITS, ResolvedModel
 from peagle.economics.baseline import Baseline
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
+from peagle.economics.report.figures import format_price
+from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import EngineFacts
 from peagle.engine.precision import Precision
 from peagle.engine.spec import EngineSpec
 from peagle.engine.trials import check_schema
@@ -21,52 +25,52 @@ from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_e
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.hardware import Hardware
 from peagle.profiles.watch import DrafterWatch
-from peagle.requests.builder import SamplingSpec
-from peagle.requests.prompts import PromptSpec, resolve_prompts
+from peagle.requests.builder import RequestBuilder, SamplingSpec
+from peagle.requests.prompts import PromptBuilder, PromptSpec, resolve_prompts
 from peagle.requests.sampling import SamplingLimits, conflict
+from peagle.runs.directory import RunDirectory
+from peagle.runs.plan import Plan
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.lender import Lender
-from pipelines.cluster.placement import Neighbours, Placement, place
+from pipelines.batch.request import RunRequest
+from pipelines.cluster.placement import Placement, place
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedRun:
-    """A resolved run.
+class Run:
+    """A bulk run, resolved once. It is picklable, and every stage receives it whole.
 
     Attributes:
+        directory: knows its lease once the run is open.
+        plan: stages on other nodes receive it without its units (`for_stages`).
         engine: names its models so that any node can resolve them.
-        tokenizer: the model whose tokenizer is used; None for the fake engine's bytes.
         placement: the resources of each engine.
         slot_group: the name under which its engines number their slots on a node; None for the run's own.
         lender: None if the run starts its own engines.
-        drafter_watch: None without a drafter.
     """
 
     config: GenerateConfig
+    directory: RunDirectory
+    plan: Plan
     hardware: Hardware
     engine: ResolvedEngine
-    tokenizer: str | None
     prompts: PromptSpec
     sampling: SamplingSpec
     price: Price
     placement: Placement
     slot_group: str | None = None
     lender: Lender | None = None
-    drafter_watch: DrafterWatch | None = None
 
     @property
     def spec(self) -> EngineSpec:
-        """The engine's spec."""
         return self.engine.spec
 
     @property
     def precision(self) -> Precision:
-        """The engine's precision on this hardware."""
         return self.engine.precision
 
     @property
     def model(self) -> ResolvedModel:
-        """The target."""
         return self.engine.model
 
     @property
@@ -79,9 +83,66 @@ class ResolvedRun:
         """Measured step times of the engine, or None."""
         return self.engine.baseline(self.hardware)
 
+    @property
+    def num_slots(self) -> int:
+        """The maximum number of concurrent requests of an engine."""
+        return self.lender.num_slots if self.lender else self.spec.max_num_seqs
+
+    @property
+    def concurrency(self) -> int:
+        """Concurrent requests per engine, limited by its slots and by the number of rows."""
+        rows_per_engine = math.ceil(self.plan.num_rows / self.config.engine_range.smallest)
+        return min(self.spec.max_num_seqs, rows_per_engine)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts about each of its engines in the ledger."""
+        drafter = self.spec.drafter
+        return EngineFacts.priced(
+            self.price,
+            model=self.model.name,
+            drafter=self.drafter.name,
+            num_devices=self.placement.num_devices,
+            device=self.placement.device,
+            tags=tags_to_text(self.config.tags),
+            num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
+            baseline=self.baseline,
+            is_stand_in=self.config.engine == "fake",
+        )
+
+    @property
+    def slots_name(self) -> str:
+        """The name under which its engines claim slots on a node."""
+        return self.slot_group or str(self.directory.manifest()["run_id"])
+
+    def for_stages(self) -> "Run":
+        """Return the run without its units, of which there may be millions: each stage receives its own."""
+        return replace(self, plan=replace(self.plan, units=()))
+
+    def request_builder(self) -> RequestBuilder:
+        """Return the builder of engine requests from rows."""
+        tokenizer = tokenizer_of(_tokenizer_name(self.config, self.engine), self.spec.revision)
+        return RequestBuilder(PromptBuilder(self.prompts, tokenizer, self.sampling.limits.max_model_len), self.sampling)
+
+    def drafter_watch(self) -> DrafterWatch | None:
+        """Return a new watch over the acceptance length; None without a drafter."""
+        return self.engine.drafter_watch(self.hardware, self.spec.max_num_seqs)
+
+    def describe(self) -> str:
+        """Return rows, model, hardware, drafter and price for people."""
+        drafter = self.spec.drafter
+        name = f"{self.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
+        return (
+            f"{self.plan.num_rows} rows; {self.model.name} on {self.hardware.describe()}, "
+            f"{self.precision.describe()}\n"
+            f"drafter: {name} ({self.drafter.note})\n"
+            f"price: {format_price(self.price.to_dict())}"
+        )
+
     def fingerprint(self, corpus: str) -> dict[str, Any]:
         """Return the settings that must be equal to continue this run."""
         drafter = self.spec.drafter
+        engine_args = {**self.spec.extra, **self.config.engine_args}  # any of them may change an answer
         return {
             "model": {"name": self.model.name, "weights": self.model.fingerprint},
             "drafter": {
@@ -91,8 +152,7 @@ class ResolvedRun:
                 **({"lookup": True} if drafter and drafter.lookup else {}),  # left out so that older runs continue
             },
             "precision": self.precision.describe(),
-            # Any of them may change an answer.
-            **({"engine_args": further} if (further := {**self.spec.extra, **self.config.engine_args}) else {}),
+            **({"engine_args": engine_args} if engine_args else {}),
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
@@ -101,35 +161,33 @@ class ResolvedRun:
 
 
 def resolve(
-    config: GenerateConfig,
+    request: RunRequest,
+    directory: RunDirectory,
+    plan: Plan,
     hardware: Hardware,
-    columns: list[str],
     *,
-    is_batch: bool = False,
     num_nodes: int = 1,
-    neighbours: Neighbours | None = None,
-    commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
-) -> ResolvedRun:
-    """Resolve a run.
+) -> Run:
+    """Resolve a planned run for known nodes, whether or not they exist yet.
 
     Args:
-        columns: of the corpus.
+        plan: new, or as stored; until the lease is held, another driver may store its own.
+        hardware: of a node.
         num_nodes: the nodes that share the engines.
-        is_batch: whether the corpus is an OpenAI batch.
-        neighbours: other engines on the same nodes.
-        commits: by hub id, of the run that continues; others are looked up.
         announce: called before something slow, such as converting a model.
 
     Raises:
         ConfigError: model, drafter, precision, price or prompts are invalid.
         CapacityError: the engines do not fit on the hardware.
     """
-    machines = resolve_machines(
-        config, hardware, num_nodes=num_nodes, neighbours=neighbours, commits=commits, announce=announce
-    )
-    engine = machines.engine
-    tokenizer = None if config.engine == "fake" else engine.spec.model
+    config, columns, neighbours = request.config, plan.schema.names, request.neighbours
+    placement = neighbours.placement if neighbours else place_engines(config, hardware, num_nodes)
+    price = resolve_engine_price(config, hardware, placement)
+    # An existing run keeps the commits of its models.
+    commits = EngineSpec.from_dict(directory.manifest()["engine"]).commits if directory.exists else request.commits
+    engine = resolve_run_engine(config, hardware, placement, commits=commits, announce=announce)
+    tokenizer = _tokenizer_name(config, engine)
     if tokenizer is not None and config.json_schema is not None and find_spec("xgrammar") is not None:
         check_schema(
             config.json_schema,
@@ -137,55 +195,48 @@ def resolve(
             revision=engine.spec.revision,
             vocab_size=engine.model.vocab_size,
         )
-    return ResolvedRun(
+    return Run(
         config=config,
+        directory=directory,
+        plan=plan,
         hardware=hardware,
         engine=engine,
-        tokenizer=tokenizer,
         prompts=resolve_prompts(
             config,
             columns,
             bool(tokenizer_of(tokenizer, engine.spec.revision).chat_template),
-            body_column="body" if is_batch else None,
+            body_column="body" if plan.is_batch else None,
             where=f"input {config.input}",
         ),
-        sampling=_sampling(config, hardware, engine, columns, is_batch),
-        price=machines.price,
-        placement=machines.placement,
+        sampling=_resolve_sampling(config, hardware, engine, columns, plan.is_batch),
+        price=price,
+        placement=placement,
         slot_group=neighbours.slot_group if neighbours else None,
-        drafter_watch=engine.drafter_watch(hardware, engine.spec.max_num_seqs),
+        lender=request.lender,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """The part of a run that does not depend on the corpus."""
-
-    placement: Placement
-    price: Price
-    engine: ResolvedEngine
+def _tokenizer_name(config: GenerateConfig, engine: ResolvedEngine) -> str | None:
+    """Return the model whose tokenizer is used; None for the fake engine's bytes."""
+    return None if config.engine == "fake" else engine.spec.model
 
 
-def resolve_machines(
+def resolve_run_engine(
     config: GenerateConfig,
     hardware: Hardware,
+    placement: Placement,
     *,
-    num_nodes: int = 1,
-    neighbours: Neighbours | None = None,
     commits: Mapping[str, str] = NO_COMMITS,
     announce: Callable[[str], None],
-) -> Machines:
-    """Resolve placement, price and engine, with the arguments of `resolve`.
+) -> ResolvedEngine:
+    """Resolve the engine of a run.
 
     Raises:
         PeagleError: as `resolve`.
     """
-    placement = neighbours.placement if neighbours else _place(config, hardware, num_nodes)
-    price = resolve_price(config, hardware)
-    require_device(price, placement.device, "engines here")
     if config.engine == "fake":
-        return Machines(placement=placement, price=price, engine=compose_fake_engine(config, hardware))
-    engine = resolve_engine(
+        return compose_fake_engine(config, hardware)
+    return resolve_engine(
         config,
         hardware,
         num_engines_on_node=placement.num_engines_on_node,
@@ -193,10 +244,25 @@ def resolve_machines(
         commits=commits,
         announce=announce,
     )
-    return Machines(placement=placement, price=price, engine=engine)
 
 
-def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:
+def resolve_engine_price(config: GenerateConfig, hardware: Hardware, placement: Placement) -> Price:
+    """Resolve the price of the devices that the engines use.
+
+    Raises:
+        PriceError: it is unknown, or is for other devices.
+    """
+    price = resolve_price(config, hardware)
+    require_device(price, placement.device, "engines here")
+    return price
+
+
+def place_engines(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placement:
+    """Return the resources of each engine.
+
+    Raises:
+        CapacityError: the engines do not fit on the nodes.
+    """
     # The fake engine binds no cores: as many of them run as there are logical CPUs.
     node = replace(hardware, core_ids=()) if config.engine == "fake" else hardware
     return place(
@@ -210,7 +276,7 @@ def _place(config: GenerateConfig, hardware: Hardware, num_nodes: int) -> Placem
     )
 
 
-def _sampling(
+def _resolve_sampling(
     config: GenerateConfig, hardware: Hardware, engine: ResolvedEngine, columns: list[str], is_batch: bool
 ) -> SamplingSpec:
     """Return the run's parameters and the column with those of rows.

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from peagle import provenance
@@ -18,17 +18,17 @@ from peagle.private import user_path
 from peagle.runs.directory import RunDirectory
 from peagle.runs.draws import TagDraw
 from peagle.runs.export import Export, export
-from peagle.runs.lease import Holding, hold_lease
+from peagle.runs.lease import hold_lease
 from peagle.runs.logs import copied
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.progress import RunProgress
 from peagle.runs.report import make_report
 from peagle.signals import interrupted_by_signal, stop_on_signal
-from pipelines.batch.decide import Decided, decide, planned_again
+from pipelines.batch.decide import decide, planned_again
 from pipelines.batch.metrics import RunMetrics
 from pipelines.batch.request import BY_SIGNAL, RunRequest
-from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.resolve import Run
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import Supervisor, require_few_failures
 from pipelines.cluster import ray
@@ -49,21 +49,6 @@ class Outcome:
     export: Export | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenRun:
-    """A run whose lease this driver holds, with its stored plan."""
-
-    request: RunRequest
-    directory: RunDirectory
-    resolved: ResolvedRun
-    plan: Plan
-    lease: Holding
-
-    def units_left(self) -> list[WorkUnit]:
-        """Return the units that are not committed."""
-        return self.plan.left(self.directory.committed())
-
-
 def generate(request: RunRequest, progress: RunProgress) -> Outcome:
     """Start a bulk run, or continue the one in the same directory.
 
@@ -76,12 +61,12 @@ def generate(request: RunRequest, progress: RunProgress) -> Outcome:
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues the run.
     """
     with stoppable(request), connection() as cluster:
-        decided = decide(request, cluster, progress.say)
-        with open_run(decided, progress) as run:
-            units = run.units_left()
+        resolved = decide(request, cluster, progress.say)
+        with open_run(request, resolved, progress) as run:
+            units = run.plan.left(run.directory.committed())
             if units:
-                execute(run, units, cluster, progress)
-            return finish(run, was_already_finished=not units)
+                execute(request, run, units, cluster, progress)
+            return finish(request, run, was_already_finished=not units)
 
 
 @contextlib.contextmanager
@@ -102,46 +87,45 @@ def stoppable(request: RunRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_run(decided: Decided, progress: RunProgress) -> Iterator[OpenRun]:
-    """Acquire the lease, and create or continue the run.
+def open_run(request: RunRequest, run: Run, progress: RunProgress) -> Iterator[Run]:
+    """Acquire the lease, and create or continue the run. Yields it with its stored plan.
 
     Raises:
         RunInUse: another driver holds the run.
         ConfigError: the directory has another run.
     """
-    request, directory = decided.request, decided.directory
     with hold_lease(
-        directory.root,
+        run.directory.root,
         expiry_s=request.config.lease_s,
         heartbeat_s=request.config.heartbeat_s,
         command=request.command,
         announce=progress.say,
     ) as lease:
-        directory.hold(lease)
-        plan = begin_or_continue(decided)
+        run.directory.hold(lease)
+        plan = begin_or_continue(request, run)
         if request.config.retry_failed:
-            plan = _retry(directory, plan, progress)
-        yield OpenRun(request=request, directory=directory, resolved=decided.resolved, plan=plan, lease=lease)
+            plan = _retry(run.directory, plan, progress)
+        yield replace(run, plan=plan)
 
 
-def begin_or_continue(decided: Decided) -> Plan:
+def begin_or_continue(request: RunRequest, run: Run) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
         The stored plan. Another driver may have stored its own in the meantime.
     """
-    request, directory, resolved = decided.request, decided.directory, decided.resolved
-    if not directory.exists and directory.create(manifest(decided), decided.plan):
-        return decided.plan
-    # If another driver created the run, the decided plan may be split differently: only the stored one is valid.
+    directory = run.directory
+    if not directory.exists and directory.create(manifest(request, run), run.plan):
+        return run.plan
+    # If another driver created the run, this plan may be split differently: only the stored one is valid.
     before, current = directory.manifest(), planned_again(request, directory)
-    provenance.require_same(before["fingerprint"], resolved.fingerprint(current.corpus_fingerprint), str(directory))
+    provenance.require_same(before["fingerprint"], run.fingerprint(current.corpus_fingerprint), str(directory))
     # A batch keeps its price, although the endpoint's may have changed.
-    if resolved.slot_group is None:
+    if run.slot_group is None:
         require_same_price(
-            request.config,
-            resolved.price,
-            resolved.hardware,
+            run.config,
+            run.price,
+            run.hardware,
             before=Price.from_dict(before["price"]),
             keys_before=before["config"],
             machine=machine_of(before["run"]["hardware"]),
@@ -150,32 +134,32 @@ def begin_or_continue(decided: Decided) -> Plan:
     return directory.with_retries(current)  # the same units, at the paths where the corpus is now
 
 
-def manifest(decided: Decided) -> dict[str, Any]:
+def manifest(request: RunRequest, run: Run) -> dict[str, Any]:
     """Return `run.json` of a new run."""
-    request, resolved, drafter = decided.request, decided.resolved, decided.resolved.spec.drafter
+    drafter, watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
     return {
         "schema": provenance.SCHEMA,
         "run_id": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
         "created_at": time.time(),
         "command": list(request.command),
         "served_name": request.served_name,
-        "config": request.config.model_dump(mode="json"),
-        "fingerprint": resolved.fingerprint(decided.plan.corpus_fingerprint),
-        "engine": resolved.spec.to_dict(),
-        "price": resolved.price.to_dict(),
+        "config": run.config.model_dump(mode="json"),
+        "fingerprint": run.fingerprint(run.plan.corpus_fingerprint),
+        "engine": run.spec.to_dict(),
+        "price": run.price.to_dict(),
         "git_revision": provenance.git_revision(),
         "run": {
-            "model": resolved.model.name,
-            "drafter": resolved.drafter.name,
+            "model": run.model.name,
+            "drafter": run.drafter.name,
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
-            "precision": resolved.precision.describe(),
-            "concurrency": resolved.spec.max_num_seqs,
-            "break_even_acceptance_length": resolved.drafter_watch.needed if resolved.drafter_watch else None,
-            "baseline": asdict(baseline) if (baseline := resolved.baseline) else None,
-            "num_engines": request.config.engine_range.fixed,
-            "sampling": request.config.sampling(),
+            "precision": run.precision.describe(),
+            "concurrency": run.spec.max_num_seqs,
+            "break_even_acceptance_length": watch.needed if watch else None,
+            "baseline": asdict(baseline) if baseline else None,
+            "num_engines": run.config.engine_range.fixed,
+            "sampling": run.config.sampling(),
             # Free memory would make equal machines look different.
-            "hardware": {k: v for k, v in resolved.hardware.to_dict().items() if k != "free_memory_gib"},
+            "hardware": {k: v for k, v in run.hardware.to_dict().items() if k != "free_memory_gib"},
             "versions": provenance.versions(),
         },
     }
@@ -194,41 +178,39 @@ def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
 # --- execute
 
 
-def execute(run: OpenRun, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress) -> None:
+def execute(
+    request: RunRequest, run: Run, units: Sequence[WorkUnit], cluster: Connection, progress: RunProgress
+) -> None:
     """Generate and commit `units`, then disconnect from the cluster.
 
     Raises:
         CapacityError: the engines do not fit on the cluster.
         PeagleError: as `stream`.
     """
-    request, resolved, directory = run.request, run.resolved, run.directory
+    directory = run.directory
     log = directory.logs / "driver.log"
     with contextlib.ExitStack() as stack:
-        supervisor = stack.enter_context(
-            contextlib.closing(Supervisor(directory, run.plan, resolved, request, _draw(run)))
-        )
+        supervisor = stack.enter_context(contextlib.closing(Supervisor(request, run, _draw(run))))
         supervisor.require_room()
-        stack.enter_context(copied(directory.root, log, f"driver-{run.lease.number}.log"))
+        stack.enter_context(copied(directory.root, log, f"driver-{directory.driver}.log"))
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()
         with stop_on_signal(request.stop, last_words=request.killed_message):
             ray.require_capacity(
-                resolved.placement,
-                request.config.engine_range.smallest,
-                wait_s=request.config.cluster_wait_s,
+                run.placement,
+                run.config.engine_range.smallest,
+                wait_s=run.config.cluster_wait_s,
                 check=supervisor.require_room,
                 announce=progress.say,
             )
             ray.release_nodes()  # the engines request them from now on
-            written = directory.manifest()
-            metrics = RunMetrics(written["run_id"], written.get("served_name"), resolved, request)
-            stream(directory, run.plan, units, resolved, supervisor, progress, metrics, run.lease.lost)
+            stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
-def _draw(run: OpenRun) -> TagDraw | None:
+def _draw(run: Run) -> TagDraw | None:
     """Return the run's draw on an endpoint's tag budgets, or None."""
-    config = run.request.config
+    config = run.config
     if config.draw_on is None:
         return None
     ledger = user_path(config.draw_on) / "ledger"
@@ -238,7 +220,7 @@ def _draw(run: OpenRun) -> TagDraw | None:
 # --- finish
 
 
-def finish(run: OpenRun, *, was_already_finished: bool) -> Outcome:
+def finish(request: RunRequest, run: Run, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
     Also for a run that was finished before, since its driver may have been killed before it wrote them.
@@ -253,12 +235,12 @@ def finish(run: OpenRun, *, was_already_finished: bool) -> Outcome:
     report = make_report(directory)
     directory.require_lease()
     outcome = Outcome(report=report, was_already_finished=was_already_finished, export=_export(run))
-    require_few_failures(report, directory, run.request)
+    require_few_failures(report, directory, request)
     return outcome
 
 
-def _export(run: OpenRun) -> Export | None:
-    output_format = run.request.config.output_format
+def _export(run: Run) -> Export | None:
+    output_format = run.config.output_format
     if output_format == "auto":
         output_format = "openai-batch" if run.plan.is_batch else "parquet"
     return None if output_format == "parquet" else export(run.directory, output_format, again=False)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.usage import EngineSession
 from peagle.private import keep_private
 from peagle.runs.directory import RunDirectory
@@ -19,6 +18,7 @@ from peagle.runs.meter import BilledMeter, EngineMeter, new_session_id
 from peagle.runs.plan import Plan
 from peagle.runs.scaling import is_worth_loading
 from peagle.storage import WRITE_ERRORS
+from pipelines.batch.resolve import Run
 from pipelines.cluster.node import claim_slot, redirect_output
 
 
@@ -31,27 +31,23 @@ class Session:
         meter: of its seconds by state.
         self_check: the result of the self-check as JSON; empty before it.
         start_warnings: of the engine's start.
-
-    Args:
-        is_lent: the engine belongs to an endpoint, which bills what it does here.
     """
 
-    def __init__(
-        self, run: RunDirectory, *, slot_group: str, facts: EngineFacts, heartbeat_s: float, is_lent: bool = False
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         keep_private()
+        is_lent = run.lender is not None  # the endpoint that owns the engine bills what it does here
         self.meter = BilledMeter() if is_lent else EngineMeter()
         self.self_check = ""
         self.start_warnings: list[str] = []
         self._started_at = time.time()
         self.session_id = new_session_id(is_lent=is_lent)
-        self._run = run
-        self._facts = facts
-        self._heartbeat_s = heartbeat_s
-        self.log = run.logs / f"engine-{self.session_id}.log"
+        self._directory = run.directory
+        self._facts = run.facts
+        self._heartbeat_s = run.config.heartbeat_s
+        self.log = run.directory.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
-        self._log_copy = LogCopy(run.root, self.log, self.log.name)
-        self.slot = claim_slot(slot_group)
+        self._log_copy = LogCopy(run.directory.root, self.log, self.log.name)
+        self.slot = claim_slot(run.slots_name)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.beat()
@@ -88,7 +84,7 @@ class Session:
                 copied_at = time.monotonic()
 
     def _write(self, *, ended: bool) -> None:
-        self._run.write_session(
+        self._directory.write_session(
             self.meter.snapshot().to_session(
                 self.session_id,
                 self._facts,

@@ -10,22 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pyarrow as pa
+
 from peagle.corpus.cutting import calls_per_engine
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.tags import tags_to_text
 from peagle.economics.usage import UnitUsage
 from peagle.engine.startup import as_told
 from peagle.errors import EngineError, PeagleError, StoppedEarly
-from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import taken_over
-from peagle.runs.plan import Plan, WorkUnit, chunks, longest_first, unit_to_json
-from peagle.runs.prepare import PrepareJob, prepare_units
+from peagle.runs.plan import WorkUnit, chunks, longest_first, unit_from_json, unit_to_json
+from peagle.runs.prepare import prepare_unit
 from peagle.runs.progress import RunProgress
-from peagle.runs.rows import require_storable
-from pipelines.batch.config import GenerateConfig
-from pipelines.batch.engine_job import EngineJob
+from peagle.runs.rows import encode_rows, require_storable, unfinished_unit
 from pipelines.batch.metrics import RunMetrics
-from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.resolve import Run
 from pipelines.batch.session import Admission, work_by_unit
 from pipelines.batch.supervision import Supervisor
 from pipelines.batch.worker import EngineWorker
@@ -39,66 +36,53 @@ _LOGS = "the run's logs/ folder says more; the same command continues it"
 
 
 def stream(
-    run: RunDirectory,
-    plan: Plan,
-    units: Sequence[WorkUnit],
-    resolved: ResolvedRun,
-    supervisor: Supervisor,
-    progress: RunProgress,
-    metrics: RunMetrics,
-    lost: threading.Event,
+    run: Run, units: Sequence[WorkUnit], supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics
 ) -> None:
     """Generate and commit `units`; returns when all are committed.
 
+    If another driver takes over the run, its directory is not changed any more.
+
     Args:
         metrics: updated with committed units and with what the supervisor sees.
-        lost: set when another driver takes over the run; then the directory is not changed any more.
 
     Raises:
         StoppedEarly, TooManyFailedRows, EngineError: decided by the supervisor.
-        RunInUse: `lost` was set.
+        RunInUse: another driver has taken over.
         InputError: a planned unit could not be committed.
     """
-    require_storable(plan.schema)
-    receipts = _Receipts(lambda: _dataset(run, plan, units, resolved))
+    require_storable(run.plan.schema)
+    receipts = _Receipts(lambda: _dataset(run, units))
     try:
-        _watch(run, receipts, resolved, supervisor, progress, metrics, lost)
+        _watch(run, receipts, supervisor, progress, metrics)
         progress.show(supervisor.tally, final=True)
     finally:
         progress.close()
-    run.stop.clear()
-    if not run.committed() >= {unit.unit for unit in plan.units}:
+    run.directory.stop.clear()
+    if run.plan.left(run.directory.committed()):
         raise supervisor.error()
 
 
-def _watch(
-    run: RunDirectory,
-    receipts: "_Receipts",
-    resolved: ResolvedRun,
-    supervisor: Supervisor,
-    progress: RunProgress,
-    metrics: RunMetrics,
-    lost: threading.Event,
-) -> None:
+def _watch(run: Run, receipts: "_Receipts", supervisor: Supervisor, progress: RunProgress, metrics: RunMetrics) -> None:
     """Watch until the dataset ends or is abandoned."""
     looked_at = -math.inf
+    drafter_watch = run.drafter_watch()
     for usage in _until_broken(receipts, supervisor):
         if usage is not None:
             supervisor.tally.add(usage)
             metrics.committed(usage)
         if time.monotonic() - looked_at < _POLL_S:
             continue
-        if lost.is_set():
+        if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
-            raise taken_over(run.root)
+            raise taken_over(run.directory.root)
         looked_at, before = time.monotonic(), supervisor.ending
         _observe(supervisor)
         metrics.look(supervisor.tally, supervisor.sessions)
         _tell_warnings(supervisor, progress)
         progress.show(supervisor.tally)
         drafted = supervisor.tally.speculation
-        if watch := resolved.drafter_watch:
-            for note in watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
+        if drafter_watch is not None:
+            for note in drafter_watch.new(num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length):
                 progress.say(note)
         if supervisor.ending is not None and before is None:
             progress.say(f"stopping: {supervisor.ending.message}\n{_GRACE}")
@@ -136,7 +120,7 @@ def _observe(supervisor: Supervisor) -> None:
         raise
 
 
-def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved: ResolvedRun) -> Any:
+def _dataset(run: Run, units: Sequence[WorkUnit]) -> Any:
     """Pieces of the plan -> prepared units -> receipts.
 
     A unit is one row and one block.
@@ -147,9 +131,9 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
     cluster.keep_rows_apart()
     cluster.scale_with_the_queue()
     pieces = chunks(longest_first(units))
-    prepare_job, engine_job = _jobs(run, plan, resolved)
-    calls = min(len(units), calls_per_engine(plan.cut, engine_job.num_slots))
-    engines = resolved.config.engine_range
+    calls = min(len(units), calls_per_engine(run.plan.cut, run.num_slots))
+    engines = run.config.engine_range
+    stage_run = run.for_stages()
     return (
         ray.data.from_items(
             [{"units": "\n".join(map(unit_to_json, piece))} for piece in pieces], override_num_blocks=len(pieces)
@@ -161,7 +145,7 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             # One for each engine: 400,000 prompt tokens/s (AMD EPYC, 2026-11-22).
             compute=TaskPoolStrategy(engines.largest),
             num_cpus=PREPARE_CPUS,
-            fn_kwargs={"job": prepare_job},
+            fn_kwargs={"run": stage_run},
         )
         .map_batches(
             EngineWorker,
@@ -170,66 +154,44 @@ def _dataset(run: RunDirectory, plan: Plan, units: Sequence[WorkUnit], resolved:
             compute=ActorPoolStrategy(
                 min_size=engines.smallest,
                 max_size=engines.largest,
-                initial_size=engines.at_start(cluster.room_for(resolved.placement), len(units), calls),
+                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), calls),
                 max_concurrent_calls_per_actor=calls,
                 max_tasks_in_flight_per_actor=calls + 1,
             ),
-            **resolved.placement.options,
-            fn_constructor_args=(engine_job,),
+            **run.placement.options,
+            fn_constructor_args=(stage_run, _admission(run)),
         )
     )
 
 
-def _jobs(run: RunDirectory, plan: Plan, resolved: ResolvedRun) -> tuple[PrepareJob, EngineJob]:
-    config, placement, drafter = resolved.config, resolved.placement, resolved.spec.drafter
-    prepare_job = PrepareJob(
-        run_dir=str(run),
-        driver=run.driver,
-        model=resolved.tokenizer,
-        revision=resolved.spec.revision,
-        prompts=resolved.prompts,
-        sampling=resolved.sampling,
-        schema=plan.schema,
-    )
-    engine_job = EngineJob(
-        run_dir=str(run),
-        driver=run.driver,
-        slot_group=resolved.slot_group or run.manifest()["run_id"],
-        spec=resolved.spec,
-        facts=EngineFacts.priced(
-            resolved.price,
-            model=resolved.model.name,
-            drafter=resolved.drafter.name,
-            num_devices=placement.num_devices,
-            device=placement.device,
-            tags=tags_to_text(config.tags),
-            num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
-            baseline=resolved.baseline,
-            is_stand_in=config.engine == "fake",
-        ),
-        sampling=dict(resolved.sampling.base),
-        fake=config.fake if config.engine == "fake" else None,
-        row_timeout_s=config.row_timeout_s,
-        engine_timeout_s=config.engine_timeout_s,
-        num_engines_on_node=placement.num_engines_on_node,
-        part=placement.part,
-        heartbeat_s=config.heartbeat_s,
-        admission=_admission(run, plan, config),
-        lender=resolved.lender,
-    )
-    return prepare_job, engine_job
+def prepare_units(batch: pa.Table, *, run: Run) -> Iterator[pa.Table]:
+    """Ray Data's first stage: read, template and tokenise units, one after the other.
+
+    Args:
+        batch: one row, with the units as lines of JSON.
+
+    Yields:
+        One row per unit, as soon as it is ready. While the run is being stopped, the first unit that is not prepared
+        stands for all that follow.
+    """
+    builder = run.request_builder()
+    for unit in map(unit_from_json, batch.column("units")[0].as_py().split("\n")):
+        if run.directory.stop.grace_s() is not None:
+            yield encode_rows(unfinished_unit(unit))
+            return
+        yield encode_rows(prepare_unit(unit, run.plan.schema, builder))
 
 
-def _admission(run: RunDirectory, plan: Plan, config: GenerateConfig) -> Admission | None:
-    """Return the admission for a varying number of engines; with a fixed number, each loads at once."""
-    engines = config.engine_range
+def _admission(run: Run) -> Admission | None:
+    """Return the admission for a varying number of engines; with a fixed number, each loads immediately."""
+    engines = run.config.engine_range
     if engines.fixed is not None:
         return None
     return Admission(
         num_engines=engines.smallest,
-        work=work_by_unit(plan),
-        sessions_before=frozenset(session.session_id for session in run.sessions()),
-        heartbeat_s=config.heartbeat_s,
+        work=work_by_unit(run.plan),
+        sessions_before=frozenset(session.session_id for session in run.directory.sessions()),
+        heartbeat_s=run.config.heartbeat_s,
     )
 
 

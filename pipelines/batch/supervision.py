@@ -13,20 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.economics.prices import Price
-from peagle.economics.sessions import start_warnings
-from peagle.economics.usage import EngineSession, UnitUsage
+from peagle.economics.report.figures import format_usd
+from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
 from peagle.runs.directory import RunDirectory
 from peagle.runs.draws import TagDraw
-from peagle.runs.limits import Limits, Reached, Situation, dollars, parse_deadline, reached
+from peagle.runs.limits import Limits, Reached, Situation, parse_deadline, reached
 from peagle.runs.liveness import engines_at_work, tokens_per_s
-from peagle.runs.plan import Plan
 from peagle.runs.progress import Tally
 from peagle.runs.status import Spending
 from peagle.runs.stopping import resume_command
 from peagle.storage import WRITE_ERRORS
 from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
-from pipelines.batch.resolve import ResolvedRun
+from pipelines.batch.resolve import Run
 
 _MAX_DEATHS_IN_A_ROW = 5
 _ROOM = "once it has room, the same command continues the run"
@@ -91,20 +90,19 @@ class Supervisor:
         ending: why the run ends early; None while it continues.
     """
 
-    def __init__(
-        self, run: RunDirectory, plan: Plan, resolved: ResolvedRun, request: RunRequest, draw: TagDraw | None = None
-    ) -> None:
-        self._run, self._plan, self._resolved, self._request, self._draw = run, plan, resolved, request, draw
-        price = Price.from_dict(run.manifest()["price"])
-        self.tally = Tally(num_rows_planned=plan.num_rows)
-        self._spending = Spending(self._earlier(), run.sessions(), price, heartbeat_s=resolved.config.heartbeat_s)
+    def __init__(self, request: RunRequest, run: Run, draw: TagDraw | None = None) -> None:
+        self._request, self._run, self._draw = request, run, draw
+        self._directory = directory = run.directory
+        price = Price.from_dict(directory.manifest()["price"])
+        self.tally = Tally(num_rows_planned=run.plan.num_rows)
+        self._spending = Spending(self._earlier(), directory.sessions(), price, heartbeat_s=run.config.heartbeat_s)
         self.tally.usd = self._spending.usd
-        engines = resolved.config.engine_range
+        engines = run.config.engine_range
         self._deaths = DeathWatch(engines.largest)
         self._price = price
         self._limits = request.limits
         # All that may start at once: an engine that is loading cannot be stopped before it has loaded.
-        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(plan.units))))
+        self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
         self._warnings: dict[str, bool] = {}  # start warnings that were already shown
@@ -113,7 +111,7 @@ class Supervisor:
 
     def _earlier(self) -> Iterator[UnitUsage]:
         """Add the units of earlier attempts to the tally, without holding them in memory."""
-        for usage in self._run.usages():
+        for usage in self._directory.usages():
             self.tally.add(usage, before=True)
             yield usage
 
@@ -130,7 +128,7 @@ class Supervisor:
 
     def observe(self) -> None:
         """Read the ledger, and ask the workers to stop if a limit is reached."""
-        self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._run.sessions())
+        self.sessions = sessions = self._spending.heartbeats.of_this_attempt(self._directory.sessions())
         usd = self._spending.observe(sessions)
         alive = self._spending.heartbeats.alive(sessions)
         self.tally.observe(usd, num_engines=len(engines_at_work(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
@@ -138,7 +136,7 @@ class Supervisor:
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
         if self.ending is None and (ending := self._judge(sessions)):
             self.ending = ending
-            self._give_up_at = time.monotonic() + self._resolved.config.grace_s + GIVE_UP_S
+            self._give_up_at = time.monotonic() + self._run.config.grace_s + GIVE_UP_S
         if self.ending is not None and not self._is_asked:
             self._ask_to_stop()
 
@@ -157,7 +155,7 @@ class Supervisor:
     def _ask_to_stop(self) -> None:
         """Ask workers to stop; retried at each observation, for example while the disk is full."""
         with contextlib.suppress(*WRITE_ERRORS):
-            self._run.stop.request(self._resolved.config.grace_s)
+            self._directory.stop.request(self._run.config.grace_s)
             self._is_asked = True
 
     @property
@@ -168,13 +166,15 @@ class Supervisor:
     def error(self) -> PeagleError:
         """Return the error of an unfinished run: reason, progress, and how to continue."""
         ending = self.ending or Ending(error=StoppedEarly, message="the run ended before its last unit")
-        committed = self._run.committed()  # not from the tally: the driver may miss the receipts of the last units
-        num_units, num_done = len(self._plan.units), len(committed)
-        rows_left = sum(unit.num_rows for unit in self._plan.left(committed))
+        committed = (
+            self._directory.committed()
+        )  # not from the tally: the driver may miss the receipts of the last units
+        num_units, num_done = len(self._run.plan.units), len(committed)
+        rows_left = sum(unit.num_rows for unit in self._run.plan.left(committed))
         command = resume_command(self._request.command, ending.resume_flags)
         return ending.error(
             f"stopped with {num_done} of {num_units} units committed: {ending.message}\n"
-            f"  {rows_left} of {self._plan.num_rows} rows are left, {dollars(self.tally.usd)} spent in all",
+            f"  {rows_left} of {self._run.plan.num_rows} rows are left, {format_usd(self.tally.usd)} spent in all",
             hint=f"{ending.advice}: {command}",
         )
 
@@ -203,8 +203,8 @@ class Supervisor:
 
     def _reserve_usd(self, num_alive: int) -> float:
         """Return the maximum cost of ending, for running engines and those about to start."""
-        num_engines = max(self._resolved.config.engine_range.smallest, num_alive)
-        num_devices = num_engines * self._resolved.placement.num_devices
+        num_engines = max(self._run.config.engine_range.smallest, num_alive)
+        num_devices = num_engines * self._run.placement.num_devices
         return self._limits.reserve_s * num_devices * self._price.usd_per_device_s
 
     def _situation(self) -> Situation:
@@ -225,7 +225,7 @@ class Supervisor:
             return Ending(error=StoppedEarly, message=limit.message, resume_flags=self._later())
         return Ending(
             error=TooManyFailedRows,
-            message=f"{limit.message}\n  {describe_failures(self._run)}",
+            message=f"{limit.message}\n  {describe_failures(self._directory)}",
             resume_flags={"--retry-failed": None},
             advice=_MEND,
         )
@@ -234,14 +234,14 @@ class Supervisor:
         """Return a budget that probably finishes the run: remaining rows cost a fifth more, rounded up."""
         budget = self._limits.budget_usd or 0.0
         done = self.tally.num_rows + self.tally.num_failed_rows
-        rest = self._spending.usd / done * (self._plan.num_rows - done) if done else budget
+        rest = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
         wanted = max(budget, self._spending.usd + 1.2 * rest) + 2 * self._limits.reserve_usd
         step = 10.0 ** (math.floor(math.log10(wanted)) - 1)
         return math.ceil(wanted / step) * step
 
     def _later(self) -> dict[str, str | None]:
         """Return the deadline flag to resume with: none for a fixed time, which has passed; a duration stays."""
-        text = self._resolved.config.deadline or "none"
+        text = self._run.config.deadline or "none"
         again = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
         return {"--deadline": "none"} if again == self._limits.deadline_at else {}
 

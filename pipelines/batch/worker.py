@@ -1,6 +1,6 @@
 """Ray Data's second stage: generate a prepared unit on an engine, commit it.
 
-A unit is one row of the dataset. `EngineJob` has everything that the stage needs.
+A unit is one row of the dataset.
 
 When an engine dies, its actor records the rows in it (`suspects.py`) and ends; Ray starts another actor with the same
 units. A hanging engine is killed (`watchdog.py`).
@@ -22,14 +22,14 @@ from peagle.engine.interface import Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
 from peagle.errors import EngineError
 from peagle.requests.prompts import RowError
-from peagle.runs.directory import RunDirectory
-from peagle.runs.rows import PreparedUnit, is_given_back, unpacked
+from peagle.runs.rows import PreparedUnit, decode_rows, is_unfinished
 from peagle.runs.stopping import GraceClock
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict
 from peagle.speculation import SpeculationStats
-from pipelines.batch.engine_job import EngineJob, say_end, start_engine
+from pipelines.batch.engine_start import say_end, start_engine
 from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore, rows_in_engine
-from pipelines.batch.session import Session
+from pipelines.batch.resolve import Run
+from pipelines.batch.session import Admission, Session
 from pipelines.batch.watchdog import OutOfTime, Watchdog
 
 _POISONED = RowError(reason="engine_died", message="two engines crashed while they ran only this row")
@@ -42,34 +42,29 @@ class EngineWorker:
     that a finished one is replaced in the next step; except if rows have a time limit.
     """
 
-    def __init__(self, job: EngineJob) -> None:
-        self._job = job
-        self._run = RunDirectory(job.run_dir, driver=job.driver)
-        if job.admission is not None and not _takes_the_place_of_another():
-            job.admission.wait(self._run)
-        grace = GraceClock(self._run.stop.reader())
-        self._session = Session(
-            self._run,
-            slot_group=job.slot_group,
-            facts=job.facts,
-            heartbeat_s=job.heartbeat_s,
-            is_lent=job.lender is not None,
-        )
+    def __init__(self, run: Run, admission: Admission | None = None) -> None:
+        self._config, self._base_sampling = run.config, dict(run.sampling.base)
+        self._spec, self._model, self._drafter = run.spec, run.model.name, run.drafter.name
+        self._directory = directory = run.directory
+        if admission is not None and not _takes_the_place_of_another():
+            admission.wait(directory)
+        grace = GraceClock(directory.stop.reader())
+        self._session = Session(run)
         try:
-            started = start_engine(job, self._session)
+            started = start_engine(run, self._session)
         finally:
             self._session.keep_log()
         self._engine, self._checkable, self._others = started.engine, started.checkable, started.others
         self._session.meter.ready(started.compile_s)
         self._session.beat()
-        slots = job.num_slots
+        slots = run.num_slots
         # The time limit of a row must not pass while it waits in the engine.
-        self._slots = WeightedSemaphore(rows_in_engine(slots) if job.row_timeout_s is None else slots)
+        self._slots = WeightedSemaphore(rows_in_engine(slots) if run.config.row_timeout_s is None else slots)
         self._lock = SharedExclusiveLock()
         self._rows = RowsInEngine()
         self._watchdog = Watchdog(
             self._engine.signs_of_life,
-            limit_s=job.engine_timeout_s,
+            limit_s=run.config.engine_timeout_s,
             grace=grace,
             is_busy=self._rows.any,
             die=self._die,
@@ -83,8 +78,8 @@ class EngineWorker:
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; while the run stops, return without doing so."""
         self._watchdog.watch_loop()
-        table = unpacked(batch)
-        if is_given_back(table) or self._watchdog.is_stopping():
+        table = decode_rows(batch)
+        if is_unfinished(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
         if self._check is None:  # here, because vLLM is bound to the loop of its first request
@@ -93,7 +88,7 @@ class EngineWorker:
         prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
-        notes = self._rows.start(unit, UnitNotes(self._run.suspects, unit, self._session.session_id))
+        notes = self._rows.start(unit, UnitNotes(self._directory.suspects, unit, self._session.session_id))
         verdict = await asyncio.to_thread(notes.verdict, table.num_rows)
         for index in verdict.poisoned:
             prepared.refuse(index, _POISONED)
@@ -106,8 +101,8 @@ class EngineWorker:
             return
         generations = work.result()
         usage = self._usage(prepared, list(generations.values()), started_at)
-        output = prepared.output(generations, self._job.facts.model, self._job.facts.drafter)
-        committed = await asyncio.to_thread(self._run.commit, unit, output, usage, prepared.letters())
+        output = prepared.output(generations, self._model, self._drafter)
+        committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.letters())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
@@ -120,7 +115,7 @@ class EngineWorker:
         """
         if self._checkable is None:
             return
-        found = await self._watchdog.checked(self_check(self._checkable, self._job.spec, hardware.detect()))
+        found = await self._watchdog.checked(self_check(self._checkable, self._spec, hardware.detect()))
         self._session.self_check = found.to_json()
         self._session.start_warnings += [found.describe()] * (found.outcome == "skipped")
         await asyncio.to_thread(self._session.beat)
@@ -163,7 +158,7 @@ class EngineWorker:
             prepared.refuse(index, RowError(reason=error.reason, message=str(error)))
             return None
         except OutOfTime:
-            prepared.refuse(index, _out_of_time(self._job.row_timeout_s))
+            prepared.refuse(index, _out_of_time(self._config.row_timeout_s))
             return None
         finally:
             self._session.meter.finish(unit, num_tokens)
@@ -176,21 +171,21 @@ class EngineWorker:
             RequestRefused, OutOfTime: the row fails.
         """
         try:
-            return await self._watchdog.within(self._job.row_timeout_s, answer)
+            return await self._watchdog.within(self._config.row_timeout_s, answer)
         except EngineError as error:
             self._die(error.message)
 
     def _slots_of(self, own: dict[str, Any]) -> int:
         """Return the engine slots of a row: one for each response if the row has a time limit."""
-        sampling = self._job.sampling | own
-        return 1 if self._job.row_timeout_s is None else int(sampling.get("n", 1))
+        sampling = self._base_sampling | own
+        return 1 if self._config.row_timeout_s is None else int(sampling.get("n", 1))
 
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of the run, overridden by those of the row.
 
         The seed of the run is varied by row, so that equal prompts get different answers; a seed of a row is not.
         """
-        sampling = dict(self._job.sampling)
+        sampling = dict(self._base_sampling)
         if sampling.get("seed") is not None:
             sampling["seed"] = (sampling["seed"] + int(row_id)) % 2**31
         return sampling | own

@@ -16,9 +16,9 @@ from peagle.economics.ledger import read_sessions
 from peagle.economics.machines import names_accelerators
 from peagle.economics.price_options import require_device, resolve_price
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.shared_budgets import BUDGETS_NAME, read_budgets
 from peagle.economics.tags import tags_to_text
+from peagle.economics.usage import EngineFacts
 from peagle.engine_options import ResolvedEngine, compose_fake_engine, resolve_engine
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware

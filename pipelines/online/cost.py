@@ -18,8 +18,7 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import session_labels
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import dimensions, statement
-from peagle.economics.usage import UnitUsage
-from peagle.economics.work import Work
+from peagle.economics.usage import UnitUsage, Work
 from peagle.engine.self_check import counted
 from peagle.errors import ConfigError
 from peagle.speculation import SpeculationStats

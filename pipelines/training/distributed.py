@@ -23,17 +23,16 @@ import pyarrow as pa
 
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.local import localize
-from peagle.drafter.checkpoint import saved_at
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample
 from peagle.drafter.decontamination import NAMED
-from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors
-from peagle.drafter.head_spec import INITS
+from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors, write_shard
+from peagle.drafter.head import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_shipped_source
 from peagle.drafter.spending import TrainingSpending, training_spending
-from peagle.drafter.store import write_shard
+from peagle.drafter.training import saved_at
 from peagle.drafter.workers import ProcessGroup
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
@@ -51,19 +50,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Do `job` with so many actors, each with the target.
-
-    Args:
-        progress: called with (shards done, shards in all) after each.
-        reference: the target by a name that every node can resolve.
-        workers: most actors at once.
-        device: of the actors, in place of the job's; on "cuda" each has a GPU.
-
-    Raises:
-        ConfigError: the store holds the features of something else.
-        CapacityError: the disk or the cluster cannot hold what was asked for.
-        PeagleError: an actor could not do its shard; those that are done stay.
-    """
+    """Do `job` with so many actors, each with the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
@@ -91,7 +78,6 @@ def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, 
 
 
 def _written(dataset: Any) -> Iterator[tuple[int, str]]:
-    """Shards and checksums as they are done."""
     try:
         for row in dataset.iter_rows():
             yield row["shard"], row["checksum"]
@@ -132,18 +118,12 @@ _POLL_S = 2.0
 
 
 def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head on `config.workers` workers and save it; the figures of the run.
-
-    Raises:
-        ConfigError: something asked for cannot be; says what.
-        CapacityError: the cluster has no room for the workers, or the disk none for the features.
-        DivergedError: the loss is not finite; the head of the last checkpoint is saved.
-        PriceError: a price was asked for and there is none.
-        PeagleError: the workers died more often than `config.worker_failures` allows; the last checkpoint stays.
-    """
+    """Train a head on `config.workers` workers and save it; the figures of the run."""
     with contextlib.ExitStack() as paid:
         with ray_cluster():
-            config = config.model_copy(update={"device": _device_of_workers(config.device)})
+            config = config.model_copy(
+                update={"device": ("cuda" if has_gpus() else "cpu") if config.device == "auto" else config.device}
+            )
             on_gpu = config.device == "cuda"
             require_workers(config.workers, on_gpu=on_gpu)
             on_actors = functools.partial(
@@ -220,14 +200,6 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
     finally:
         if not outcome.done():
             abandon()
-
-
-def _device_of_workers(asked: str) -> str:
-    """Where the workers compute.
-
-    The cluster says whether there are GPUs: this process may be on a node without.
-    """
-    return ("cuda" if has_gpus() else "cpu") if asked == "auto" else asked
 
 
 def _for_workers(config: TrainConfig) -> TrainConfig:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from peagle.catalog.targets import context_tokens
 from peagle.corpus.rows import Row
 from peagle.drafter.config import WAYS, TrainConfig
-from peagle.drafter.hash_split import part_by_hash
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
+from peagle.drafter.prompts import part_by_hash
 from peagle.drafter.target import Target, load_target
 from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.errors import InputError
@@ -38,16 +38,6 @@ def regenerate(
     """Have the target answer the prompts that it has not answered.
 
     `config.response_sources` then has the responses.
-
-    Args:
-        command: the command line, for each run's `run.json`.
-        engine: fake for trying the pipeline.
-
-    Raises:
-        ConfigError: bad usage, or OUTPUT holds the responses of another target or to other prompts.
-        InputError: not one prompt was answered.
-        EngineError: an engine did not start or died; the same command continues.
-        StoppedEarly: interrupted; the same command continues.
     """
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)

@@ -22,9 +22,11 @@ from jobs import cli
 from peagle.engine.fake import FakeEngine
 from peagle.engine.interface import RequestRefused
 from peagle.runs import lease
+from peagle.runs.plan import WorkUnit
 from peagle.runs.prepare import prepare_unit
-from peagle.runs.rows import packed
+from peagle.runs.rows import encode_rows
 from pipelines.batch import session, streaming
+from pipelines.batch.resolve import Run
 from pipelines.batch.worker import EngineWorker
 from pipelines.cluster import ray as cluster
 
@@ -165,16 +167,17 @@ def _leave_ray_out(refused: frozenset[int]) -> None:
 class _InProcess:
     """In place of a dataset: each unit is prepared, generated and committed in the driver's thread for receipts."""
 
-    def __init__(self, run: Any, plan: Any, units: Sequence[Any], resolved: Any) -> None:
-        self._units = units
-        self._prepare_job, self._engine_job = streaming._jobs(run, plan, resolved)
+    def __init__(self, run: Run, units: Sequence[WorkUnit]) -> None:
+        self._units, self._run = units, run
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
         """The receipts."""
         loop = asyncio.new_event_loop()
-        worker = EngineWorker(self._engine_job)
+        worker = EngineWorker(self._run.for_stages())
+        builder = self._run.request_builder()
         for unit in self._units:
-            yield from loop.run_until_complete(self._receipts(worker, packed(prepare_unit(unit, self._prepare_job))))
+            prepared = encode_rows(prepare_unit(unit, self._run.plan.schema, builder))
+            yield from loop.run_until_complete(self._receipts(worker, prepared))
         worker._session.end()
 
     async def _receipts(self, worker: EngineWorker, batch: Any) -> list[dict[str, Any]]:

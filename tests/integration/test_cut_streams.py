@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.economics.ledger import RequestReader
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace

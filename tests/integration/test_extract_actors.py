@@ -6,8 +6,14 @@ import pytest
 
 from peagle.drafter import features
 from peagle.drafter.data import Sample
-from peagle.drafter.features import FeatureJob, extract, samples_fingerprint, target_fingerprint
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.features import (
+    FeatureJob,
+    FeatureSpec,
+    FeatureStore,
+    extract,
+    samples_fingerprint,
+    target_fingerprint,
+)
 from peagle.errors import CapacityError
 from pipelines.training.distributed import extract_on_actors
 

@@ -22,9 +22,7 @@ from foreign_targets import random_target
 from peagle import hardware
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.head_files import check_fit, check_weights, read_shapes
-from peagle.drafter.head import build_head
-from peagle.drafter.head_folder import save_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.head import HeadSpec, build_head, save_head
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.engine.arguments import engine_args
 from peagle.engine.environment import environment

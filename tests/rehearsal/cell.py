@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peagle.catalog.int8_weights import quantization_config
+from peagle.catalog.int8 import quantization_config
 from peagle.catalog.local import localize
 from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
@@ -25,8 +25,8 @@ from peagle.engine_options import footprint_of
 from peagle.errors import PeagleError
 from peagle.hardware import Hardware
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
 from tests.rehearsal.shapes import write_json
+from tests.resolved_runs import resolve_run
 
 _GIB = 2**30
 
@@ -102,7 +102,7 @@ def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more:
             **more, **_keys(flags),
         )  # fmt: skip
         try:
-            run = resolve(config, hardware, ["prompt"], announce=lambda _: None)
+            run = resolve_run(config, machine=hardware)
         except PeagleError as error:
             way_out = _first_flag(error.hint or "")
             if way_out is None or way_out[0] in {flag.partition(" ")[0] for flag in flags}:

@@ -121,7 +121,7 @@ def _of_bench(keys: dict[str, Any], hardware: Hardware) -> Iterator[tuple[str, A
 
 
 def _check_training(config: Any) -> None:
-    from peagle.drafter.checks import check_training
+    from peagle.drafter.pipeline import check_training
 
     for prompts in config.prompts:
         Path(prompts).stat()
@@ -130,9 +130,9 @@ def _check_training(config: Any) -> None:
 
 def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:
     if name == "generate":
-        from pipelines.batch.resolve import resolve
+        from tests.resolved_runs import resolve_run
 
-        run = resolve(config, hardware, ["prompt"], announce=lambda _: None)
+        run = resolve_run(config, machine=hardware)
         yield run.drafter.name or "none", run.spec, run.model
     else:
         from pipelines.online.app import resolve as resolve_served

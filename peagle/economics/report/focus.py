@@ -40,15 +40,7 @@ _CATEGORIES = {"spot": "Dynamic", "": "Other"}  # by market; all others are Stan
 
 
 def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float = 1.0) -> str:
-    """Return a row per day, payer, run, model and kind of cost; the rows add up to the total.
-
-    Args:
-        currency: ISO 4217 code of all amounts and prices.
-        per_usd: amount of that currency per dollar.
-
-    Raises:
-        PriceError: a charge has no price; FOCUS has no unknown cost.
-    """
+    """Return a row per day, payer, run, model and kind of cost; the rows add up to the total."""
     sums: defaultdict[Charge, Spend] = defaultdict(Spend)
     for charge in charges:
         sums[replace(charge, spend=Spend())] += charge.spend

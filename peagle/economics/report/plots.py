@@ -22,7 +22,7 @@ from peagle.charts import (
     x_axis_name,
     y_axis_name,
 )
-from peagle.economics.report.figures import SHARES, format_share, format_usd
+from peagle.economics.report.figures import SHARES, format_duration, format_share, format_usd
 
 SHARE_LIGHT = (
     "--load: #8a79d8; --compile: #e0a320; --busy: #2a78d6; --idle: #b4b8bd; --lost: #cf3f3f;"
@@ -60,7 +60,7 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
         runs: at most `MAX_SERIES`, each with at least one rate.
     """
     num_positions = max(len(run.rates) for run in runs)
-    ceiling = _nice_ceiling(max(max(run.rates) for run in runs))
+    ceiling = next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if max(max(run.rates) for run in runs) <= ceiling)
     plot_height = HEIGHT - TOP - BOTTOM
     group = (WIDTH - LEFT - RIGHT) / num_positions
     bar = min(group * 0.76 / len(runs), 46)
@@ -84,11 +84,7 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Plot one bar per run, divided into the shares of its cost.
-
-    Args:
-        runs: label, and share by name.
-    """
+    """Plot one bar per run, divided into the shares of its cost."""
     bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
     parts, y = [], 4.0
     for label, shares in runs:
@@ -139,19 +135,9 @@ def _grid_label(share: float) -> str:
     return f"{share:.3g}" if share == 0 else f"{100 * share:.3g}%"
 
 
-def _nice_ceiling(share: float) -> float:
-    return next(ceiling for ceiling in (0.2, 0.4, 0.6, 0.8, 1.0) if share <= ceiling)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Consecutive amounts under one label.
-
-    Attributes:
-        parts: CSS class, amount and tooltip of each.
-        words: the text after the bar.
-        low, high: the range of the sum, or None.
-    """
+    """Consecutive amounts under one label."""
 
     label: str
     parts: Sequence[tuple[str, float, str]]
@@ -161,12 +147,10 @@ class Bar:
 
     @property
     def value(self) -> float:
-        """The sum of its parts."""
         return sum(amount for _, amount, _ in self.parts)
 
 
 def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> Bar:
-    """Return a bar of one amount."""
     return Bar(label=label, parts=[(kind, value, f"{label}: {words}")], words=words)
 
 
@@ -210,12 +194,7 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
-    """Plot stacked columns of dollars.
-
-    Args:
-        columns: label, and an amount for each layer.
-        layers: name and CSS class, from the bottom up.
-    """
+    """Plot stacked columns of dollars."""
     stacked = [
         (
             label,
@@ -268,10 +247,109 @@ def tick(value: float) -> str:
 
 
 def usd_tick(usd: float) -> str:
-    """Return an axis label in dollars."""
     return f"${tick(usd)}"
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f'<rect class="{kind}" {place} rx="1.5">{title(tooltip)}</rect>'
+
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+_TICKS_S = (
+    *(1, 2, 5, 10, 20),
+    *(minutes * _MINUTE_S for minutes in (1, 2, 5, 10, 20)),
+    *(hours * _HOUR_S for hours in (1, 2, 4, 8)),
+    *(days * _DAY_S for days in (1, 2, 7, 14)),
+)
+_UNITS = ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
+_MOST_TICKS = 6
+_LANE, _LANE_HEIGHT = 46, 18
+_LABELLED_STATES = ("busy", "idle", "lost")  # in the label of a lane; the rest is startup
+_THINNEST = 1.5  # least width of a state
+
+
+def series_svg(
+    values: Sequence[float],
+    timeline: Mapping[str, Any],
+    name: str,
+    words: Callable[[float], str],
+    *,
+    is_sum: bool = False,
+) -> str:
+    """Plot a value for each step of a timeline.
+
+    Args:
+        words: formats axis labels.
+        is_sum: the values are cumulative, at the end of each step.
+    """
+    ticks, y = vertical_axis(max(values))
+    x = _place(timeline, LEFT)
+    step_s = timeline["step_s"]
+    points = [(x(0.0), y(0.0))] if is_sum else []
+    for index, value in enumerate(values):
+        begin = [] if is_sum else [(x(index * step_s), y(value))]
+        points += [*begin, (x((index + 1) * step_s), y(value))]
+    line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
+    base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
+    drawn = [
+        *(grid_line(y(value), words(value)) for value in ticks),
+        f'<polygon class="area" points="{base} {line} {points[-1][0]:.1f},{y(0.0):.1f}"/>',
+        f'<polyline class="line-0" points="{line}"/>',
+        *_time_axis(timeline, x, TOP, bottom),
+    ]
+    return drawing(HEIGHT - 14, name, drawn)
+
+
+def engines_svg(timeline: Mapping[str, Any]) -> str:
+    """Plot a lane per engine, coloured by state, with its shares above."""
+    x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
+    for engine in timeline["engines"]:
+        labels.append(_in_words(engine))
+        drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
+        drawn += _lane(engine, x, y + 17)
+        y += _LANE
+    drawn += _time_axis(timeline, x, 0, y - 4)
+    return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
+
+
+def _in_words(engine: Mapping[str, Any]) -> str:
+    starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
+    lived_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
+    shares = ", ".join(f"{state} {format_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
+    return f"engine {engine['engine']}{starts}: {shares}"
+
+
+def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> list[str]:
+    drawn = []
+    for state in SHARES:
+        path = "".join(
+            f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), _THINNEST):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
+            for kind, begin, end in engine["spans"]
+            if kind == state
+        )
+        if path:
+            words = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
+            drawn.append(f'<path class="share-{state}" d="{path}">{words}</path>')
+    return drawn
+
+
+def _place(timeline: Mapping[str, Any], left: float) -> Callable[[float], float]:
+    right = WIDTH - RIGHT
+    return lambda second: left + (right - left) * second / timeline["total_s"]
+
+
+def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
+    total_s = timeline["total_s"]
+    step_s = next((step for step in _TICKS_S if total_s <= _MOST_TICKS * step), total_s / _MOST_TICKS)
+    unit_s, unit = next((unit for unit in _UNITS if step_s >= unit[0]), (1, "s"))
+    ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
+    drawn = [
+        text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
+        for tick in ticks
+    ]
+    for pause in timeline["pauses"]:
+        words = title(f"a pause of {format_duration(pause['lasted_s'])} is cut out")
+        place = f"{x(pause['at_s']):.1f}"
+        drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
+    return drawn

@@ -1,15 +1,19 @@
 """A statement as a text table or CSV."""
 
 import csv
+import html
 import io
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, timedelta
 from typing import Any
 
-from peagle.economics.report.figures import format_count, format_usd
-from peagle.economics.report.saved import saved_lines
+from peagle.charts import DARK, LIGHT, MAX_SERIES, RULES
+from peagle.economics.report.figures import format_count, format_usd, saved_lines
+from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
 from peagle.economics.spending import KINDS
 from peagle.economics.statement import DIGITS, convert_currency, shown
-from peagle.economics.work import COUNTS
+from peagle.economics.usage import COUNTS
 from peagle.tables import aligned
 
 UNKNOWN = "unknown"
@@ -56,7 +60,6 @@ def round_for_display(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_period(one: Mapping[str, Any]) -> str:
-    """Return the period as a heading."""
     start, end = one["start"], one["end"]
     if start is None and end is None:
         return "Spending, all time"
@@ -101,7 +104,6 @@ def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def saved_rows(one: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and sentences about savings."""
     total = one["total"]
     measured = [("measured", ", ".join(sources))] if (sources := total["saved"]["sources"]) else []
     return [*saved_lines(total["saved"], total), *measured]
@@ -117,3 +119,122 @@ def _dollars(usd: float | None, digits: int) -> str:
 
 def _amount(amount: float | None, digits: int) -> str:
     return UNKNOWN if amount is None else f"{amount:,.{digits}f}"
+
+
+MAX_COLUMNS = 62  # days; above, columns are months
+MAX_BARS = 12
+_OTHERS = "all others"
+_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))  # with the colour of a share
+_STYLE = (
+    ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
+    "@media(prefers-color-scheme:dark){:root{--note:#2a2517;" + DARK + SHARE_DARK + "}}"
+    "body{font:15px/1.5 system-ui,sans-serif;margin:0;background:var(--card);color:var(--ink)}"
+    "main{max-width:1080px;margin:0 auto;padding:36px 20px}h1{font-size:21px}h2{font-size:16px;margin:24px 0 4px}"
+    ".scroll{overflow-x:auto}table{border-collapse:collapse;margin-bottom:24px}"
+    "th,td{padding:5px 14px 5px 0;border-bottom:1px solid #8884;text-align:right;white-space:nowrap;"
+    "font-variant-numeric:tabular-nums}th:first-child,td:first-child{text-align:left}tr:last-child{font-weight:600}"
+    ".words td{text-align:left;white-space:normal}.words tr:last-child{font-weight:400}"
+    ".notes{background:var(--note);border-radius:8px;padding:10px 14px 10px 32px;overflow-wrap:anywhere}"
+    ".plots{display:grid;grid-template-columns:1fr 1fr;gap:18px}.plots>*{min-width:0}"
+    "svg{display:block;width:100%;height:auto;font-family:inherit}"
+    ".legend{list-style:none;margin:6px 0 0;padding:0;display:flex;flex-wrap:wrap;gap:2px 14px;font-size:14px}"
+    ".legend li{overflow-wrap:anywhere}.legend i{display:inline-block;width:11px;height:11px;border-radius:3px;"
+    "margin-right:6px}@media(max-width:820px){.plots{grid-template-columns:1fr}}" + RULES + SHARE_RULES
+)
+
+
+def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
+    """Return the page."""
+    shown = round_for_display(one)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
+    noted = f'<ul class="notes">{notes}</ul>' if notes else ""
+    title = html.escape(format_period(one))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
+        f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
+        f'{noted}\n<div class="plots">{_by_day(daily)}{_by_group(one)}</div>\n'
+        f"{_table(statement_table(shown), has_head=True)}\n{_table(summary_rows(shown), has_head=False)}\n"
+        f"{_table([('saved', ''), *saved_rows(shown)], has_head=True, kind='words')}\n"
+        "</main></body></html>"
+    )
+
+
+def _by_day(daily: Mapping[str, Any]) -> str:
+    """Plot stacked columns: the largest groups, overhead and losses."""
+    dimension = daily["by"][1]
+    of_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    of_name: defaultdict[str, float] = defaultdict(float)
+    for row in daily["rows"]:
+        of_name[row[dimension]] += row["usd"]["attributed"] or 0.0
+    largest = sorted((name for name in of_name if of_name[name] > 0), key=lambda name: (-of_name[name], name))
+    named = largest if len(largest) <= MAX_SERIES else largest[: MAX_SERIES - 1]
+    for row in daily["rows"]:
+        name = row[dimension] if row[dimension] in named else _OTHERS
+        day, usd = of_day[row["day"]], row["usd"]
+        day[f"of {name}"] += usd["attributed"] or 0.0
+        day["overhead"] += usd["overhead"] or 0.0
+        day["lost"] += usd["lost"] or 0.0
+    layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(named)]
+    layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(named) < len(largest) else []
+    layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
+    if not any(usd > 0 for sums in of_day.values() for usd in sums.values()):
+        return ""
+    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(of_day)]
+    drawn = [(words, kind) for _, words, kind in layers]
+    name = "Spending by day, in dollars: " + ", ".join(
+        f"{words} {format_usd(sum(amounts[index] for _, amounts in columns))}" for index, (words, _) in enumerate(drawn)
+    )
+    return _figure(f"By day and {dimension}", dollars_svg(columns, drawn, name), drawn)
+
+
+def _columns(of_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield every day from the first to the last, or months if there are many."""
+    first, last = (date.fromisoformat(day) for day in (min(of_day), max(of_day)))
+    days = [(first + timedelta(days=number)).isoformat() for number in range((last - first).days + 1)]
+    letters = slice(5, 10) if len(days) <= MAX_COLUMNS else slice(0, 7)
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for day in days:
+        for key, usd in of_day.get(day, {}).items():
+            sums[day[letters]][key] += usd
+        sums[day[letters]]  # keep days without spending
+    yield from sums.items()
+
+
+def _by_group(one: Mapping[str, Any]) -> str:
+    if not one["by"] or list(one["by"]) == ["day"]:
+        return ""
+    amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in one["rows"]]
+    ordered = sorted(amounts, key=lambda pair: -sum(pair[0]))
+    bars = [
+        _bar(", ".join(row[dimension] or f"no {dimension}" for dimension in one["by"]), usd)
+        for usd, row in ordered[:MAX_BARS]
+    ]
+    if rest := [usd for usd, _ in ordered[MAX_BARS:]]:
+        bars.append(_bar(f"{len(rest):,} others", [sum(column) for column in zip(*rest, strict=True)]))
+    if not any(bar.value > 0 for bar in bars):
+        return ""
+    name = f"Spending by {', '.join(one['by'])}: " + "; ".join(f"{bar.label} {bar.words}" for bar in bars)
+    legend = [(kind, f"share-{colour}") for kind, colour in _KINDS]
+    return _figure(f"By {', '.join(one['by'])}", bars_svg(bars, name), legend)
+
+
+def _bar(label: str, usd: Sequence[float]) -> Bar:
+    parts = [
+        (f"share-{colour}", amount, f"{label}, {kind}: {format_usd(amount)}")
+        for (kind, colour), amount in zip(_KINDS, usd, strict=True)
+    ]
+    return Bar(label=label, parts=parts, words=format_usd(sum(usd)))
+
+
+def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{html.escape(words)}</li>' for words, kind in legend)
+    return f'<section><h2>{html.escape(heading)}</h2>{plot}<ul class="legend">{items}</ul></section>'
+
+
+def _table(rows: Sequence[Sequence[str]], *, has_head: bool, kind: str = "sums") -> str:
+    lines = []
+    for index, row in enumerate(rows):
+        cell = "th" if has_head and index == 0 else "td"
+        lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
+    return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>'

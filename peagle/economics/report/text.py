@@ -14,8 +14,8 @@ from peagle.economics.report.figures import (
     format_price,
     format_share,
     money_labels,
+    savings_of_run,
 )
-from peagle.economics.report.saved import savings_of_run
 from peagle.tables import aligned
 
 _WIDTH = 100
@@ -23,11 +23,7 @@ _NAME_WIDTH = 14
 
 
 def text_summary(report: Mapping[str, Any]) -> str:
-    """Return the summary of a run: aligned lines, then notes.
-
-    Raises:
-        PeagleError: the report cannot be shown.
-    """
+    """Return the summary of a run: aligned lines, then notes."""
     check_report(report)
     run, account = report["run"], report["account"]
     lines = [
@@ -49,11 +45,7 @@ def text_summary(report: Mapping[str, Any]) -> str:
 
 
 def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return the figures of several runs in columns, with ratios to the baseline.
-
-    Raises:
-        PeagleError: there are no reports, or one cannot be shown.
-    """
+    """Return the figures of several runs in columns, with ratios to the baseline."""
     compared = compare(reports)
     heads = [f"[{number}]" for number in range(1, len(reports) + 1)]
     rows = [("", *heads)]

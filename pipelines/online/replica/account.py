@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import Outcome, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.cluster.metrics import UsageMetrics

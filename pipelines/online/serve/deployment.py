@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import EngineSpec
 from peagle.engine.steps import max_num_batched_tokens, slots_per_request

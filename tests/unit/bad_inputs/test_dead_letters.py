@@ -10,13 +10,13 @@ import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from resolved_runs import resolve_run
 
 from peagle.engine.fake import ByteTokenizer
 from peagle.runs.plan import make_plan
-from peagle.runs.prepare import PrepareJob, prepare_unit
+from peagle.runs.prepare import prepare_unit
 from peagle.runs.rows import PreparedUnit
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -169,12 +169,9 @@ def prepared(case, folder, machine):
         **case.keys,
     )
     plan = make_plan(config)
-    resolved = resolve(config, machine, plan.schema.names, is_batch=plan.is_batch, announce=print)
-    job = PrepareJob(
-        run_dir=str(config.output), model=None, prompts=resolved.prompts, sampling=resolved.sampling, schema=plan.schema
-    )
+    run = resolve_run(config, plan, machine)
     (unit,) = plan.units
-    return PreparedUnit(prepare_unit(unit, job))
+    return PreparedUnit(prepare_unit(unit, plan.schema, run.request_builder()))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +179,7 @@ def results(machine, tmp_path_factory):
     """Of each case its prompts and its dead letters."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peagle.runs.prepare.tokenizer_of", lambda model, revision: Strict())
+        patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: Strict())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepared(case, folder, machine)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from config_only import measure_at_once, write_head, write_target
 
+from peagle.bench.plan import Setup, make_setup
 from peagle.bench.record import PassRecord, RequestTimes
-from peagle.bench.setups import Setup, make_setup
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec
 from peagle.speculation import SpeculationStats
 

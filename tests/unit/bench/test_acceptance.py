@@ -12,8 +12,8 @@ from config_only import write_head
 from peagle.bench.acceptance import evaluate, make_cell
 from peagle.bench.config import EvaluateConfig
 from peagle.bench.engine import MeasurementListener
+from peagle.bench.plan import make_setup
 from peagle.bench.record import CategoryResult
-from peagle.bench.setups import make_setup
 from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.interface import Generation, RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec

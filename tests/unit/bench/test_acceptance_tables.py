@@ -5,10 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.bench.acceptance import make_cell
-from peagle.bench.acceptance_tables import length_plot, markdown_report, position_plot, text_report
+from peagle.bench.acceptance import length_plot, make_cell, markdown_report, position_plot, text_report
+from peagle.bench.plan import make_setup
 from peagle.bench.record import CategoryResult
-from peagle.bench.setups import make_setup
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.speculation import SpeculationStats
 

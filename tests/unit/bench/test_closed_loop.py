@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from peagle.bench import closed_loop
-from peagle.bench.closed_loop import Loop, difference, run_loop
+from peagle.bench import engine as bench_engine
+from peagle.bench.engine import Loop, difference, run_loop
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine
 from peagle.engine.interface import Generation, RequestRefused
@@ -16,7 +16,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_loop, "_COUNTERS_SETTLE_S", 0.0)
+    monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
 class Watched(FakeEngine):

@@ -7,10 +7,9 @@ import pytest
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.folder import digest
-from peagle.bench.plan import BenchPlan, all_passes, make_plan, num_starts
+from peagle.bench.plan import BenchPlan, all_passes, make_plan, make_setup, make_setups, num_starts
 from peagle.bench.prompts import Dataset
 from peagle.bench.run import time_left_s
-from peagle.bench.setups import make_setup, make_setups
 from peagle.catalog.targets import resolve_model
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, EngineSpec

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from peagle.bench.closed_loop import Answer, Loop
+from peagle.bench.engine import Answer, Loop
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.bench.record import (

@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.bench.synthetic import parse_synthetic, rates_for, rates_of_length, rates_of_lengths
+from peagle.bench.config import parse_synthetic, rates_for, rates_of_length, rates_of_lengths
 from peagle.errors import ConfigError
 from peagle.speculation import expected_acceptance_length
 

@@ -5,12 +5,13 @@ from xml.etree import ElementTree
 import pytest
 
 from peagle.bench.record import PassRecord, RequestTimes, acceptance, summarise
-from peagle.bench.report import best, ratios
-from peagle.bench.tables import (
+from peagle.bench.report import (
     acceptance_rows,
+    best,
     best_rows,
     cost_plot,
     markdown_tables,
+    ratios,
     speed_plot,
     speed_rows,
     text_tables,

@@ -21,7 +21,7 @@ from benchmarks.gpu.step_profile import drafter_plot, table
 from benchmarks.gpu.step_profile import head_config as head_config_of
 from benchmarks.gpu.step_timer import _Marks
 from peagle.bench.config import BenchConfig
-from peagle.bench.setups import Setup, make_setup
+from peagle.bench.plan import Setup, make_setup
 from peagle.engine.fake import ByteTokenizer
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import DrafterError, EngineError

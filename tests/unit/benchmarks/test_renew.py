@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from benchmarks.prices.renew import offers_csv, renew
-from peagle.economics.offers import packaged_offers, read_offers
+from peagle.economics.prices import packaged_offers, read_offers
 
 HEAD = "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone\n"
 DAY = "2027-01-02"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.catalog.int8_weights import convert, is_quantisable, quantize, weight_files
+from peagle.catalog.int8 import convert, is_quantisable, quantize, weight_files
 
 LINEAR = "model.layers.0.self_attn.q_proj.weight"
 

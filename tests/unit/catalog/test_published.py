@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.catalog.published import Deployment, PublishedTable
+from peagle.catalog.cards import Deployment, ModelCard, PublishedTable, load_catalog
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
 # As the post states them: best P-EAGLE over best EAGLE-3, and over no speculation.

@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from peagle.catalog.cards import load_catalog
-from peagle.catalog.step_times import StepTable
+from peagle.catalog.cards import StepTable, load_catalog
 
 TABLE: dict[str, Any] = {
     "platform": "cpu", "precision": "bf16", "source": "here", "concurrency": [1, 8],

@@ -4,8 +4,7 @@ import pytest
 
 from jobs.deploying import read_workload
 from peagle.deploy.room import require_room
-from peagle.economics.offers import Offer
-from peagle.economics.prices import PriceTable
+from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetKeys
 from peagle.errors import CapacityError, PrecisionError
 

@@ -3,8 +3,8 @@ from tuned_profiles import cell, cells, profile  # noqa: F401 - fixtures
 
 from jobs.deploying import read_workload
 from peagle.deploy.workload import label_of, machines_for, offer_of, require_reachable
-from peagle.economics.offers import Offer
 from peagle.economics.price_options import PriceOptions
+from peagle.economics.prices import Offer
 from peagle.errors import ConfigError, PriceError
 
 EIGHT = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_hour_spot=1.0)

@@ -11,8 +11,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peagle.drafter.data import Sample
-from peagle.drafter.features import HiddenStateReader, extract_features, samples_fingerprint, target_fingerprint
-from peagle.drafter.store import FeatureSpec, FeatureStore
+from peagle.drafter.features import (
+    FeatureSpec,
+    FeatureStore,
+    HiddenStateReader,
+    extract_features,
+    samples_fingerprint,
+    target_fingerprint,
+)
 from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
 
 VOCABULARY, HIDDEN = 96, 32  # of the tiny target in tests/conftest.py
@@ -62,7 +68,9 @@ def store(
 
 @pytest.fixture(scope="session")
 def vocabulary(store: FeatureStore) -> DraftVocabulary:
-    return frequent_vocabulary(store.response_token_ids(), size=48, target_size=VOCABULARY)
+    documents = [store[index] for index in range(len(store))]
+    token_ids = [token for one in documents for token in one.token_ids_T[one.loss_mask_T].tolist()]
+    return frequent_vocabulary(token_ids, size=48, target_size=VOCABULARY)
 
 
 @pytest.fixture

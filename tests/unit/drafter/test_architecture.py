@@ -10,12 +10,11 @@ import torch
 from foreign_targets import AUX_LAYERS, FOREIGN, HIDDEN
 from transformers import AutoModelForCausalLM
 
-from peagle.drafter.architecture import SUPPORTED, read_architecture
 from peagle.drafter.data import Sample
 from peagle.drafter.features import HiddenStateReader, load_reader
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Targets, linear_loss
+from peagle.drafter.target import SUPPORTED, read_architecture
 from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 

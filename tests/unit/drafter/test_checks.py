@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from peagle.catalog.shipped_heads import HEADS_FOLDER
-from peagle.drafter.checks import check_training
 from peagle.drafter.config import TrainConfig
+from peagle.drafter.pipeline import check_training
 
 
 @pytest.mark.usefixtures("embedded_target")

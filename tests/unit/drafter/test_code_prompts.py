@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.drafter.code_prompts import FORMS, Snippet, folder_snippets
+from peagle.drafter.prompts import FORMS, Snippet, folder_snippets
 
 MODULE = '''
 import os

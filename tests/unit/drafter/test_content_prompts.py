@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.drafter.content_prompts import MAX_PASSAGE_CHARS, PASSAGES_PER_DOCUMENT, Content, content_materials, prose
+from peagle.drafter.prompts import MAX_PASSAGE_CHARS, PASSAGES_PER_DOCUMENT, Content, content_materials, prose
 
 SENTENCES = "This is a sentence of several plain words. " * 8
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from peagle.drafter import forward
-from peagle.drafter.estimate import drafted_tokens, estimate_acceptance, walk
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
-from peagle.drafter.store import Document, FeatureSpec, FeatureStore
+from peagle.drafter.features import Document, FeatureSpec, FeatureStore
+from peagle.drafter.forward import drafted_tokens, estimate_acceptance, walk
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.vocabulary import DraftVocabulary
 
 

@@ -9,11 +9,17 @@ from transformers import LlamaForCausalLM
 
 from peagle.drafter import features
 from peagle.drafter.data import Sample
-from peagle.drafter.features import ComputedFeatures, HiddenStateReader, extract_features, plan_shards
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.features import (
+    ComputedFeatures,
+    Features,
+    FeatureSpec,
+    FeatureStore,
+    HiddenStateReader,
+    extract_features,
+    plan_shards,
+)
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import Features, FeatureSpec, FeatureStore
 from peagle.drafter.training import train
 from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import CapacityError, ConfigError, InputError

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
+from peagle.drafter.features import Document, FeatureSpec, FeatureStore
 from peagle.drafter.forward import batch_loss, head_states
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting
-from peagle.drafter.store import Document, FeatureSpec, FeatureStore
 from peagle.drafter.vocabulary import DraftVocabulary
 
 NUM_DEPTHS = 4

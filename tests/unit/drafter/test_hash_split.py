@@ -1,7 +1,7 @@
 import json
 from functools import partial
 
-from peagle.drafter.hash_split import part_by_hash
+from peagle.drafter.prompts import part_by_hash
 
 parted = partial(part_by_hash, text=lambda row: row["id"])
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from peagle.drafter.batch import Rows, TrainingBatch, make_batch
+from peagle.drafter.features import FeatureStore
 from peagle.drafter.loss import (
     CHUNK_ROWS,
     Targets,
@@ -12,7 +13,6 @@ from peagle.drafter.loss import (
     greedy_confidence,
     linear_loss,
 )
-from peagle.drafter.store import FeatureStore
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS, CHUNK_ROWS + 9])

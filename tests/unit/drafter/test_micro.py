@@ -8,13 +8,12 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
+from peagle.drafter.features import Document, FeatureSpec, FeatureStore
 from peagle.drafter.forward import batch_loss
-from peagle.drafter.head import build_head
-from peagle.drafter.head_spec import HeadSpec
+from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting, fixed_weight
-from peagle.drafter.micro import micro_batches, partition_rows
 from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.store import Document, FeatureSpec, FeatureStore
+from peagle.drafter.training import micro_batches, partition_rows
 from peagle.drafter.vocabulary import DraftVocabulary
 
 NUM_DEPTHS = 4

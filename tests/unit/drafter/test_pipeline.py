@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from saved_heads import load_head
 
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import check_fit, check_weights, read_head, read_shapes
 from peagle.drafter import pipeline
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
-from peagle.drafter.estimate import estimate_acceptance
-from peagle.drafter.forward import BatchLoss, batch_loss
-from peagle.drafter.head_folder import load_head
+from peagle.drafter.features import Features
+from peagle.drafter.forward import BatchLoss, batch_loss, estimate_acceptance
 from peagle.drafter.metrics import TrainingProgress
 from peagle.drafter.pipeline import Listener, train_head
-from peagle.drafter.store import Features
 from peagle.economics.spending import Days, Spend, charges
 from peagle.errors import ConfigError, DivergedError, InputError
 from peagle.runs.ledgers import find_ledgers

@@ -8,11 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.drafter.code_prompts import FORMS
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.decontamination import humaneval_references
 from peagle.drafter.prompt_sources import read_prompts, read_responses, share_out
-from peagle.drafter.prompts import generate_prompts, source_materials
+from peagle.drafter.prompts import FORMS, generate_prompts, source_materials
 from peagle.errors import InputError
 from peagle.storage import Place, atomic_file, write_atomic
 

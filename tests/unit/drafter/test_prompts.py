@@ -2,9 +2,7 @@ from itertools import islice
 
 import pytest
 
-from peagle.drafter.code_prompts import FORMS, Snippet
-from peagle.drafter.content_prompts import content_materials
-from peagle.drafter.prompts import generate_prompts, num_available, source_materials
+from peagle.drafter.prompts import FORMS, Snippet, content_materials, generate_prompts, num_available, source_materials
 from peagle.errors import ConfigError
 
 SNIPPETS = [

@@ -8,8 +8,8 @@ import pytest
 
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.spending import TrainingSpending, training_spending
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.spending import Days, Spend, charges
+from peagle.economics.usage import EngineFacts
 from peagle.errors import PriceError
 from peagle.hardware import Hardware
 from peagle.runs.ledgers import find_ledgers

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.drafter.store import FeatureSpec, FeatureStore, StoreWriter, write_shard
+from peagle.drafter.features import FeatureSpec, FeatureStore, StoreWriter, write_shard
 from peagle.errors import CapacityError, InputError, PeagleError
 
 SPEC = FeatureSpec(target="t", aux_layers=(1,), hidden_size=2, samples="s")

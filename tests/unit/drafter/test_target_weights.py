@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.drafter.architecture import read_architecture
-from peagle.drafter.target_weights import TargetWeights
+from peagle.drafter.target import TargetWeights, read_architecture
 from peagle.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from peagle.catalog.head_files import read_shapes
-from peagle.drafter.architecture import read_architecture
 from peagle.drafter.features import load_reader
+from peagle.drafter.target import read_architecture
 from peagle.errors import PeagleError
 from peagle.requests.tokenizer import load_tokenizer
 

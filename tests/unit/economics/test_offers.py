@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.economics.offers import is_accelerator
+from peagle.economics.prices import is_accelerator
 
 
 @pytest.mark.parametrize(

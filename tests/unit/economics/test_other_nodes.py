@@ -3,8 +3,7 @@ from datetime import date
 
 import pytest
 
-from peagle.economics.other_nodes import NAME, node_charges
-from peagle.economics.spending import DAY_S, Days, day_number
+from peagle.economics.spending import DAY_S, NAME, Days, day_number, node_charges
 from tests.unit.economics.month import SERVING
 
 MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from peagle.economics.offers import COLUMNS, Offer, packaged_offers, read_offers
-from peagle.economics.prices import DEFAULT_CPU_INSTANCE, Price, PriceTable, choices, default_instance
+from peagle.economics.prices import (
+    COLUMNS,
+    DEFAULT_CPU_INSTANCE,
+    Offer,
+    Price,
+    PriceTable,
+    choices,
+    default_instance,
+    packaged_offers,
+    read_offers,
+)
 from peagle.errors import PriceError
 
 

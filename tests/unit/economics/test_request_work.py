@@ -10,7 +10,7 @@ from peagle.economics import request_work
 from peagle.economics.ledger import append_request
 from peagle.economics.request_work import read_work
 from peagle.economics.spending import SpendingGroup
-from peagle.economics.work import Work
+from peagle.economics.usage import Work
 from peagle.speculation import SpeculationStats
 from tests.unit.pipelines.online.ledgers import a_request
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peagle.economics.baseline import Baseline, Step
 from peagle.economics.prices import PriceTable
 from peagle.economics.savings import Savings, spot_savings, work_savings
-from peagle.economics.work import Work
+from peagle.economics.usage import Work
 
 STEPS = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.080, plain_step_s=0.040, error=0.1),))
 WORK = Work(

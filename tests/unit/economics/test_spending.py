@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.economics.sessions import session_at
 from peagle.economics.spending import DAY_S, Days, Ledger, Spend, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import statement
-from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.economics.work import Work
+from peagle.economics.usage import EngineSession, UnitUsage, Work, session_at
 from peagle.speculation import SpeculationStats
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from peagle.catalog.int8_weights import quantization_config as int8_config
+from peagle.catalog.int8 import quantization_config as int8_config
 from peagle.engine.checkpoint import VLLM_METHODS, published_kv_cache, published_method, require_computable
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware

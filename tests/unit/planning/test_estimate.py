@@ -3,7 +3,7 @@
 import pytest
 
 from peagle.economics.prices import Price
-from peagle.planning.estimate import Machine, estimate, machines_for
+from peagle.planning.options import Machine, estimate, machines_for
 
 
 def machine(**changes: float) -> Machine:

@@ -10,8 +10,7 @@ import pytest
 from jobs.cli import run as command
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.plan import make_plan
-from peagle.planning.text import text_plan
+from peagle.planning.plan import make_plan, text_plan
 
 from .conftest import CELLS
 

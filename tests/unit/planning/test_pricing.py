@@ -8,8 +8,7 @@ import pytest
 from peagle.economics.prices import PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.plan import make_plan
-from peagle.planning.text import text_plan
+from peagle.planning.plan import make_plan, text_plan
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
 

@@ -1,12 +1,12 @@
 """Runs that follow a profile."""
 
 import pytest
+from resolved_runs import resolve_run
 
 from peagle import hardware
 from peagle.profiles.measurements import NONE
 from peagle.profiles.profile import MeasuredCell, Profile, Tuned, write_profile
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
 
 HERE = hardware.detect()
 
@@ -45,7 +45,7 @@ def resolved(file):
     def make(**keys):
         values = {"num_speculative_tokens": 3} | keys
         config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, profile=file, **values)
-        return resolve(config, HERE, ["prompt"], announce=print)
+        return resolve_run(config)
 
     return make
 
@@ -61,7 +61,7 @@ def test_a_run_takes_the_sizes_of_its_profile_and_tells_its_decision(resolved):
 
 
 def test_a_drafter_that_loses_is_warned_of_once(resolved):
-    watch = resolved().drafter_watch
+    watch = resolved().drafter_watch()
     assert watch.needed == pytest.approx(1.28)  # 1.6 x 40 / 50
     assert watch.new(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new(num_drafts=1000, acceptance_length=1.1)
@@ -93,4 +93,4 @@ def test_a_profile_of_an_earlier_version_loads_without_its_ranges(resolved, file
 
 def test_a_run_without_a_profile_has_no_notes():
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
-    assert notes(resolve(config, HERE, ["prompt"], announce=print)) == []
+    assert notes(resolve_run(config)) == []

@@ -4,20 +4,19 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from resolved_runs import resolve_run
 
 from peagle.economics.usage import UnitUsage
 from peagle.engine.interface import Generation
 from peagle.hardware import Hardware
 from peagle.runs.audit import audit_unit, expected_schema
-from peagle.runs.directory import RunDirectory
 from peagle.runs.export import export
 from peagle.runs.plan import make_plan, unit_to_json
-from peagle.runs.prepare import PrepareJob, prepare_units
-from peagle.runs.rows import PreparedUnit, require_storable, unpacked
+from peagle.runs.rows import PreparedUnit, decode_rows, require_storable
 from peagle.speculation import SpeculationStats
 from peagle.storage import open_to_read
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
+from pipelines.batch.streaming import prepare_units
 
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
@@ -36,16 +35,12 @@ class Carried:
         config = GenerateConfig(input=str(path), output=output, engine="fake", usd_per_hour=1, **keys)
         plan = make_plan(config)
         require_storable(plan.schema)
-        resolved = resolve(config, MACHINE, plan.schema.names, is_batch=plan.is_batch, announce=print)
-        self.run = RunDirectory(output)
+        resolved = resolve_run(config, plan, MACHINE)
+        self.run = resolved.directory
         self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
         self.plan = self.run.plan()
-        job = PrepareJob(
-            run_dir=str(output), model=None, prompts=resolved.prompts, sampling=resolved.sampling,
-            schema=self.plan.schema,
-        )  # fmt: skip
         batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
-        self.prepared = [PreparedUnit(unpacked(one)) for one in prepare_units(batch, job=job)]
+        self.prepared = [PreparedUnit(decode_rows(one)) for one in prepare_units(batch, run=resolved.for_stages())]
         for unit in self.prepared:
             self._commit(unit)
 

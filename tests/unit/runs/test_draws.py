@@ -48,7 +48,7 @@ def test_requests_other_runs_and_the_run_itself_draw_on_the_tags_budget(ledger, 
     clock.now += 5
     assert draw.reached(1.5, 0.5) is None, "a dollar is left, without the half that the other's end may cost"
     assert draw.reached(1.5, 1.0) == (
-        "the budget of $10 a month of team=search is reached: $1.00 are left, and ending may cost $1.00; "
+        "the budget of $10 a month of team=search is reached: $1.00 left, and ending the run may cost $1.00; "
         "it resets on 2026-12-01"
     )
 
@@ -59,7 +59,7 @@ def test_it_looks_every_few_seconds_alone(ledger, make_draw, clock):
     spend(ledger, 20.0)
     assert draw.reached(1.0, 0.5) is None
     clock.now += 5
-    assert "$0.00 are left" in draw.reached(1.0, 0.5)
+    assert "$0 left" in draw.reached(1.0, 0.5)
 
 
 def test_what_a_run_costs_counts_once_over_its_attempts_on_the_days_of_each(ledger, make_draw, today):
@@ -72,7 +72,7 @@ def test_what_a_run_costs_counts_once_over_its_attempts_on_the_days_of_each(ledg
     again.end(12.0)
     (draw,) = read_draws(ledger)
     assert (dict(draw.usd_by_day), draw.held_usd) == ({NUMBERS[0]: 3.0, NUMBERS[1]: 9.0}, 0.0)
-    assert "is reached: $1.00 are left" in make_draw().reached(12.0, 1.0), "the first three were last month's"
+    assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first three were last month's"
 
 
 def test_a_killed_run_holds_nothing_for_long(ledger, make_draw):
@@ -90,13 +90,13 @@ def test_without_a_budget_a_run_goes_on_and_one_that_is_set_later_counts_what_it
 
 
 def test_a_ledger_that_is_not_there_is_an_error_and_one_that_fails_later_is_not(ledger, make_draw, clock, caplog):
-    with pytest.raises(ConfigError, match="there is no ledger"):
+    with pytest.raises(ConfigError, match="no ledger found"):
         TagDraw(ledger / "no", "r", SEARCH)
     draw = make_draw()
     draw.reached(1.0, 0.5)
     (ledger / "budgets.json").write_text("{")
     clock.now += 5
     assert draw.reached(9.6, 0.5) is not None, "by the budgets that it saw last"
-    assert "are not seen now" in caplog.text
+    assert "cannot read the budgets" in caplog.text
     with pytest.raises(ConfigError, match="cannot be read"):
         make_draw().reached(1.0, 0.5)

@@ -33,7 +33,7 @@ def test_runs_and_endpoints_are_found_by_name_and_by_glob(month):
     assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
     found = find_ledgers(["*"])
     assert spent(found) == spent(named)
-    assert found.notes == ("1 folders hold neither a run nor an endpoint's state: other, ...",)
+    assert found.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
 def test_where_a_run_is_asked_for_the_state_of_an_endpoint_is_refused_with_the_command_for_it(month):
@@ -114,7 +114,7 @@ def test_the_run_of_a_batch_counts_in_the_ledger_of_its_endpoint_where_both_are_
     both = find_ledgers(["serve", "batches"])
     assert spent(both).attributed_usd == pytest.approx(before.attributed_usd + 3.0)
     assert spent(both).idle_usd == pytest.approx(before.idle_usd)
-    assert both.notes == ("1 runs of batches count in the ledger of the endpoint that ran them.",)
+    assert both.notes == ("1 batch runs are counted in the ledger of their endpoint.",)
 
 
 def test_what_an_endpoint_lent_a_run_is_in_the_endpoints_ledger_alone(month):
@@ -147,5 +147,5 @@ def test_ledgers_on_s3_say_the_same(month, s3):
     for days in (Days(), Days(day, day)):
         stored, local = (spent(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
         assert stored == local
-    with pytest.raises(ConfigError, match="only in its last part"):
+    with pytest.raises(ConfigError, match="only the last part"):
         find_ledgers(["s3://bucket/m*/serve"])

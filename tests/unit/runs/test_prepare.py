@@ -2,59 +2,52 @@ import json
 
 import pyarrow as pa
 import pytest
+from resolved_runs import resolve_run
 
-from peagle import hardware
 from peagle.catalog import local
-from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import make_plan, unit_to_json
-from peagle.runs.prepare import PrepareJob, prepare_units
-from peagle.runs.rows import PreparedUnit, is_given_back, unpacked
+from peagle.runs.rows import PreparedUnit, decode_rows, is_unfinished
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
+from pipelines.batch.streaming import prepare_units
 
 
 @pytest.fixture
 def piece(tmp_path):
-    """A piece of three units of two rows, and what the stage that prepares them is told."""
+    """Three units of two rows as Ray Data transports them, with their run and its directory."""
     corpus = tmp_path / "prompts.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"line\\n{n}"}) + "\n" for n in range(6)))
     config = GenerateConfig(input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=2)
-    plan = make_plan(config)
-    resolved = resolve(config, hardware.detect(), plan.schema.names, announce=print)
-    run = RunDirectory(config.output)
-    run.create({}, plan)
-    job = PrepareJob(
-        run_dir=str(run), model=None, prompts=resolved.prompts, sampling=resolved.sampling, schema=plan.schema
-    )
-    return pa.table({"units": ["\n".join(map(unit_to_json, plan.units))]}), job, run
+    run = resolve_run(config, make_plan(config))
+    run.directory.create({}, run.plan)
+    return pa.table({"units": ["\n".join(map(unit_to_json, run.plan.units))]}), run.for_stages(), run.directory
 
 
 def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
-    batch, job, _ = piece
-    prepared = list(prepare_units(batch, job=job))
+    batch, resolved, _ = piece
+    prepared = list(prepare_units(batch, run=resolved))
     assert [one.num_rows for one in prepared] == [1, 1, 1]
-    units = [PreparedUnit(unpacked(one)) for one in prepared]
+    units = [PreparedUnit(decode_rows(one)) for one in prepared]
     assert [unit.unit.unit for unit in units] == [0, 1, 2]
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
 def test_a_unit_all_of_whose_rows_a_retry_took_up_is_prepared_and_has_no_row(piece):
-    batch, job, run = piece
+    batch, resolved, run = piece
     unit = run.plan().units[1].without({0, 1})
-    (prepared,) = map(unpacked, prepare_units(pa.table({"units": [unit_to_json(unit)]}), job=job))
-    assert not is_given_back(prepared)
+    (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
+    assert not is_unfinished(prepared)
     again = PreparedUnit(prepared)
     assert (again.unit, again.prompts, again.letters()) == (unit, [], [])
-    whole = PreparedUnit(unpacked(next(prepare_units(batch, job=job))))
+    whole = PreparedUnit(decode_rows(next(prepare_units(batch, run=resolved))))
     assert again.output({}, "m", None).schema == whole.output({}, "m", None).schema
 
 
 def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece):
-    batch, job, run = piece
-    stage = prepare_units(batch, job=job)
-    assert not is_given_back(unpacked(next(stage)))
+    batch, resolved, run = piece
+    stage = prepare_units(batch, run=resolved)
+    assert not is_unfinished(decode_rows(next(stage)))
     run.stop.request(5)
-    assert [is_given_back(unpacked(one)) for one in stage] == [True]
+    assert [is_unfinished(decode_rows(one)) for one in stage] == [True]
 
 
 def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):

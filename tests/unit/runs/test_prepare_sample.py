@@ -2,11 +2,12 @@ import json
 
 import pytest
 
-from peagle.requests.builder import SamplingSpec
-from peagle.requests.prompts import resolve_prompts
+from peagle.engine.fake import ByteTokenizer
+from peagle.requests.builder import RequestBuilder, SamplingSpec
+from peagle.requests.prompts import PromptBuilder, resolve_prompts
 from peagle.requests.sampling import SamplingLimits
 from peagle.runs.plan import make_plan
-from peagle.runs.prepare import PrepareJob, sample_corpus
+from peagle.runs.prepare import sample_corpus
 from pipelines.batch.config import GenerateConfig
 
 
@@ -18,14 +19,10 @@ def sampled(tmp_path):
         config = GenerateConfig(input=str(path), output=tmp_path / "run", max_tokens=10, **keys)
         plan = make_plan(config)
         limits = SamplingLimits(max_model_len=100, has_drafter=False, can_seed=True)
-        job = PrepareJob(
-            run_dir=str(tmp_path / "run"),
-            model=None,
-            prompts=resolve_prompts(config, plan.schema.names, False, body_column=None, where="input"),
-            sampling=SamplingSpec(base=config.sampling(), column="sampling", limits=limits),
-            schema=plan.schema,
-        )
-        found = sample_corpus(plan, job)
+        prompts = resolve_prompts(config, plan.schema.names, False, body_column=None, where="input")
+        sampling = SamplingSpec(base=config.sampling(), column="sampling", limits=limits)
+        builder = RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), limits.max_model_len), sampling)
+        found = sample_corpus(plan, builder)
         assert not (tmp_path / "run").exists()
         return found
 

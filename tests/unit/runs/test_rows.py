@@ -14,7 +14,15 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import WorkUnit
-from peagle.runs.rows import OUTPUT_SCHEMA, PreparedUnit, output_names, packed, prepare, require_storable, unpacked
+from peagle.runs.rows import (
+    OUTPUT_SCHEMA,
+    PreparedUnit,
+    decode_rows,
+    encode_rows,
+    output_names,
+    prepare,
+    require_storable,
+)
 from peagle.speculation import SpeculationStats
 
 UNIT = WorkUnit(unit=3, first_id=40, span=Span(path="p", format="jsonl", first_row=4, num_rows=3, start=0, end=9))
@@ -102,7 +110,7 @@ def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or
     prompts = PromptBuilder(PromptSpec(column="prompt", chat=False), ByteTokenizer(), 100)
     builder = RequestBuilder(prompts, SamplingSpec(base={}, limits=SamplingLimits(max_model_len=100)))
     unprompted, good = RawRow({**row, "prompt": None}), RawRow({**row, "prompt": "p"})
-    unit = PreparedUnit(unpacked(packed(prepare(UNIT, [unprompted, good], schema, builder))))
+    unit = PreparedUnit(decode_rows(encode_rows(prepare(UNIT, [unprompted, good], schema, builder))))
     unit.refuse(1, RowError(reason="time_limit", message=""))
     run = RunDirectory(tmp_path / "run")
     for folder in (run.data, run.failed):
@@ -117,10 +125,10 @@ def test_names_that_the_output_needs_are_renamed_until_they_are_free():
 
 def test_a_packed_unit_is_one_row_and_comes_out_as_it_went_in():
     table = pa.table({"x": [[1, 2], None], "y": ["a", "b"]}, metadata={"k": "v"})
-    batch = packed(table)
+    batch = encode_rows(table)
     assert batch.num_rows == 1
-    assert unpacked(batch).equals(table, check_metadata=True)
-    assert unpacked(packed(table.slice(0, 0))).num_rows == 0
+    assert decode_rows(batch).equals(table, check_metadata=True)
+    assert decode_rows(encode_rows(table.slice(0, 0))).num_rows == 0
 
 
 def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
@@ -128,8 +136,8 @@ def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
     buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
     for num_rows in (3, 1, 5000):
         table = pa.table({"x": ["a" * 100] * num_rows})
-        buffer.add_batch(packed(table))
-        assert [unpacked(block) for block in buffer.iter_ready_blocks()] == [table]
+        buffer.add_batch(encode_rows(table))
+        assert [decode_rows(block) for block in buffer.iter_ready_blocks()] == [table]
 
 
 def test_a_column_that_parquet_cannot_hold_is_refused_before_it_costs_anything():

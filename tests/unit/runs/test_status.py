@@ -82,7 +82,7 @@ def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
     assert status.usd == pytest.approx(0.2)
     assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
     said = status.describe()
-    for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "6s", "process"):
+    for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "5.7 s", "process"):
         assert part in said
 
 
@@ -117,7 +117,7 @@ def test_a_driver_of_another_host_is_believed_for_as_long_as_its_lease(run, ago_
     write_atomic(run.root / ".lease" / "1.json", lease_module._to_bytes(lease))
     status = StatusReader(run).read()
     assert status.state == ("silent" if ago_s else "running")
-    assert ("not heard of since" in status.driver) == bool(ago_s)
+    assert ("no heartbeat since" in status.driver) == bool(ago_s)
 
 
 def test_a_reader_sees_what_was_committed_meanwhile_and_a_retry_makes_failures_pending(run):
@@ -147,8 +147,8 @@ def test_a_finished_run_whose_driver_has_not_ended_is_not_to_be_continued(run, m
         status = StatusReader(run).read()
     assert status.state == "finished"
     assert "continues the run" not in status.describe()
-    assert ("is making the report" in status.driver) is not gone
-    assert ("`peagle report` makes a report that is missing" in status.driver) is gone
+    assert ("is writing the report" in status.driver) is not gone
+    assert ("`peagle report` writes a missing report" in status.driver) is gone
 
 
 def test_a_driver_that_was_interrupted_says_so(run):

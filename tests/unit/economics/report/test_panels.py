@@ -1,4 +1,4 @@
-from peagle.economics.report.panels import headline, of_rows, over_time
+from peagle.economics.report.html import headline, of_rows, over_time
 
 STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}]
 

@@ -1,4 +1,4 @@
-from peagle.economics.report.saved import saved_lines
+from peagle.economics.report.figures import saved_lines
 from peagle.economics.savings import Savings
 
 COUNTS = {"num_prompt_tokens": 400, "num_cached_tokens": 100}

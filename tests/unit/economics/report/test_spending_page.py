@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.economics.report.spending_page import MAX_BARS, MAX_COLUMNS, html_statement
+from peagle.economics.report.spending import MAX_BARS, MAX_COLUMNS, html_statement
 from peagle.economics.spending import Charge, Days, Spend
 from peagle.economics.statement import statement
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import pytest
 
 from peagle.economics.report.figures import format_usd
-from peagle.economics.report.time_plots import engines_svg, series_svg
+from peagle.economics.report.plots import engines_svg, series_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

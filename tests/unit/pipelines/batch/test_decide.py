@@ -68,13 +68,13 @@ def test_nodes_without_a_price_are_not_asked_for_and_those_that_are_there_say_th
 
 
 def test_a_run_says_its_price_and_how_it_is_known(decided):
-    run = decided(usd_per_hour=None, instance_type="c7a.large")
+    _, run = decided(usd_per_hour=None, instance_type="c7a.large")
     assert run.describe().splitlines()[-1].endswith("(c7a.large, on-demand, aws us-east-1; stated)")
 
 
 def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(decided):
-    run = decided()
-    begin_or_continue(run)
-    config = run.request.config.model_copy(update={"accelerator_type": "H100"})
+    request, run = decided()
+    begin_or_continue(request, run)
+    config = run.config.model_copy(update={"accelerator_type": "H100"})
     with pytest.raises(ConfigError, match=r"was started on .*accelerator_type H100 cannot continue it"):
         hardware_for(request_of(config), run.directory, print)

@@ -60,7 +60,7 @@ def test_a_known_speed_gives_time_and_dollars_at_most(foretold, monkeypatch):
         module, "known_speed", lambda *_: Speed(tokens_per_s=10, concurrency=8, source="measured, a test")
     )
     found, lines = foretold(usd_per_hour=36.0)
-    share = found.decided.resolved.placement.num_devices / found.decided.resolved.price.num_devices
+    share = found.run.placement.num_devices / found.run.price.num_devices
     assert found.most_s == 100
     assert found.to_dict()["most_usd"] == pytest.approx(1.0 * share)
     assert lines["expected"].startswith("at most 1 min 40 s and $")
@@ -72,9 +72,9 @@ def test_the_data_is_json(foretold):
 
 
 def test_a_run_that_is_there_is_continued(decided):
-    run = decided()
-    begin_or_continue(run)
-    found = forecast(run.request, print)
+    request, run = decided()
+    begin_or_continue(request, run)
+    found = forecast(request, print)
     assert dict(found.lines())["run"] == f"{run.directory}: continues, 12 rows left"
     assert run.directory.committed() == set()
 

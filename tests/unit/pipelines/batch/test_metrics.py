@@ -13,13 +13,17 @@ MODEL = ("fake", "fake")
 RUN = (*MODEL, "run-1")
 
 
+def metrics_of(request, run, served_name=None):
+    manifest = {"run_id": "run-1", "served_name": served_name}
+    return RunMetrics(request, replace(run, directory=SimpleNamespace(manifest=lambda: manifest)))
+
+
 @pytest.fixture
 def make(decided):
     """The metrics of a run of the fake engine."""
 
     def make(served_name=None, **keys):
-        one = decided(num_speculative_tokens=2, **keys)
-        return RunMetrics("run-1", served_name, one.resolved, one.request)
+        return metrics_of(*decided(num_speculative_tokens=2, **keys), served_name)
 
     return make
 
@@ -85,10 +89,10 @@ def test_a_batch_has_the_name_that_clients_know(told, make):
 
 @pytest.mark.parametrize(("break_even", "expected"), [({1: 1.2, 8: 2.0}, 2.0), ({}, None)])
 def test_the_acceptance_length_that_pays_is_told_where_it_is_known(told, decided, break_even, expected):
-    one = decided()
+    request, run = decided()
     engine = SimpleNamespace(
-        break_even=lambda hardware: break_even, model=one.resolved.model, drafter=one.resolved.drafter,
-        spec=replace(one.resolved.spec, max_num_seqs=8),
+        break_even=lambda hardware: break_even, model=run.model, drafter=run.drafter,
+        spec=replace(run.spec, max_num_seqs=8),
     )  # fmt: skip
-    RunMetrics("run-1", None, replace(one.resolved, engine=engine), one.request)
+    metrics_of(request, replace(run, engine=engine))
     assert told.get(("peagle_break_even_acceptance_length", "fake", "")) == expected

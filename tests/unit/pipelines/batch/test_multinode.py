@@ -11,20 +11,20 @@ from ray.exceptions import ActorDiedError
 from peagle.engine.arguments import NodeRank
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
+from peagle.runs.directory import RunDirectory
 from pipelines.batch import multinode
-from pipelines.batch.multinode import Follower, FollowerJob, OtherNodes
+from pipelines.batch.multinode import Follower, OtherNodes
 
 WAIT_S = 20
 PART = {"CPU": 1.0}
 
 
-def job(run_dir="run"):
-    return FollowerJob(
-        run_dir=str(run_dir),
-        slot_group="group",
+def engine_run(run_dir="run"):
+    return SimpleNamespace(
+        directory=RunDirectory(run_dir),
+        slots_name="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
-        num_engines_on_node=1,
-        session_id="session",
+        placement=SimpleNamespace(num_engines_on_node=1, part=PART),
     )
 
 
@@ -42,7 +42,7 @@ class Cluster:
         monkeypatch.setattr("ray.get", self._get)
         monkeypatch.setattr("peagle.engine.vllm.kill_children", self.killed.release)
 
-    def _start(self, job, number):
+    def _start(self, run, session_id, number):
         def remote(leader):
             self.asked.append((number, leader))
             return number
@@ -69,7 +69,7 @@ def cluster(monkeypatch):
 
 
 def test_every_other_node_is_told_where_its_leader_is(cluster):
-    others = OtherNodes(job(), PART)
+    others = OtherNodes(engine_run(), "session")
     assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
     assert cluster.asked == [(1, others.rank.leader), (2, others.rank.leader)]
     assert others.rank.leader[0] == "10.0.0.1"
@@ -86,7 +86,7 @@ def test_every_other_node_is_told_where_its_leader_is(cluster):
 )
 def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message, is_lost):
     told = queue.Queue()
-    others = OtherNodes(job(), PART)
+    others = OtherNodes(engine_run(), "session")
     others.started(told.put)
     assert others.failure is None
     cluster.end(error)
@@ -95,7 +95,7 @@ def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, mess
 
 
 def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
-    others = OtherNodes(job(), PART)
+    others = OtherNodes(engine_run(), "session")
     cluster.end(EngineError("vLLM did not start: no memory"))
     for _ in range(3):  # vLLM may only be about to start its processes
         assert cluster.killed.acquire(timeout=WAIT_S)
@@ -104,7 +104,7 @@ def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
 
 def test_an_engine_that_ends_of_its_own_accord_does_not_die_of_it(cluster):
     told = []
-    others = OtherNodes(job(), PART)
+    others = OtherNodes(engine_run(), "session")
     others.started(told.append)
     others.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)
@@ -147,7 +147,7 @@ def test_a_node_follows_in_a_place_of_its_own_and_says_what_its_log_says(monkeyp
     monkeypatch.setattr(multinode, "claim_slot", lambda slot_group: 3)
     monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.2")
     monkeypatch.setattr(multinode, "follow_vllm", follow)
-    follower = Follower(job(tmp_path), 2)
+    follower = Follower(engine_run(tmp_path), "session", 2)
     with pytest.raises(EngineError, match="vLLM did not start: ValueError: no memory"):
         follower.follow(("10.0.0.1", 4000))
     assert logs == [tmp_path / "logs" / "engine-session-node-2.log"]

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from config_only import write_head
+from resolved_runs import corpus_plan, resolve_run
 from safetensors.numpy import save_file
 from storing import upload
 
@@ -8,7 +9,6 @@ from peagle import hardware
 from peagle.catalog.local import localize, tokenizer_of
 from peagle.errors import ConfigError, InputError
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.resolve import resolve
 from pipelines.cluster.placement import Neighbours, Placement
 
 HERE = hardware.detect()
@@ -16,7 +16,7 @@ HERE = hardware.detect()
 
 def resolved(columns=("prompt",), *, is_batch=False, **keys):
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **keys)
-    return resolve(config, HERE, list(columns), is_batch=is_batch, announce=print)
+    return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
 def test_a_column_named_sampling_holds_a_rows_own_parameters():
@@ -35,8 +35,8 @@ def test_a_run_goes_on_with_the_lookup_that_it_began_with():
 
 
 def test_only_a_run_with_a_drafter_watches_it():
-    assert resolved().drafter_watch is None
-    assert resolved(num_speculative_tokens=3).drafter_watch is not None
+    assert resolved().drafter_watch() is None
+    assert resolved(num_speculative_tokens=3).drafter_watch() is not None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_the_engine_would_not_take_is_refused_before_it_starts(keys, messag
 def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_target):
     def run(machine, **keys):
         config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
-        return resolve(config, machine, ["prompt"], announce=print)
+        return resolve_run(config, machine=machine)
 
     cpu = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
     gpu = hardware.Hardware(
@@ -84,7 +84,7 @@ def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_ta
 def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
     config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
     with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
-        resolve(config, HERE, ["prompt"], announce=print)
+        resolve_run(config)
     assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
 
 
@@ -93,7 +93,7 @@ def test_the_nodes_of_an_engine_are_in_its_spec_and_its_placement(embedded_targe
     config = GenerateConfig(
         input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
     )
-    run = resolve(config, HERE, ["prompt"], num_nodes=2, announce=print)
+    run = resolve_run(config, num_nodes=2)
     assert (run.spec.num_nodes, run.placement.nodes_per_engine) == (2, 2)
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
@@ -101,13 +101,7 @@ def test_the_nodes_of_an_engine_are_in_its_spec_and_its_placement(embedded_targe
 def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
-    run = resolve(
-        config,
-        HERE,
-        ["prompt"],
-        neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement),
-        announce=print,
-    )
+    run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
     assert (run.placement, run.slot_group) == (placement, "app")
     assert resolved().slot_group is None
 
@@ -130,7 +124,7 @@ def test_a_run_with_models_in_a_store_is_the_run_with_their_copies(s3, speaking_
         config = GenerateConfig(
             input="i", output="o", model=str(model), drafter=str(drafter), usd_per_hour=1, max_tokens=8, max_num_seqs=2
         )
-        return resolve(config, HERE, ["prompt"], announce=print)
+        return resolve_run(config)
 
     try:
         here, there = run(speaking_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")

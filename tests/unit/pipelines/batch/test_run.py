@@ -35,28 +35,28 @@ def started(config, **others):
 
 
 def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_that_are_written_down(decided):
-    second, first = decided(rows_per_unit=5), decided(rows_per_unit=2)
-    assert begin_or_continue(first) == first.plan
-    opened = begin_or_continue(second)
+    (request, second), (_, first) = decided(rows_per_unit=5), decided(rows_per_unit=2)
+    assert begin_or_continue(request, first) == first.plan
+    opened = begin_or_continue(request, second)
     assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
     assert opened == second.directory.plan() == first.plan
 
 
 def test_a_run_remembers_what_its_model_is_called_by_who_began_it(decided):
-    begin_or_continue(decided(served_name="plain"))
-    other = decided(served_name="other")
-    begin_or_continue(other)
+    begin_or_continue(*decided(served_name="plain"))
+    request, other = decided(served_name="other")
+    begin_or_continue(request, other)
     assert other.directory.manifest()["served_name"] == "plain"
 
 
 def test_a_run_that_an_older_peagle_began_goes_on_with_the_same_corpus_and_with_no_other(decided, tmp_path):
-    run = decided()
+    request, run = decided()
     older = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))
-    assert begin_or_continue(replace(run, plan=older)) == older
-    assert begin_or_continue(run) == older
+    assert begin_or_continue(request, replace(run, plan=older)) == older
+    assert begin_or_continue(request, run) == older
     (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*corpus\.content"):
-        begin_or_continue(run)
+        begin_or_continue(request, run)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def on_no_accelerator(decided, monkeypatch):
         platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
     )  # fmt: skip
-    first = decided(hardware=h100, accelerator_type="H100", rows_per_unit=12)
-    begin_or_continue(first)
+    request, first = decided(hardware=h100, accelerator_type="H100", rows_per_unit=12)
+    begin_or_continue(request, first)
     run = first.directory
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
@@ -81,7 +81,7 @@ def on_no_accelerator(decided, monkeypatch):
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
     def again(**keys):
-        return started(first.request.config.model_copy(update=keys))
+        return started(request.config.model_copy(update=keys))
 
     return run, again
 
@@ -118,7 +118,7 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(decided, monkeypatch, number):
-    config = decided().request.config
+    config = decided()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
@@ -132,11 +132,11 @@ def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(decided):
 
 def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(decided):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
-        begin_or_continue(decided(**keys))
+        begin_or_continue(*decided(**keys))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
-        begin_or_continue(decided(usd_per_hour=2))
-    batch = decided(usd_per_hour=2)
-    begin_or_continue(replace(batch, resolved=replace(batch.resolved, slot_group="endpoint")))
+        begin_or_continue(*decided(usd_per_hour=2))
+    request, batch = decided(usd_per_hour=2)
+    begin_or_continue(request, replace(batch, slot_group="endpoint"))
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     monkeypatch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: ByteTokenizer())
     monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "require_capacity", lambda *_, **__: None)
-    monkeypatch.setattr(run_module, "stream", lambda run, plan, units, resolved, *_: specs.append(resolved.spec))
+    monkeypatch.setattr(run_module, "stream", lambda run, *_: specs.append(run.spec))
 
     def start(name="run", **others):
         config = GenerateConfig(

@@ -1,8 +1,7 @@
-import threading
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
+from resolved_runs import corpus_plan
 
 from peagle.errors import EngineError, PeagleError, StoppedEarly, StorageError
 from peagle.profiles.watch import DrafterWatch
@@ -11,8 +10,10 @@ from pipelines.batch import streaming
 from pipelines.cluster import ray as cluster
 
 
-class Run:
-    """A run directory of which a test says what is committed."""
+class Directory:
+    """A run directory with the units that a test names."""
+
+    lease = None
 
     def __init__(self, *committed):
         self._committed = set(committed)
@@ -44,21 +45,19 @@ class Supervisor:
 def stream(monkeypatch):
     """A dataset that ends at once, over units 0 and 1."""
     monkeypatch.setattr(streaming, "_dataset", lambda *_: SimpleNamespace(iter_rows=lambda: iter(())))
-    plan = SimpleNamespace(
-        units=[SimpleNamespace(unit=0), SimpleNamespace(unit=1)], schema=pa.schema({"id": pa.string()})
-    )
     progress = SimpleNamespace(show=lambda *_, **__: None, close=lambda: None)
 
-    def start(run):
-        resolved = SimpleNamespace(watches=[])
-        streaming.stream(run, plan, plan.units, resolved, Supervisor(), progress, METRICS, threading.Event())
+    def start(directory):
+        plan = corpus_plan(num_units=2)
+        run = SimpleNamespace(directory=directory, plan=plan, drafter_watch=lambda: None)
+        streaming.stream(run, plan.units, Supervisor(), progress, METRICS)
 
     return start
 
 
 def test_a_run_has_ended_when_every_unit_of_its_plan_is_committed(stream):
-    stream(Run(0, 1))
-    for run in (Run(0), Run(0, 7)):  # a unit that no plan has stands for none that is missing
+    stream(Directory(0, 1))
+    for run in (Directory(0), Directory(0, 7)):  # a unit that no plan has stands for none that is missing
         with pytest.raises(EngineError, match="before its last unit"):
             stream(run)
 
@@ -68,8 +67,8 @@ def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes
     supervisor, said = Supervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
     progress = SimpleNamespace(show=lambda *_: None, say=said.append)
-    resolved = SimpleNamespace(drafter_watch=DrafterWatch({1: 1.2, 8: 2.0}, 8))
-    streaming._watch(Run(0, 1), [None, None], resolved, supervisor, progress, METRICS, threading.Event())
+    run = SimpleNamespace(directory=Directory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
+    streaming._watch(run, [None, None], supervisor, progress, METRICS)
     assert len(said) == 1
     assert "1.33 tokens a step, and this hardware needs 2.00" in said[0]
 

@@ -2,18 +2,15 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
+from resolved_runs import corpus_plan, resolve_run
 
 from peagle import hardware
-from peagle.corpus.rows import Span
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.errors import EngineError, StoppedEarly, StorageError, TooManyFailedRows
-from peagle.runs.directory import RunDirectory
-from peagle.runs.plan import Plan, WorkUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch import supervision
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
-from pipelines.batch.resolve import resolve, resolve_price
 from pipelines.batch.supervision import Supervisor, require_few_failures
 
 HERE = hardware.detect()
@@ -52,21 +49,17 @@ def start(tmp_path):
 
     def make(*command, output="run", allowance=None, draw=None, **keys):
         config = GenerateConfig(input="in.csv", output=tmp_path / output, engine="fake", usd_per_hour=36, **keys)
-        span = Span(path="in.csv", format="csv", first_row=0, num_rows=3)
-        units = tuple(WorkUnit(unit=n, first_id=3 * n, span=span) for n in range(4))
-        schema = pa.schema([("prompt", pa.string())])
-        plan = Plan(units=units, rows_per_unit=3, schema=schema, corpus_fingerprint="c")
-        run = RunDirectory(config.output)
-        run.create({"price": resolve_price(config, HERE).to_dict()}, plan)
+        resolved = resolve_run(config, corpus_plan(num_units=4))
+        run = resolved.directory
+        run.create({"price": resolved.price.to_dict()}, resolved.plan)
         run.write_session(session("earlier"))
         letters = [
             {"id": "000000001", "reason": "refused", "message": "too odd"},
             {"id": "000000002", "reason": "refused", "message": "odder"},
         ]
         run.commit(0, pa.table({"id": ["000000000"]}), usage(1, 2), letters)
-        resolved = resolve(config, HERE, ["prompt"], announce=print)
         request = RunRequest(config=config, command=[*COMMAND, *command], allowance=allowance)
-        return run, Supervisor(run, plan, resolved, request, draw)
+        return run, Supervisor(request, resolved, draw)
 
     return make
 
@@ -136,7 +129,7 @@ def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_l
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:
         supervisor.require_room()
-    assert "the budget of $0.0010 is reached" in stopped.value.message
+    assert "the budget of $0.00100 is reached" in stopped.value.message
     words = stopped.value.hint.split()
     assert words[-2] == "--budget-usd"
     assert words.count("--budget-usd") == 1
@@ -196,7 +189,7 @@ def test_what_a_run_may_cost_can_grow_while_it_is_at_work(start):
     assert supervisor.ending is None
     allowance.usd = 0.002
     supervisor.observe()
-    assert "the budget of $0.0020 is reached" in supervisor.ending.message
+    assert "the budget of $0.00200 is reached" in supervisor.ending.message
 
 
 def test_what_may_start_at_once_has_to_fit_into_the_budget(start):
@@ -208,7 +201,7 @@ def test_what_may_start_at_once_has_to_fit_into_the_budget(start):
 
 
 def one_engine_usd(supervisor):
-    placement = supervisor._resolved.placement
+    placement = supervisor._run.placement
     return supervisor._limits.reserve_s * placement.num_devices * supervisor._price.usd_per_device_s
 
 

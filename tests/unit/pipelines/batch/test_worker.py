@@ -7,21 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from resolved_runs import resolve_run
 
-from peagle import hardware
-from peagle.economics.sessions import EngineFacts
 from peagle.engine.fake import FakeEngine, FakeTraits
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
-from peagle.runs.directory import RunDirectory
 from peagle.runs.meter import is_lent
 from peagle.runs.plan import make_plan
-from peagle.runs.prepare import PrepareJob, prepare_unit
-from peagle.runs.rows import packed
-from pipelines.batch import engine_job, watchdog, worker
+from peagle.runs.prepare import prepare_unit
+from peagle.runs.rows import encode_rows
+from pipelines.batch import engine_start, watchdog, worker
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.engine_job import EngineJob, StartedEngine, start_engine
-from pipelines.batch.resolve import resolve
+from pipelines.batch.engine_start import StartedEngine, start_engine
 from pipelines.batch.worker import EngineWorker
 
 SLOTS = 4
@@ -56,38 +53,22 @@ class Scene:
         config = GenerateConfig(
             input=str(corpus), output=tmp_path / "run", engine="fake", usd_per_hour=1, rows_per_unit=8, **keys
         )
-        self._plan = make_plan(config)
-        resolved = resolve(config, hardware.detect(), self._plan.schema.names, announce=print)
-        self._spec, self._base = resolved.spec, dict(resolved.sampling.base)
-        self.run = RunDirectory(config.output)
-        self.run.create({}, self._plan)
-        self._prepare = PrepareJob(
-            run_dir=str(self.run),
-            model=None,
-            prompts=resolved.prompts,
-            sampling=resolved.sampling,
-            schema=self._plan.schema,
-        )
+        self.resolved = replace(resolve_run(config, make_plan(config)), slot_group="test-worker")
+        self.run = self.resolved.directory
+        self.run.create({}, self.resolved.plan)
 
-    def worker(self, engine, **job):
-        if "lender" not in job:
+    def worker(self, engine, lender=None, **keys):
+        if lender is None:
             started = StartedEngine(engine=engine, checkable=engine.checkable)
             self._monkeypatch.setattr(worker, "start_engine", lambda *_: started)
-        made = EngineWorker(
-            EngineJob(
-                run_dir=str(self.run),
-                slot_group="test-worker",
-                spec=self._spec,
-                facts=EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu"),
-                sampling=self._base,
-                **job,
-            )
-        )
+        config = self.resolved.config.model_copy(update=keys)
+        made = EngineWorker(replace(self.resolved, config=config, lender=lender).for_stages())
         self.workers.append(made)
         return made
 
     async def call(self, made, unit):
-        batch = packed(prepare_unit(self._plan.units[unit], self._prepare))
+        plan = self.resolved.plan
+        batch = encode_rows(prepare_unit(plan.units[unit], plan.schema, self.resolved.request_builder()))
         return [receipt async for receipt in made(batch)]
 
     def counts(self, unit):
@@ -286,13 +267,15 @@ def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, 
         raise EngineError("vLLM did not start: its core ended")
 
     others = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
-    monkeypatch.setattr(engine_job, "OtherNodes", lambda job, part: others)
+    monkeypatch.setattr(engine_start, "OtherNodes", lambda run, session_id: others)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
     one = scene()
     made = one.worker(FakeEngine())
-    job = replace(made._job, spec=EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2))
+    spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
+    vllm = one.resolved.config.model_copy(update={"engine": "vllm"})
+    run = replace(one.resolved, config=vllm, engine=replace(one.resolved.engine, spec=spec))
     with pytest.raises(ends_with) as ended:
-        start_engine(job, made._session)
+        start_engine(run, made._session)
     assert is_lost or ended.value is others.failure
     (session,) = one.run.sessions()
     assert session.ended == is_lost
@@ -315,7 +298,6 @@ class Lender:
 def test_a_run_with_a_lent_engine_pays_for_what_its_rows_took_and_for_nothing_else(scene):
     one = scene()
     made = one.worker(None, lender=Lender())
-    assert made._job.num_slots == 3
     asyncio.run(one.call(made, 0))
     made._close()
     (session,) = one.run.sessions()

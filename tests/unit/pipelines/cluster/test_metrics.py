@@ -1,7 +1,6 @@
 import pytest
 
-from peagle.economics.sessions import EngineFacts
-from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
 from pipelines.cluster.metrics import METRICS, UsageMetrics, exported
 from pipelines.online.replica.account import EngineAccount

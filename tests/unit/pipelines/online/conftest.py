@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.catalog.drafters import ResolvedDrafter
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.errors import CapacityError, ConfigError, PriceError

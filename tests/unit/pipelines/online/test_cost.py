@@ -7,9 +7,9 @@ import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, write_batch
 from peagle.economics.prices import Price
-from peagle.economics.sessions import EngineFacts
 from peagle.economics.spending import Days, charges, day_of
 from peagle.economics.statement import statement
+from peagle.economics.usage import EngineFacts
 from peagle.engine.interface import SelfCheck
 from peagle.runs.ledgers import find_ledgers
 from pipelines.online.cost import CostView, asked_period

@@ -4,20 +4,17 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from resolved_runs import COMMAND, resolve_run
 
-from peagle import hardware
 from peagle.economics.usage import EngineSession, UnitUsage
 from peagle.engine.fake import FakeEngine
 from peagle.requests.prompts import RowError
-from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import make_plan
-from peagle.runs.prepare import PrepareJob, prepare_unit
+from peagle.runs.prepare import prepare_unit
 from peagle.runs.rows import PreparedUnit
 from peagle.speculation import SpeculationStats
 from pipelines.batch.config import GenerateConfig
-from pipelines.batch.decide import Decided
 from pipelines.batch.request import RunRequest
-from pipelines.batch.resolve import resolve
 from pipelines.batch.run import manifest
 
 SESSION = EngineSession(
@@ -31,11 +28,9 @@ class FakeRun:
 
     def __init__(self, config):
         self.plan = make_plan(config)
-        self.resolved = resolve(config, hardware.detect(), self.plan.schema.names, announce=print)
-        self.run = RunDirectory(config.output)
-        request = RunRequest(config=config, command=["peagle", "generate"])
-        decided = Decided(request=request, directory=self.run, plan=self.plan, resolved=self.resolved)
-        self.run.create(manifest(decided), self.plan)
+        self.resolved = resolve_run(config, self.plan)
+        self.run = self.resolved.directory
+        self.run.create(manifest(RunRequest(config=config, command=COMMAND), self.resolved), self.plan)
         drafter = self.resolved.spec.drafter
         self.engine = FakeEngine(num_speculative_tokens=drafter.num_speculative_tokens if drafter else 0)
 
@@ -49,11 +44,7 @@ class FakeRun:
         return self.run
 
     def _commit(self, unit, refusing):
-        job = PrepareJob(
-            run_dir=str(self.run), model=None, prompts=self.resolved.prompts, sampling=self.resolved.sampling,
-            schema=self.plan.schema,
-        )  # fmt: skip
-        prepared = PreparedUnit(prepare_unit(unit, job))
+        prepared = PreparedUnit(prepare_unit(unit, self.plan.schema, self.resolved.request_builder()))
         for index in range(unit.num_rows):
             if unit.row_id(index) in refusing:
                 prepared.refuse(index, RowError(reason="refused", message="no"))

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from peagle.economics.ledger import RequestReader, append_request, read_sessions
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.wire import Context
 

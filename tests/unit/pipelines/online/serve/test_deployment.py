@@ -4,7 +4,7 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import DeploymentSchema
 
-from peagle.economics.sessions import EngineFacts
+from peagle.economics.usage import EngineFacts
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware

@@ -1,0 +1,86 @@
+"""Start the engine of an actor. Names of models are resolved on its node."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from peagle.engine.fake import FakeEngine, FakeTraits
+from peagle.engine.interface import Checkable, RowEngine
+from peagle.engine.spec import EngineSpec
+from peagle.errors import EngineError
+from peagle.runs.meter import BilledMeter
+from pipelines.batch.multinode import OtherNodes
+from pipelines.batch.resolve import Run
+from pipelines.batch.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedEngine:
+    """A running engine.
+
+    Attributes:
+        checkable: for the self-check; None if its lender has checked it.
+        compile_s: part of the start, in seconds.
+        others: its ranks on other nodes, or None.
+    """
+
+    engine: RowEngine
+    checkable: Checkable | None
+    compile_s: float = 0.0
+    others: OtherNodes | None = None
+
+
+def start_engine(run: Run, session: Session) -> StartedEngine:
+    """Start an engine of a run, and record its warnings in the session.
+
+    If another node of the engine is lost, this process ends, and Ray restarts it.
+
+    Raises:
+        EngineError: it does not start; the message has the reason of vLLM.
+    """
+    if run.lender is not None:
+        assert isinstance(session.meter, BilledMeter), "a session of a lent engine has one"
+        return StartedEngine(engine=run.lender.lend(session.meter), checkable=None)
+    if run.config.engine == "fake":
+        return _start_fake(run.spec, run.config.fake)
+    from peagle.engine.vllm_internals import compile_seconds, costly_warnings, with_root_cause
+    from pipelines.cluster.node import start_vllm
+
+    others = OtherNodes(run, session.session_id) if run.spec.num_nodes > 1 else None
+    try:
+        engine = start_vllm(
+            run.spec,
+            engine_index=session.slot,
+            num_engines_on_node=run.placement.num_engines_on_node,
+            node_rank=others.rank if others is not None else None,
+        )
+    except EngineError as error:
+        if others is None or others.failure is None:
+            raise with_root_cause(error, session.log.read_text(errors="replace")) from error
+        if others.is_lost:
+            _restart(session, others.failure.message)
+        raise others.failure from error
+    log = session.log.read_text(errors="replace")
+    session.start_warnings = costly_warnings(log)
+    return StartedEngine(engine=engine, checkable=engine.checkable, compile_s=compile_seconds(log), others=others)
+
+
+def _start_fake(spec: EngineSpec, traits: FakeTraits) -> StartedEngine:
+    time.sleep(traits.start_s)
+    num_speculative_tokens = spec.drafter.num_speculative_tokens if spec.drafter else 0
+    engine = FakeEngine(traits, num_speculative_tokens=num_speculative_tokens, max_num_seqs=spec.max_num_seqs)
+    return StartedEngine(engine=engine, checkable=engine.checkable)
+
+
+def _restart(session: Session, why: str) -> NoReturn:
+    say_end(why)
+    session.end()
+    os._exit(1)
+
+
+def say_end(why: str) -> None:
+    """Log why this process ends."""
+    sys.stderr.write(f"peagle: {why}; this process ends and is replaced\n")
+    sys.stderr.flush()
