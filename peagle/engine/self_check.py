@@ -141,8 +141,8 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) ->
 def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float) -> str:
     first = judgements[wrong[0]]
     return (
-        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without a "
-        f"drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
+        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without "
+        f"a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
         f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
     )
 

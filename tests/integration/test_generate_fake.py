@@ -82,7 +82,7 @@ def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, cap
     pq.write_table(table.slice(4), corpus / "b.PARQUET")
     (corpus / "c.json").write_bytes(b"{}")
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
-    note = f"input {corpus}: c.json left out: unknown format"
+    note = f"input {corpus}: c.json ignored: unknown format"
     assert note in "".join(capsys.readouterr())
     assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)

@@ -58,8 +58,8 @@ def test_other_rows_or_a_limit_are_another_fingerprint(write_jsonl):
     [
         ([], "the file is empty"),
         ([""], "has no rows"),
-        ([{"text": "a"}], "neither a column 'prompt' nor 'messages'"),
-        ([{"prompt": 3}], "no row yields a prompt; the first: column 'prompt' holds a int"),
+        ([{"text": "a"}], "no column 'prompt' or 'messages'"),
+        ([{"prompt": 3}], "no row yields a prompt; the first: column 'prompt' has a int"),
         (["{"], "not valid JSON"),
     ],
 )
