@@ -1,5 +1,3 @@
-"""Records and reports as a benchmark leaves them, and a target with heads of which only `config.json` is read."""
-
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from peagle.speculation import SpeculationStats
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    """No waiting for counters; a home of each test's own."""
+    """No waiting for counters; an empty home."""
     measure_at_once(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
@@ -25,8 +23,6 @@ def target(tmp_path):
 
 @pytest.fixture
 def head(tmp_path):
-    """Make a head of a kind."""
-
     def make(kind="peagle", **changes):
         return write_head(tmp_path / "heads" / kind, kind, **changes)
 
@@ -59,7 +55,7 @@ def record(
     speculation=None,
     **changes,
 ):
-    """One request of 21 tokens in two seconds: 10 drafts, of which 6, 3 and 1 got past each position."""
+    """A request of 21 tokens in two seconds with 10 drafts; 6, 3 and 1 are accepted by position."""
     values: dict[str, Any] = {
         "start_s": 20.0, "num_refused": 0, "peak_memory_gib": 1.5, "measured_at": "2026-11-21T10:00:00Z",
     }  # fmt: skip

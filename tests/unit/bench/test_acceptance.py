@@ -1,4 +1,4 @@
-"""The whole evaluation with fakes in the place of engines: what runs, what is kept, what is refused."""
+"""The whole evaluation with fake engines."""
 
 import json
 import re
@@ -23,7 +23,7 @@ ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} f
 
 
 class Starter:
-    """Starts fakes and remembers what it was asked for, and which of them are still up."""
+    """Starts fake engines and records them."""
 
     def __init__(self):
         self.specs: list[EngineSpec] = []
@@ -38,7 +38,7 @@ class Starter:
 
 
 class RecordingEngine(FakeEngine):
-    """Counts how many requests are in it at once, and notes that it was shut down."""
+    """Records its number of concurrent requests and its shutdown."""
 
     is_down = False
     num_running = most_running = 0
@@ -57,8 +57,6 @@ class RecordingEngine(FakeEngine):
 
 @pytest.fixture
 def head(tmp_path):
-    """Make a head: its path below the test's folder, its kind, and what sets it apart from others."""
-
     def make(path="heads/mine/head", kind="peagle", **changes):
         return write_head(tmp_path / path, kind, path=path, **changes)
 
@@ -115,8 +113,8 @@ def test_finished_cells_are_kept_and_others_added(run, head):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"concurrency": 2}, "concurrency: it was 1, now it is 2"),
-        ({"category_column": "level"}, "dataset.category_column: it was 'category', now it is 'level'"),
+        ({"concurrency": 2}, "concurrency: was 1, now 2"),
+        ({"category_column": "level"}, "dataset.category_column: was 'category', now 'level'"),
     ],
 )
 def test_another_fingerprint_is_refused(change, named, run, head):
@@ -146,7 +144,7 @@ def test_figures_of_a_cell_by_hand():
 
 
 class Dying(Starter):
-    """The second engine ends with an error."""
+    """Its second engine fails."""
 
     def __init__(self, error):
         super().__init__()
@@ -186,7 +184,7 @@ def test_an_interrupt_leaves_a_report(run, head, tmp_path):
 
 def test_acceptance_without_drafts_per_request(run, head):
     class Older(FakeEngine):
-        """As vLLM 0.24: drafts are counted, but not by request."""
+        """Like vLLM 0.24: drafts are counted, but not per request."""
 
         async def generate(self, *args):
             from dataclasses import replace
@@ -232,14 +230,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def cell(k, stats, drafter="mine", **changes):
-    """A cell of two seconds and 21 tokens."""
     spec = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k)
     setup = make_setup(EngineSpec(model="target"), spec, head=drafter, fingerprint="f")
     return make_cell(setup, record(k=k, speculation=stats, **changes))
 
 
 def at_k(k, drafter="mine"):
-    """A cell whose drafts are accepted by half at each position."""
+    """A cell in which half of the drafts are accepted at each position."""
     accepted = tuple(16 >> (i + 1) for i in range(k))
     stats = SpeculationStats(num_drafts=16, num_draft_tokens=16 * k, accepted_per_position=accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)

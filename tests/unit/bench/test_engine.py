@@ -1,5 +1,3 @@
-"""An engine that is up for a while: why it did not start is told by what it printed, and by nothing before."""
-
 import asyncio
 import dataclasses
 import os
@@ -132,7 +130,7 @@ def quick(monkeypatch):
 
 
 class Watched(FakeEngine):
-    """Notes who asks for what, and how many at once; refuses one of the requests."""
+    """Records the requests and their concurrency; refuses one."""
 
     def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)

@@ -81,8 +81,8 @@ def test_prompts_of_batches_and_tables(tmp_path):
     assert batch.rejected == {"invalid": 1}
 
 
-class Asked(Exception):  # noqa: N818 - no error, but the end of what a test is about
-    """Nothing that comes after the tokenizer matters."""
+class Asked(Exception):  # noqa: N818
+    """Ends the test when the tokenizer is loaded."""
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_summary_by_hand():
 def test_steps_by_hand():
     assert step_s([record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
     assert step_s([record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
-    # 4 accepted drafts of 20 tokens: 16 steps, of which 5 had a draft.
+    # 4 of 20 tokens are accepted drafts: 16 steps, 5 of them with a draft.
     assert step_s([record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
     assert step_s([record(requests=[times(5, 1.0, None)])]) is None
     assert step_s([record("none", requests=[times(1, 1.0, 0.0)])]) is None

@@ -1,4 +1,4 @@
-"""The whole benchmark with fakes in the place of engines: what runs, in which order, what is kept, what is refused."""
+"""The whole benchmark with fake engines."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"prompt {i}"} for i in range(6)]
 
 
 class Starter:
-    """Starts fakes; remembers which and in what order, and how many requests each had at once."""
+    """Starts fake engines; records their order and concurrency."""
 
     def __init__(self, dies_in_engine=None, of=EngineError):
         self.engines: list[Fake] = []
@@ -161,7 +161,7 @@ def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     assert report["failed"] == {"P-EAGLE K=2": "the vLLM engine process died"}
     assert report["num_passes_left"] == 3
     assert "  skipping P-EAGLE K=2: the vLLM engine process died" in said
-    assert "left" not in said[-1], "what is left out is not in the time that is left"
+    assert "left" not in said[-1]
     words = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
     assert words in (tmp_path / "out" / "report.md").read_text()
     after = run(again)
@@ -196,7 +196,7 @@ def test_a_time_budget_stops_between_passes(run, tmp_path):
     assert unfinished["num_passes_left"] == 5
     assert unfinished["caveats"][-1] == "Not finished: 5 passes remain."
     assert unfinished["notes"][0].startswith("P-EAGLE: ")
-    assert unfinished["notes"][1:] == unfinished["caveats"], "what is said of heads is not of figures"
+    assert unfinished["notes"][1:] == unfinished["caveats"]
     assert "Not finished: 5 passes remain." in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -212,12 +212,12 @@ def test_methods_k_and_repeats_can_be_added(run):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"max_tokens": 41}, "sampling.max_tokens: it was 40, now it is 41"),
-        ({"concurrency": "1,4"}, "max_num_seqs: it was 3, now it is 4"),
+        ({"max_tokens": 41}, "sampling.max_tokens: was 40, now 41"),
+        ({"concurrency": "1,4"}, "max_num_seqs: was 3, now 4"),
         ({"limit": 3}, "dataset.content"),
         ({"system_prompt": "be brief"}, "dataset.prompts.system_prompt"),
-        ({"max_num_batched_tokens": 512}, "max_num_batched_tokens: it was None, now it is 512"),
-        ({"load_format": "dummy"}, "load_format: it was 'auto', now it is 'dummy'"),
+        ({"max_num_batched_tokens": 512}, "max_num_batched_tokens: was None, now 512"),
+        ({"load_format": "dummy"}, "load_format: was 'auto', now 'dummy'"),
     ],
 )
 def test_another_fingerprint_is_refused(change, named, run):
@@ -241,7 +241,7 @@ def test_report_names_the_model_runners(run, tmp_path):
     words = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
     assert words in (tmp_path / "out" / "report.md").read_text()
     run(Starter(), said, repeats=1)
-    assert any(words in line for line in said), "the same command says it of what is there"
+    assert any(words in line for line in said)
 
 
 def test_progress_has_the_remaining_time(run):
@@ -278,13 +278,13 @@ def test_synthetic_acceptance_identifies_an_engine(run, head):
     assert [spec.drafter and spec.drafter.synthetic_rates for spec in other.specs] == [(1.0, 0.5)]
     run(again, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **both)
     assert again.specs == []
-    with pytest.raises(ConfigError, match="synthetic_acceptance: it was 'by lot', now it is \\[\\]"):
+    with pytest.raises(ConfigError, match="synthetic_acceptance: was 'by lot', now \\[\\]"):
         run(again, **both)
 
 
 def test_speeds_without_times_per_request(run):
     class Older(FakeEngine):
-        """Drafts are counted, but not by request, and there are no times."""
+        """Drafts are counted, but not per request; no times."""
 
         async def generate(self, *args):
             from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The tiny shapes of the GPU queue."""
-
 import pytest
 
 from benchmarks.gpu.shapes import write_shapes
@@ -7,7 +5,7 @@ from benchmarks.gpu.shapes import write_shapes
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory):
-    """Write the folders of the tiny target and its heads; the FP8 head is the other one under its name."""
+    """Write the folders of the tiny target and its heads; the FP8 head is a copy of the other one."""
     root = tmp_path_factory.mktemp("shapes")
     write_shapes(root, tiny=True)
     (root / "peagle-fp8").symlink_to(root / "peagle")

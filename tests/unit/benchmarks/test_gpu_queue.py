@@ -1,5 +1,3 @@
-"""The scripts of the GPU queue: what they measure, in which order, and what a block that is cut off leaves behind."""
-
 import importlib.util
 import json
 import sys
@@ -34,7 +32,7 @@ H200 = Hardware(
 
 
 def passes(keys):
-    """The engine and the concurrency of each pass, in the order in which they are measured."""
+    """Engine and concurrency of each pass, in order."""
     config = BenchConfig(**keys)
     plan = make_plan(config, H200, resolve_model(config.model))
     return [(one.setup.label, one.concurrency) for one in plan.passes]

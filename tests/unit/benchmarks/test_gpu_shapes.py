@@ -1,5 +1,3 @@
-"""The shapes of the GPU queue: they are what they say, and vLLM's and our own readers take them. No engine."""
-
 import json
 import re
 from typing import Any

@@ -18,7 +18,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def clone(tmp_path):
-    """A catalogue with two versions; c7a.large has three zones in the newest."""
+    """A catalogue with two versions; the newest has c7a.large in three zones."""
     folder = tmp_path / "catalogue"
     old, new = (folder / "catalogs" / version / "aws" / "vms.csv" for version in ("v9", "v10"))
     for file in (old, new):

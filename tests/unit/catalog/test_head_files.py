@@ -9,7 +9,7 @@ TARGET = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
 def library_head(**changes):
-    """As the speculators library saves a P-EAGLE head."""
+    """A P-EAGLE head as the speculators library saves it."""
     head: dict[str, Any] = {
         "speculators_model_type": "peagle",
         "transformer_layer_config": {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 1},
@@ -23,7 +23,7 @@ def library_head(**changes):
 
 
 def hub_head(**changes):
-    """As P-EAGLE heads are published on the hub: a plain Llama configuration."""
+    """A P-EAGLE head in the hub's layout: a plain Llama configuration."""
     head: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": 576,

@@ -13,7 +13,7 @@ ROWS = (1, 4, 5, 9)
 
 @pytest.fixture
 def target(tmp_path, monkeypatch):
-    """An embedded target of ten tokens, whose lm_head is its embedding."""
+    """An embedded target of ten tokens with tied embeddings."""
     folder = tmp_path / "targets" / "tiny-0123"
     folder.mkdir(parents=True)
     embedding = torch.arange(20, dtype=torch.bfloat16).view(10, 2)
@@ -40,7 +40,7 @@ def trained(tmp_path, target):
 
 @pytest.fixture
 def shipped(tmp_path, trained, target, monkeypatch):
-    """The same head as the package has it."""
+    """The same head as shipped in the package."""
     folder = tmp_path / "package" / "heads" / trained.name
     folder.parent.mkdir(parents=True)
     without_rows(trained, target, folder)

@@ -34,7 +34,6 @@ def make_model(folder, **changes):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that has every model."""
     monkeypatch.setattr(targets, "hub_config", lambda model_id, revision=None: CONFIG)
     monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision=None: "abc123")
 
@@ -161,7 +160,7 @@ def test_fingerprints_depend_on_both_ends_of_a_file(tmp_path, offset):
 
 
 class Hub:
-    """Stands in for the hub's client: a cache, a network that may be down, and an answer."""
+    """A fake hub client with a cache and a network that may be down."""
 
     def __init__(self, tmp_path):
         self.file = tmp_path / "config.json"

@@ -1,5 +1,3 @@
-"""The tiny target loaded, documents for it, and their features."""
-
 import random
 import resource
 from contextlib import contextmanager
@@ -68,7 +66,7 @@ def vocabulary(store):
 
 @pytest.fixture
 def full_disk():
-    """Inside of it files cannot grow beyond 4 KiB: writing fails as on a full disk."""
+    """Limit files to 4 KiB, so that writes fail as on a full disk."""
 
     @contextmanager
     def limit():

@@ -1,5 +1,3 @@
-"""Attention in blocks, held against one full mask over the same rows."""
-
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +21,7 @@ Form = Callable[[AttentionPlan], DocumentPlan]
 
 @pytest.fixture(scope="module")
 def documents():
-    """One with several blocks at every depth, one of a single token, one with a prompt, one without any chain."""
+    """Several blocks at every depth; a single token; a prompt; no chains."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
@@ -51,7 +49,7 @@ def _tensors(rows):
 
 @pytest.fixture(params=["blocks", "padded"])
 def form(request):
-    """A plan as a CPU computes it, and as a GPU does."""
+    """The plans for CPU and GPU."""
     return AttentionPlan.padded if request.param == "padded" else lambda plan: plan
 
 

@@ -4,8 +4,6 @@ from peagle.drafter.data import Sample, build_samples, id_of, row_text
 
 
 class Tokenizer:
-    """One token a character; the template is plain."""
-
     eos_token_id = 0
 
     def apply_chat_template(self, messages, **_):

@@ -22,7 +22,7 @@ from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
 def _states_by_hand(model, token_ids, layers):
-    """States entering layers and the final norm, by running the layers one after the other."""
+    """Run the layers one by one."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
     positions = torch.arange(len(token_ids))[None]

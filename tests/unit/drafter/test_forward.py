@@ -1,4 +1,4 @@
-"""The head's loss, held against `speculators`' own forward pass over the same rows."""
+"""The head's loss against the forward pass of `speculators`."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def _batch(documents):
 
 
 def _library_loss(head, document, monkeypatch, **options):
-    """The library's loss, its attention replaced by plain SDPA."""
+    """The library's loss with plain SDPA attention."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
     from torch.nn.attention.flex_attention import create_mask
@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_the_librarys(head, store, monkeypatch):
 
 
 def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(eagle3, store, monkeypatch):
-    """The library starts a chain at every token, so here all of the document is under the loss."""
+    """The library starts a chain at every token, so the loss mask covers the whole document."""
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
     outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
     by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
@@ -156,7 +156,7 @@ def two_layers(target, spec, vocabulary):
 
 
 def _draft_as_an_engine_would(head, document, known, k):
-    """One pass over the tokens up to `known`, then K-1 mask tokens, with the library's layers and plain attention."""
+    """One pass over the tokens up to `known` and K-1 mask tokens."""
     tokens = document.token_ids_T[1 : known + 1]
     states = head.fc(document.aux_TAH[:known].float())
     token_ids = torch.cat([tokens, torch.full((k - 1,), head.mask_token_id)])
@@ -184,7 +184,7 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
 
 
 def _draft_one_after_the_other(head, document, known, k):
-    """EAGLE-3's drafting without a cache: all passes again over everything so far, plain causal attention."""
+    """EAGLE-3 drafting without a cache."""
     head.config.transformer_layer_config._attn_implementation = "eager"
     token_ids, drafted = document.token_ids_T[1 : known + 1], []
     states = head.fc(document.aux_TAH[:known].float())

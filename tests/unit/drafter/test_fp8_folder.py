@@ -14,7 +14,7 @@ from peagle.fp8 import FP8
 
 @pytest.fixture
 def head(tmp_path, target, spec, vocabulary):
-    """A P-EAGLE head as `peagle train` leaves it."""
+    """A P-EAGLE head as `peagle train` writes it."""
     folder = tmp_path / "head"
     shape = HeadSpec(aux_layers=spec.aux_layers, num_depths=3, num_layers=2)
     save_head(build_head(target, shape, vocabulary), folder, verifier="org/target", num_speculative_tokens=5)
@@ -24,7 +24,7 @@ def head(tmp_path, target, spec, vocabulary):
 
 @pytest.fixture
 def eagle3(tmp_path):
-    """An EAGLE-3 head in the layout of the hub, with an embedding of its own and its weights in two files."""
+    """An EAGLE-3 head in the hub's layout, with its own embedding and weights in two files."""
     folder = tmp_path / "eagle3"
     folder.mkdir()
     config: dict[str, Any] = {

@@ -63,12 +63,11 @@ DPACE = Weighting(dpace=True)
 
 @pytest.fixture
 def anchor(store):
-    """A token under the loss, after the shift, with more of them behind it than a chain is long."""
+    """The position of a token with a full chain of loss tokens after it."""
     return int(store[1].loss_mask_T[1:].int().argmax()) + 3
 
 
 def _batch(store, anchor, num_depths):
-    """All known tokens, and one chain."""
     document = store[1]
     num_known = len(document.token_ids_T) - 1
     depths = torch.arange(1, num_depths)
@@ -80,7 +79,7 @@ def _batch(store, anchor, num_depths):
 
 
 def _chain_weights(batch, anchor, weighting):
-    """D-PACE's weights of the chain, by depth, where all others are unsure."""
+    """D-PACE's weights of the chain by depth."""
     rows = batch.row_R[: batch.num_loss_rows]
     of_chain = batch.anchor_S[rows] == anchor
     confidence = torch.full((len(batch.row_R),), 0.1)

@@ -1,5 +1,3 @@
-"""`train_head` from responses to a head, on a tiny target with a tokenizer of characters."""
-
 import json
 import shutil
 import time

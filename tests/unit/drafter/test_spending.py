@@ -1,5 +1,3 @@
-"""The records of a training: what is paid, kept and lost, by a clock of the test."""
-
 import contextlib
 
 import pytest

@@ -98,7 +98,7 @@ def test_end_of_text_tokens_of_targets(speaking_target, tmp_path, stated):
 
 
 def _split(target, folder, prefix, *without):
-    """The target's weights under other names, in two files."""
+    """Rename the target's weights and split them into two files."""
     weights = load_file(target / "model.safetensors")
     renamed = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
     renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)

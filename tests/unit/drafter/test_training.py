@@ -29,7 +29,7 @@ CONFIG = TrainingConfig(
 
 
 class KilledError(Exception):
-    """Stands for kill -9: nothing after it runs."""
+    """Simulates kill -9."""
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def parameters():
 
 
 def step(parameters, optimizer, learning_rate=LEARNING_RATE):
-    """One step from a random gradient; how far each parameter moved."""
+    """Take a step with a random gradient and return how far each parameter moved."""
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -252,7 +252,6 @@ ONE_STEP = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3)
 
 @pytest.fixture
 def document(spec):
-    """A prompt of 30 tokens and a response of 200."""
     torch.manual_seed(2)
     return Document(
         token_ids_T=torch.randint(96, (NUM_TOKENS,)),
@@ -269,7 +268,7 @@ def rows(document):
 
 @pytest.fixture
 def norms_in_double(monkeypatch):
-    """The library's norm computes in float32 whatever comes in."""
+    """The library's norm computes in float32 for any input."""
 
     def forward(self, states):
         scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)

@@ -1,4 +1,4 @@
-"""A model or head from somewhere else is data: code in its folder, or in its weights, never runs."""
+"""Code in the folder or weights of a model or head never runs."""
 
 import json
 import os
@@ -24,13 +24,13 @@ class _Bomb:
 
 @pytest.fixture
 def mark(tmp_path):
-    """What the code makes when it runs."""
+    """The file that the code creates when it runs."""
     return tmp_path / "it-ran"
 
 
 @pytest.fixture
 def with_code(speaking_target, mark, tmp_path):
-    """A target that names classes in a module of its own, of an architecture that nobody knows."""
+    """A target with custom code."""
     folder = shutil.copytree(speaking_target, tmp_path / "with-code")
     (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
@@ -44,7 +44,6 @@ def with_code(speaking_target, mark, tmp_path):
 
 @pytest.fixture
 def with_pickle(speaking_target, mark, tmp_path):
-    """A target whose weights are a pickle that runs a command."""
     folder = shutil.copytree(speaking_target, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark)))

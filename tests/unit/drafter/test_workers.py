@@ -1,5 +1,3 @@
-"""Two processes of a real process group: what they add up, and what the first one tells."""
-
 import contextlib
 import json
 import subprocess

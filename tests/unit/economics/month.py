@@ -44,7 +44,6 @@ def drafted(*accepted, num_drafts):
 
 
 def a_request(key, *, usd, tags=NO_TAGS, **usage):
-    """A request of an engine that is called "serving"."""
     return RequestUsage(
         request_id=f"{key}-{usage['finished_at']}", key=key, model="gpt-oss-20b", drafter="head", outcome="ok",
         ttft_s=None, usd=usd, usage=a_unit("serving", **usage), tags=tags,
@@ -91,7 +90,7 @@ BULK = engine_session(
 
 
 def write_run(root, sessions, units, *, command=("peagle", "generate"), tags=None):
-    """A run directory of these units, at the price of the packaged c7a.large."""
+    """Write a run directory with the price of c7a.large."""
     run = RunDirectory(root)
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=1)
     planned = tuple(WorkUnit(unit=number, first_id=number, span=span) for number in range(len(units)))

@@ -60,7 +60,7 @@ def test_open_work_of_a_killed_session_is_lost():
 
 
 def test_a_commit_after_the_last_heartbeat_is_not_lost_and_is_paid():
-    # Killed between the commit at 1090 and the heartbeat that would have told of its last 20 busy seconds.
+    # Killed between the commit at 1090 and the heartbeat with its last 20 busy seconds.
     stale = session(states=(20.0, 0.0, 30.0, 0.0), tokens=600, ended=False)
     result = account([unit(busy_s=50.0, tokens=1500)], [stale], PRICE)
     assert result.device_s == Shares(load=40, busy=100)

@@ -1,5 +1,3 @@
-"""Ledgers whose files are put together: at each moment at which that may be killed they say the same."""
-
 import threading
 from dataclasses import replace
 from random import Random
@@ -29,7 +27,7 @@ NOW = 100 * DAY_S
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates kill -9."""
 
 
 def a_session(session_id, *, end, life_s=120.0, ended=True):
@@ -38,7 +36,7 @@ def a_session(session_id, *, end, life_s=120.0, ended=True):
 
 
 def write_engine(folder, session_id, *, end, num_requests=5, ended=True):
-    """An engine of two minutes, with a heartbeat after the first."""
+    """Write an engine of two minutes with a heartbeat after one minute."""
     append_beat(folder, a_session(session_id, end=end - 60, life_s=60.0, ended=False))
     append_beat(folder, a_session(session_id, end=end, ended=ended))
     write_session(folder, a_session(session_id, end=end, ended=ended))
@@ -54,7 +52,7 @@ def add_request(folder, session_id, number, end):
 
 @pytest.fixture
 def ledger(tmp_path):
-    """An engine that ended, one that was killed with a torn line, a batch; and two that may yet write."""
+    """An ended engine, a killed one with a torn line, a batch, and two engines that may still write."""
     write_engine(tmp_path, "a", end=NOW - 7200)
     write_engine(tmp_path, "killed", end=NOW - 2 * DAY_S, ended=False)
     with (tmp_path / "requests-killed.jsonl").open("ab") as file:
@@ -67,7 +65,7 @@ def ledger(tmp_path):
 
 
 def said(folder):
-    """All that readers say of a ledger."""
+    """Return the results of all readers of a ledger."""
     sessions = sorted(read_sessions(folder), key=lambda one: one.session_id)
     return (
         sorted(one.request_id for one in RequestReader(folder).new()),
@@ -104,7 +102,7 @@ def test_later_files_join_merged_ones(ledger):
 
 
 def steps_of(monkeypatch, kill_at):
-    """Kill the process before that step that changes a file; how many there were is counted in the list."""
+    """Raise Killed before step `kill_at`; return the list of files changed before."""
     done = []
     for name in ("write_atomic", "remove"):
         real = getattr(compaction, name)

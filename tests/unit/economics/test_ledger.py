@@ -33,7 +33,7 @@ def request(request_id, session_id="s"):
 
 @pytest.fixture
 def nearly_full():
-    """Have files of this process end after so many bytes; what is beyond is not written."""
+    """Limit the size of files that this process writes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes or limits[0], limits[1]))
@@ -90,8 +90,6 @@ def test_lines_that_would_disable_a_budget_are_skipped(tmp_path, caplog, change)
 
 
 def test_heartbeats_are_searched_by_bisection(tmp_path, caplog):
-    """The file is searched by bytes, which lie within lines; a line that is being written is not there yet."""
-
     def beat(minute):  # idle for the first thousand minutes
         busy_s = 60.0 * max(0, minute - 1000)
         return replace(SESSION, last_seen_at=1000.0 + 60 * minute, busy_s=busy_s, idle_s=60.0 * minute - busy_s)
@@ -163,7 +161,7 @@ def test_is_billed_reads_only_recent_file_ends(tmp_path, monkeypatch):
 @pytest.mark.parametrize("minute", [0, 1, 100, 598, 599])
 @pytest.mark.parametrize("has_bad_lines", [False, True])
 def test_session_at_time_is_interpolated(tmp_path, minute, has_bad_lines):
-    """A heartbeat a minute for ten hours; of each minute after the n-th, n / 1000 of its seconds are busy."""
+    """One heartbeat per minute for ten hours; n / 1000 of minute n are busy."""
     busy_s, beats = 0.0, []
     for number in range(1, 600):
         busy_s += 60 * number / 1000

@@ -76,7 +76,7 @@ def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
 
 
 def continued(before, first, keys, here):
-    """Continue what began with keys `before` on the hardware `first` with `keys` on `here`."""
+    """Begin with `before` on hardware `first`; continue with `keys` on `here`."""
     require_same_price(
         keys,
         resolve_price(keys, here),

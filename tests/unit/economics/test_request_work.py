@@ -1,5 +1,3 @@
-"""A ledger's requests in bulk: the same as line by line, also where lines are bad."""
-
 import json
 import logging
 from dataclasses import asdict

@@ -1,5 +1,3 @@
-"""Savings, worked by hand."""
-
 from dataclasses import replace
 
 import pytest

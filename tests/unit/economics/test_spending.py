@@ -1,5 +1,3 @@
-"""Charges: every dollar in exactly one, however the time is cut and in whatever order records come."""
-
 from collections import defaultdict
 from dataclasses import replace
 from datetime import date
@@ -53,7 +51,7 @@ def spent(one, days=ALL):
 
 @st.composite
 def ledgers(draw):
-    """Engines of some days with units of theirs, and the same units for `account`."""
+    """Draw sessions over several days, and their units."""
     sessions, units = [], []
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
@@ -130,7 +128,7 @@ def test_any_order_and_grouping_give_the_same_totals(drawn, random):
 
 
 def test_work_counts_on_its_commit_day():
-    """A unit of 30 s that is committed 20 s after midnight, on an engine that is there for nothing else."""
+    """A unit of 30 s is committed 20 s after midnight."""
     one = session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
     found = list(charges(ledger([one], committed), Days()))
@@ -140,7 +138,7 @@ def test_work_counts_on_its_commit_day():
 
 
 def test_compile_time_over_midnight_is_counted_once():
-    """Until an engine is up all its seconds are load: at midnight 100 s; then 60 of them and 50 s more were compile."""
+    """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
     one = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
     loading = replace(one, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
     found = list(charges(ledger([one], {}, then=lambda *_: loading), Days()))
@@ -172,7 +170,7 @@ def test_without_a_price_the_cost_is_unknown():
 
 
 def test_spot_charges_compare_with_on_demand():
-    """Of 35 s at 0.02 USD five are lost: the other 30 s would have cost 0.06 USD each on demand."""
+    """5 of 35 s at 0.02 USD are lost; the other 30 s would cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
     savings = spent(ledger([spot], work)).savings
@@ -185,7 +183,6 @@ MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S
 
 
 def alive(begin_h, end_h):
-    """Return an idle engine, with its hours counted from a midnight."""
     return replace(
         SERVING, started_at=MIDNIGHT + 3600.0 * begin_h, last_seen_at=MIDNIGHT + 3600.0 * end_h, load_s=0.0, busy_s=0.0,
         idle_s=3600.0 * (end_h - begin_h),

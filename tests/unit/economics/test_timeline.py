@@ -27,7 +27,7 @@ def made(units, sessions):
 def test_states_of_an_engine_over_time():
     _, found = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
     (engine,) = found["engines"]
-    # Busy for 50 s of which the units were committed with 35; the last 15 are lost, 25 before them idle.
+    # 35 of the 50 busy seconds are committed; the last 15 are lost.
     assert engine["spans"] == [
         ("load", 0.0, 20.0), ("compile", 20.0, 30.0), ("busy", 30.0, 60.0), ("idle", 60.0, 85.0), ("lost", 85.0, 100.0),
     ]  # fmt: skip

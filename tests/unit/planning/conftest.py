@@ -1,4 +1,4 @@
-"""A sweep of others, as a file: P-EAGLE ahead at 1 at once, no speculation at 8."""
+"""A published sweep: P-EAGLE is fastest at concurrency 1, no speculation at 8."""
 
 import json
 
@@ -24,7 +24,7 @@ own,here,cpu-2,,0,2,0.1,,test
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Write the sweep; an engine holds one accelerator of a machine with two."""
+    """Write the sweep; an engine uses one of a machine's two accelerators."""
 
     def write(name="sweep.json", **changes):
         data = {

@@ -1,5 +1,3 @@
-"""Machines for published speeds: all with that accelerator, and what the others get instead of a guess."""
-
 import pytest
 
 from peagle.economics.prices import Price, PriceTable

@@ -1,5 +1,3 @@
-"""Cells and a profile."""
-
 from tuned_profiles import cell, cells, profile
 
 __all__ = ["cell", "cells", "profile"]

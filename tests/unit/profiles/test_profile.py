@@ -1,5 +1,3 @@
-"""Profiles as files: written, read, refused, and laid under a command's keys."""
-
 import pytest
 import yaml
 
@@ -16,8 +14,6 @@ def file(profile, tmp_path):
 
 @pytest.fixture
 def changed(file):
-    """The file with something else in it."""
-
     def change(edit):
         data = yaml.safe_load(file.read_text())
         edit(data)

@@ -1,5 +1,3 @@
-"""Runs that follow a profile."""
-
 import pytest
 from resolved_runs import resolve_run
 
@@ -40,7 +38,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def resolved(file):
-    """A run with the fake engine; the drafter that it pretends to have is named by K alone."""
+    """Resolve a run with the fake engine; its drafter is named by K."""
 
     def make(**keys):
         values = {"num_speculative_tokens": 3} | keys

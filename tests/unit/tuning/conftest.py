@@ -1,4 +1,4 @@
-"""No waiting for counters; a home of each test's own."""
+"""No waiting for counters; an empty home."""
 
 import pytest
 from config_only import measure_at_once

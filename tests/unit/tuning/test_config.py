@@ -1,5 +1,3 @@
-"""Keys of a tuning as they are written, and what is refused of them."""
-
 import pydantic
 import pytest
 

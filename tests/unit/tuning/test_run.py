@@ -23,7 +23,7 @@ FAST, SLOW = 0.001, 0.006
 
 
 class Starter:
-    """Starts fakes of the given token times by K, one at a time; remembers which."""
+    """Starts fake engines with these token times by K, one at a time; records them."""
 
     def __init__(self, token_s, *, broken=(), dies_at=None):
         self.specs: list[EngineSpec] = []
@@ -137,7 +137,7 @@ def test_a_spent_budget_ends_with_the_best_result(run):
 
 
 def test_a_latency_limit_excludes_faster_configurations(run):
-    # 40 ms a token are more than the limit, whatever the tokens/s of many at once.
+    # 40 ms a token exceed the limit, however many tokens/s.
     class ByLoad(FakeEngine):
         running = 0
 
@@ -220,7 +220,7 @@ def test_token_slots_and_precisions_have_separate_engines(run):
     ("change", "named"),
     [
         ({"max_tokens": 25}, "sampling.max_tokens"),
-        ({"waves": 3}, "waves: it was 2"),
+        ({"waves": 3}, "waves: was 2"),
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )

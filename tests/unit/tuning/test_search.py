@@ -1,4 +1,4 @@
-"""The search over a made-up surface whose best configuration is known; engine time is counted, not spent."""
+"""The search over an invented surface with a known best configuration."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ ENGINES = ("none", "k3", "k5", "k7")
 
 
 class Surface:
-    """Tokens/s by engine and concurrency, with noise in the first pass; runs a search and records it."""
+    """Tokens/s by engine and concurrency, with noise in the first pass."""
 
     def __init__(self, speed, *, budget_s=1000000000.0, luck=None, over=lambda candidate: 0.0, broken=()):
         self.speed, self.luck, self.over, self.broken = speed, luck or {}, over, broken
@@ -59,7 +59,7 @@ def grid():
 
 
 def hill(engine, concurrency):
-    """K=5 is the best at 4 requests at once, and no speculation at 16."""
+    """K=5 is best at concurrency 4, no speculation at 16."""
     gain = {"none": 1.0, "k3": 1.3, "k5": 1.5, "k7": 1.1}[engine]
     return {1: 40 * gain, 4: 200 * gain, 16: 210 * (2 - gain)}[concurrency]
 
@@ -100,7 +100,7 @@ def test_a_drafter_must_win_by_two_percent():
 def test_the_budget_is_kept(budget_s):
     surface = Surface(hill, budget_s=budget_s)
     surface.run()
-    # Only the very first engine may exceed it: before it nothing is known.
+    # Only the first engine may exceed it: before it nothing is known.
     assert surface.search.spent_s <= budget_s or len(surface.starts) == 1
     assert surface.turns
 

@@ -1,5 +1,3 @@
-"""Reports of invented runs, in the proportions of real ones."""
-
 import pytest
 from usage_records import engine_session, unit_usage
 
@@ -13,7 +11,7 @@ PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
 
 @pytest.fixture
 def make_report():
-    """One engine on 2 vCPUs: 20 s load, 10 s compile; `busy_s` committed, `lost_s` and `idle_s` besides."""
+    """Make the report of one engine on 2 vCPUs: 20 s load, 10 s compile; `busy_s` was committed."""
 
     def make(
         *,
@@ -90,7 +88,7 @@ def without_drafter(make_report):
 
 @pytest.fixture
 def detailed(with_drafter):
-    """A run with all that its directory tells of its time and its rows."""
+    """A run with a timeline, rows and failures."""
     histogram = {"first": 0.0, "step": 0.1, "counts": [10, 60, 30], "has_more": True}
     measure = {"p50": 0.2, "p95": 0.4, "p99": 0.5, "histogram": histogram}
     spans = [("load", 0.0, 20.0), ("busy", 20.0, 60.0), ("busy", 60.0, 100.0), ("lost", 100.0, 120.0)]

@@ -25,9 +25,9 @@ def test_shares_are_fractions_of_the_cost(make_report):
         ({"complete": False}, "not finished: 40 rows"),
         (
             {"num_drafts": 100, "accepted": (48, 10, 2), "break_even_acceptance_length": 4.2},
-            "The drafter costs more than it saves: 1.60 tokens a step, and this hardware needs 4.20",
+            "The drafter costs more than it saves: 1.60 tokens per step, but this hardware needs 4.20",
         ),
-        ({"num_drafts": 100, "accepted": (1, 0, 0)}, "nearly every draft is rejected"),
+        ({"num_drafts": 100, "accepted": (1, 0, 0)}, "nearly all drafts are rejected"),
     ],
 )
 def test_notes_of_a_report(make_report, changes, expected):

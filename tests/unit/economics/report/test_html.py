@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Balanced(HTMLParser):
-    """Collects the visible text, and proves that every element is closed where it was opened."""
+    """Collects the visible text and checks that elements are nested correctly."""
 
     def __init__(self, page):
         super().__init__()
@@ -44,7 +44,7 @@ def drawings(page):
 
 
 def plot(page, name):
-    """The one whose text for those who cannot see it begins so."""
+    """Return the plot with this start of its alternative text."""
     (found,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
     return found
 
@@ -167,7 +167,7 @@ STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}
 
 
 def drafted(make_report, steps):
-    """1,000 steps of 50 ms: half of the busy time. They break even at 1.25, and 1.6 tokens come of each."""
+    """1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
     return make_report(
         tokens=6000,
         drafter="peagle",

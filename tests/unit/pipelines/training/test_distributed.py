@@ -1,4 +1,4 @@
-"""A training on several workers without Ray: what they are handed, and what the driver tells of them."""
+"""A training on several workers, without Ray."""
 
 import contextlib
 import inspect
@@ -55,14 +55,14 @@ def test_steps_of_this_attempt_are_told_also_when_a_resume_cuts_the_file_back_an
 
 
 class Spent:
-    """Notes in place of records of a training."""
+    """Collects records in a list."""
 
     def __init__(self):
         self.noted = []
         self.keep, self.drop = lambda: self.noted.append("kept"), lambda: self.noted.append("lost")
 
     def beat(self):
-        """Nothing to note."""
+        pass
 
 
 def test_what_workers_did_is_kept_with_a_checkpoint_and_lost_with_the_steps_that_are_cut_off(tmp_path):
@@ -79,12 +79,12 @@ def test_what_workers_did_is_kept_with_a_checkpoint_and_lost_with_the_steps_that
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch):
-    """Without Ray, the hardware of the workers is this machine's."""
+    """Take this machine's hardware as that of the workers."""
     monkeypatch.setattr(distributed, "inspect", detect)
 
 
 class WorkerGroupError(Exception):
-    """As ray.train raises it: the workers' tracebacks, each as a text, by rank."""
+    """Like ray.train's: the tracebacks of workers by rank."""
 
     def __init__(self, failures):
         super().__init__("Training failed due to worker errors")
@@ -124,7 +124,7 @@ def test_an_interrupt_reaches_the_main_thread_while_a_trainer_runs(monkeypatch, 
 
 
 def test_a_trainer_still_keeps_the_interrupt():
-    """Once this fails, Ray Train gives SIGINT back: `_outside_the_main_thread` can go."""
+    """If this fails, Ray Train restores SIGINT and `_outside_the_main_thread` is obsolete."""
     from ray.train.torch import TorchTrainer
 
     before = signal.getsignal(signal.SIGINT)
@@ -147,7 +147,6 @@ def test_a_trainers_error_is_the_callers(monkeypatch):
 
 
 def training(write_jsonl, **values):
-    """A small one, of prompts.jsonl."""
     rows = [{"id": f"row-{i}", "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
     small = {
         "prompts": write_jsonl(rows), "responses": "given", "num_layers": 1, "num_depths": 3, "draft_vocab_size": 40,
@@ -158,7 +157,7 @@ def training(write_jsonl, **values):
 
 @pytest.fixture
 def worker_elsewhere(monkeypatch, tmp_path):
-    """In Ray Train's place one worker in this process, whose working directory is another, as there."""
+    """Replace Ray Train by one worker in this process with another working directory."""
 
     class Trainer:
         def __init__(self, work, *, train_loop_config, **_):
