@@ -71,7 +71,7 @@ def test_a_killed_run_continues_and_a_finished_one_is_left_alone(config):
     answer(config)
     assert [row["response"] for row in rows_of(config, "sampled")] == expected
     assert (len(greedy.sessions()), len(sampled.sessions())) == (1, 2)
-    with pytest.raises(ConfigError, match=r"sampling\.max_tokens: it was 224, now it is 7"):
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens: was 224, now 7"):
         answer(config.model_copy(update={"max_response_tokens": 7}))
 
 

@@ -85,7 +85,7 @@ def on_no_accelerator(decided, monkeypatch):
 def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_accelerator):
     run, again = on_no_accelerator
     assert again().was_already_finished
-    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: it was 256, now it is 8"):
+    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: was 256, now 8"):
         again(max_tokens=8)
     run.unit_path(0).unlink()
     with pytest.raises(CapacityError, match="they do not come"):

@@ -70,7 +70,7 @@ def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes
     run = SimpleNamespace(directory=Directory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
     streaming._watch(run, [None, None], supervisor, progress, METRICS)
     assert len(said) == 1
-    assert "1.33 tokens a step, and this hardware needs 2.00" in said[0]
+    assert "1.33 tokens per step, but this hardware needs 2.00" in said[0]
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
