@@ -83,7 +83,7 @@ class Evaluation(Bench):
         """Accept any number of prompts, since acceptance does not depend on concurrency."""
 
     def caveats(self) -> list[str]:
-        return []  # those of a benchmark are about comparing speeds
+        return []  # a benchmark's caveats concern speeds
 
     def accept(self, one: Pass, record: PassRecord) -> None:
         """Accept a finished cell if it has drafts."""

@@ -4,7 +4,7 @@ The engine runs in this process, so that a GPU host only needs vLLM.
 
 Memory on a CPU is the resident memory of this process and its descendants; shared pages count twice. On a GPU it is the
 memory in use according to the driver, minus that before the first engine started. vLLM fills a GPU up to
-`gpu_memory_utilization` with KV cache, so there the figure is what vLLM reserved, not what it needs.
+`gpu_memory_utilization` with KV cache, so there the figure is the reservation, not the need.
 """
 
 import asyncio

@@ -209,11 +209,11 @@ def num_starts(passes: Iterable[Pass]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """The engines to measure, and what they share.
+    """The engines to measure, and their common settings.
 
     Attributes:
         own: settings of this command that every pass depends on; JSON-ready.
-        category_column: the column by which acceptance is grouped; None disables it.
+        category_column: acceptance is grouped by this column; None disables it.
     """
 
     config: BenchConfig

@@ -20,7 +20,7 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, Tokeniz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """A request; `category` is None if the row has no category."""
+    """A request."""
 
     token_ids: list[int]
     category: str | None

@@ -255,7 +255,7 @@ def _num_steps(record: PassRecord) -> int:
     """Count the steps after the first token of each response.
 
     With a head, every step verifies a draft. Otherwise a step yields one token of the target plus accepted drafts, so
-    the number of steps is that of later tokens minus accepted drafts. This is slightly low, since drafts accepted
+    there are as many steps as later tokens minus accepted drafts. This is slightly low, since drafts accepted
     after the end of a response count too.
     """
     if record.method in DRAFT_METHODS:

@@ -158,7 +158,7 @@ def _ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> 
 
 
 def _ratio_range(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> list[float] | None:
-    """Return the range over the repeats that both have; None for fewer than two."""
+    """Return the range of the ratio over common repeats, or None for fewer than two."""
     if ours is None or theirs is None:
         return None
     our_speeds, their_speeds = _by_repeat(ours), _by_repeat(theirs)

@@ -45,7 +45,7 @@ def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
 
 
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
-    """Estimate the seconds of a pass from those at its concurrency, or from all if there are none."""
+    """Estimate the seconds of a pass from finished ones, preferably at its concurrency."""
     same = [record.wall_s for record in done if record.concurrency == concurrency]
     return statistics.mean(same or [record.wall_s for record in done])
 

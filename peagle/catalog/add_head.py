@@ -86,7 +86,7 @@ def add_head(
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return the YAML front matter of a model card; empty if there is none."""
+    """Return the YAML front matter of a model card, if any."""
     try:
         parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
         values = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None

@@ -187,7 +187,7 @@ class Licence(Strict):
 
 
 class ArchitectureFacts(Strict):
-    """The numbers of a model's `config.json`; None where not confirmed."""
+    """The numbers of a model's `config.json`; None if not confirmed."""
 
     family: str
     hidden_size: int | None
@@ -305,7 +305,7 @@ class ModelCard(Strict):
         return self
 
     def speculation_for(self, concurrency: int, platform: Platform | None = None) -> SpeculationRow | None:
-        """Return the row for a concurrency; None if there is none.
+        """Return the row for a concurrency, if any.
 
         Args:
             platform: the hardware; None uses the platform of the first row.
@@ -355,7 +355,7 @@ def load_catalog() -> Catalog:
 
 
 def load_card(path: Path) -> ModelCard:
-    """Load a card, whose name must be that of the file."""
+    """Load a card. It must have the name of its file."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

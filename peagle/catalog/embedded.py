@@ -52,7 +52,7 @@ def embedded_name(distribution: str) -> str:
 
 
 def embedded_of_upstream(model_id: str) -> str | None:
-    """Return the embedded target of a hub model; None if there is none."""
+    """Return the embedded target of a hub model, if any."""
     upstream = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
     return upstream.get(model_id.lower())
 

@@ -1,10 +1,10 @@
 """Check that a head's files fit the target and each other, without loading weights.
 
-Supports both layouts of published heads: that of `speculators` (`transformer_layer_config`) and plain Hugging Face
-(`ptd_token_id`, `eagle_config`). Keys are those that vLLM 0.29 reads (`v1/spec_decode/llm_base_proposer.py`,
+Supports both layouts of published heads: `speculators` (`transformer_layer_config`) and plain Hugging Face
+(`ptd_token_id`, `eagle_config`). vLLM 0.29 reads these keys (`v1/spec_decode/llm_base_proposer.py`,
 `transformers_utils/configs/speculators/algos.py`).
 
-Names and shapes come from the header of safetensors files. The required names are those of vLLM 0.29
+Names and shapes come from the header of safetensors files. vLLM 0.29 requires these names
 (`model_executor/models/llama_eagle3.py`); without them its engines fail late or draft noise.
 """
 
@@ -49,7 +49,7 @@ class HeadFacts:
 
     @property
     def default_k(self) -> int:
-        """K without a measurement: the head's own default, or that of its method."""
+        """K without a measurement: the head's default, or its method's."""
         return self.num_speculative_tokens or _USUAL_K[self.method]
 
 

@@ -31,9 +31,9 @@ _TIED_LM_HEAD = "model.embed_tokens.weight"
 
 
 def find_shipped_head(name: str) -> Path | None:
-    """Return the complete folder of a shipped head by its id or folder name; None for other heads.
+    """Return the complete folder of a shipped head by its id or folder name, or None.
 
-    The name may be that of a folder on another machine.
+    The folder may be on another machine.
     """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_rows(folder) and name == _whole_folder(folder).name):

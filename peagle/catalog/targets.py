@@ -85,7 +85,7 @@ def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path
 
 
 def _is_reachable() -> bool:
-    """Return whether the hub is reachable; True behind a proxy, where only the client can tell."""
+    """Return whether the hub is reachable; True behind a proxy, because only the client can check."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
@@ -117,7 +117,7 @@ class ResolvedModel:
     Attributes:
         path: a local folder, a hub id that vLLM downloads, or an `s3://` folder that each node fetches (`fetched.py`).
         revision: the revision to load. For a hub id, the commit of the card's revision or of the main branch; if the
-            commit is unknown, the card's revision, or None for the latest. For an `s3://` folder, the listing's hash.
+            commit is unknown, the card's revision, or None (the latest). For an `s3://` folder, the listing's hash.
     """
 
     name: str

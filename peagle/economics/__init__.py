@@ -1,4 +1,4 @@
 """The cost of generation: prices, usage records, accounts, statements and reports.
 
-Read `usage` (what an engine did), `prices` (what an hour of it costs) and `account` (both together) first.
+Start with `usage` (the work of engines), `prices` (per hour) and `account` (the cost of the work).
 """

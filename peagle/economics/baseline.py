@@ -54,7 +54,7 @@ class Baseline:
             raise ValueError("a baseline has steps of ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
-        """Return the step times at a concurrency: interpolated, or those of the nearest end.
+        """Return the step times at a concurrency: interpolated within the measured range.
 
         An interpolated step has the larger error of its neighbours.
 
@@ -81,7 +81,7 @@ class Baseline:
 
     @classmethod
     def from_text(cls, text: str) -> Self | None:
-        """Parse `to_text`; an empty text is None."""
+        """Parse `to_text`; return None for an empty text."""
         return cls.from_dict(json.loads(text)) if text else None
 
     @classmethod

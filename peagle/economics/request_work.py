@@ -121,7 +121,7 @@ def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
 
 
 def _columns(piece: bytes) -> "pa.Table":
-    """Parse the lines as columns; those of `usage` become top-level columns."""
+    """Parse the lines as columns, with the fields of `usage` at the top level."""
     import pyarrow as pa
     from pyarrow import json
 

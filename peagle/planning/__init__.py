@@ -1,5 +1,4 @@
 """Plans: from measured speeds and prices to machines, hours and dollars.
 
-Read `config` (what can be asked), `sweeps` (measurements), `pricing` (machines and prices), `estimate` (one fleet),
-`options` (all fleets), then `plan`.
+Start with `config` (options), `sweeps` (measurements), `options` (fleets and their prices) and `plan`.
 """

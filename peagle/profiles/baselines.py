@@ -88,7 +88,7 @@ class Benchmark:
     def baseline(self, session: EngineSession) -> Baseline | None:
         """Return the baseline for an engine with one of the benchmark's heads, or with its model and no head.
 
-        None for other engines, and if the head was measured with several K and the ledger does not contain K.
+        Return None for other engines, and if the head was measured with several K and the ledger does not contain K.
         """
         k = session.num_speculative_tokens
         found = [

@@ -135,8 +135,8 @@ def write_profile(path: Path, profile: Profile) -> None:
 def with_profile(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a command, completed by its profile.
 
-    If the user sets the drafter or K, neither comes from the profile. The same holds for `max_num_seqs` and the token
-    slots that were sized for it.
+    If the user sets the drafter or K, neither comes from the profile. The same is true of `max_num_seqs` and its
+    token slots.
     """
     path = values.get("profile")
     if path is None:

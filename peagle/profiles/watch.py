@@ -15,7 +15,7 @@ def reliable_length(num_drafts: int, acceptance_length: float | None) -> float |
 
 
 def needed_at(break_even: Mapping[int, float], concurrency: float | None) -> float | None:
-    """Return the acceptance length that pays at a concurrency: that of the nearest measured one, by ratio."""
+    """Return the break-even acceptance length of the nearest measured concurrency, by ratio."""
     if not break_even or concurrency is None:
         return None
     # Below one concurrent request an engine idles between requests, and runs each one alone.

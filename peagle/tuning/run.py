@@ -1,7 +1,7 @@
 """A tuning, from its configuration to its profile.
 
-    tune.json      what is measured, on what hardware; written once
-    cells/         finished passes, and the engine time so far
+    tune.json      settings and hardware; written once
+    cells/         finished passes, and the engine time
     profile.yaml   the result, for `peagle generate --profile` and `peagle serve --profile`
     logs/          output of the engines
 
@@ -133,29 +133,28 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
         if cell.drafts != chosen.drafts
         and cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
     ]
-    limits = _limits_in_words(config)
-    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{limits}"
-    if not chosen.drafts:
+    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, {chosen.concurrency} at once{_limits(config)}"
+    other = others[0] if others else None
+    if chosen.drafts:
+        label = method_label(chosen.method, chosen.k)
+        if other is None:
+            return f"{label}: {speed}."
+        gain = chosen.output_tokens_per_s / other.output_tokens_per_s
+        return f"{label}: {speed}; {gain:.2f} times the best without speculation, at {other.concurrency}."
+    if other is not None:
+        gain = other.output_tokens_per_s / chosen.output_tokens_per_s
         against = (
-            f"; the best with a drafter, {method_label(others[0].method, others[0].k)} at {others[0].concurrency}, has "
-            f"{others[0].output_tokens_per_s / chosen.output_tokens_per_s:.2f} times that (a drafter must win by "
-            f"{WORTH:.0%})"
-            if others
-            else "; no drafter is within the limits"
-            if any(cell.drafts for cell in cells)
-            else "; no drafter was measured"
+            f"the best with a drafter, {method_label(other.method, other.k)} at {other.concurrency}, has {gain:.2f} "
+            f"times that (a drafter must win by {WORTH:.0%})"
         )
-        return f"No speculation: {speed}{against}."
-    against = (
-        f"; {chosen.output_tokens_per_s / others[0].output_tokens_per_s:.2f} times the best without speculation, at "
-        f"{others[0].concurrency}"
-        if others
-        else ""
-    )
-    return f"{method_label(chosen.method, chosen.k)}: {speed}{against}."
+    elif any(cell.drafts for cell in cells):
+        against = "no drafter is within the limits"
+    else:
+        against = "no drafter was measured"
+    return f"No speculation: {speed}; {against}."
 
 
-def _limits_in_words(config: TuneConfig) -> str:
+def _limits(config: TuneConfig) -> str:
     limits = {
         f"p95 {words} within {limit:g} ms"
         for words, name in _LIMITS.values()
@@ -180,7 +179,7 @@ def _nothing_fits(
         if excess > 0
     ]
     return ConfigError(
-        f"no configuration is within the limits{_limits_in_words(config)}; the nearest is {engine.label} with "
+        f"no configuration is within the limits{_limits(config)}; the nearest is {engine.label} with "
         f"{ranked[0].concurrency} at once: {' and '.join(found)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",
@@ -245,7 +244,7 @@ class Tuning(Measurement):
 
     @staticmethod
     def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        """Return every engine, checked: those of a benchmark, for each precision and number of token slots."""
+        """Return a benchmark's engines for each precision and number of token slots, checked."""
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # required here, unlike in a benchmark
         sizes = config.max_num_seqs or _DEFAULT_SIZES[hardware.platform]

@@ -74,7 +74,7 @@ class Costs:
         return _mean(self._start_s.get(engine, [])) or _mean(s for known in self._start_s.values() for s in known)
 
     def _pass_of(self, candidate: Candidate) -> float:
-        """Return the mean of its own passes, else of those at the same concurrency, else of all."""
+        """Return the mean time of its own passes, else at the same concurrency, else of all."""
         same_concurrency = (
             seconds
             for other, known in self._pass_s.items()
@@ -86,14 +86,14 @@ class Costs:
 
 
 class Search:
-    """What to measure next, and what is best so far.
+    """Decides what to measure next, and knows the best candidate.
 
     Args:
         candidates: in the order in which their engines are to be started.
         score: returns a candidate's score from its first `num_passes` passes (None: from all), or None without any.
 
     Attributes:
-        spent_s: engine time so far; the caller keeps it up to date.
+        spent_s: engine time; updated by the caller.
         failed: engines that did not start or crashed, and why. Their finished passes count.
     """
 
@@ -145,9 +145,9 @@ class Search:
         return sorted(scores, key=lambda one: scores[one].rank)
 
     def best(self) -> Candidate | None:
-        """Return the best candidate so far, or None if none is within the limits.
+        """Return the best candidate within the limits, if any.
 
-        A finalist comes before what was measured once. A drafter that does not win by `WORTH` loses.
+        Finalists come before candidates measured once. A drafter that does not win by `WORTH` loses.
         """
         within = [one for one in [*self.ranked(self._finalists()), *self.ranked()] if self._is_within(one)]
         if not within:

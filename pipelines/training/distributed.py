@@ -4,8 +4,8 @@ Ray places the workers, creates their process group, and restarts all of them if
 checkpoints and resumes. Documents, features and checkpoint are in the output folder, which every node must be able to
 access. The driver does not train, because it may have no GPU.
 
-Actors write shards into the store; only the driver adds them to the index, after checking them. So a shard that a
-crashed actor left incomplete is written again, and the store equals that of a single process.
+Actors write shards into the store; only the driver adds them to the index, after checking them. So an incomplete
+shard of a crashed actor is rewritten, and the store equals the store of a single process.
 """
 
 import contextlib

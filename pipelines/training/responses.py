@@ -27,7 +27,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import RunRequest
 from pipelines.batch.run import generate
 
-_AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIONS)
+_COPIED = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIONS)
 
 
 def regenerate(
@@ -37,26 +37,25 @@ def regenerate(
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     letters = []
-    for way, asked in zip(WAYS, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True):
-        if asked:
-            progress.say(f"responses: {len(asked):,} {way}")
-            run_config = _run_config(
-                config, way, _write(asked, config.answers(way)), target, MESSAGES in asked[0], engine
-            )
+    for way, prompts in zip(WAYS, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True):
+        if prompts:
+            progress.say(f"responses: {len(prompts):,} {way}")
+            corpus = _write(prompts, config.answers(way))
+            run_config = _run_config(config, way, corpus, target, MESSAGES in prompts[0], engine)
             generate(RunRequest(config=run_config, command=command), progress)
             letters += list(RunDirectory(config.answers(way)).dead_letters())
     if letters:
-        progress.say(f"{len(letters)} of {len(rows):,} prompts were not answered; the first: {letters[0]['message']}")
+        progress.say(f"{len(letters)} of {len(rows):,} prompts have no response; the first: {letters[0]['message']}")
     if len(letters) == len(rows):
         raise InputError(
-            f"{config.output / 'responses'}: not one of {len(rows):,} prompts was answered; the first:"
+            f"{config.output / 'responses'}: none of {len(rows):,} prompts has a response; the first:"
             f" {letters[0]['message']}",
-            hint="the runs' failed/ folders name each row's reason",
+            hint="the runs' failed/ folders have the reason of each row",
         )
 
 
 def _run_config(
-    config: TrainConfig, way: str, corpus: Path, target: Target, chats: bool, engine: Literal["vllm", "fake"]
+    config: TrainConfig, way: str, corpus: Path, target: Target, has_messages: bool, engine: Literal["vllm", "fake"]
 ) -> GenerateConfig:
     values: dict[str, Any] = {
         "model": config.target,
@@ -66,9 +65,9 @@ def _run_config(
         "max_tokens": config.max_response_tokens,
         "max_model_len": min(config.max_document_tokens, context_tokens(target.model)),
         "engine": engine,
-        **{name: getattr(config, name) for name in _AS_THEY_ARE},
+        **{name: getattr(config, name) for name in _COPIED},
     }
-    values |= {"messages_column": MESSAGES} if chats else {"prompt_column": PROMPT}
+    values |= {"messages_column": MESSAGES} if has_messages else {"prompt_column": PROMPT}
     if way == "sampled":
         values |= {"temperature": config.temperature, "top_p": config.top_p}
     return GenerateConfig(**values)

@@ -80,12 +80,12 @@ def test_prompts_that_get_no_response_are_counted(config, write_jsonl, tmp_path)
     config, said = config(prompts=[prompts], sampled_share=0), tmp_path / "said.txt"
     with said.open("w") as stream:
         answer(config, Console(file=stream, width=200))
-    assert "2 of 3 prompts were not answered; the first: the prompt has 3018 tokens" in said.read_text()
+    assert "2 of 3 prompts have no response; the first: the prompt has 3018 tokens" in said.read_text()
     assert config.response_sources == [str(config.answers("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 
 
 def test_no_response_at_all_is_an_error(config, write_jsonl):
     prompts = write_jsonl([json.dumps({"prompt": "x" * 600})], name="long.jsonl")
-    with pytest.raises(InputError, match="not one of 1 prompts was answered; the first: the prompt has 618 tokens"):
+    with pytest.raises(InputError, match="none of 1 prompts has a response; the first: the prompt has 618 tokens"):
         answer(config(prompts=[prompts]))

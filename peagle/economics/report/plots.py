@@ -305,7 +305,7 @@ def engines_svg(timeline: Mapping[str, Any]) -> str:
     """Plot a lane per engine, coloured by state, with its shares above."""
     x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
-        labels.append(_in_words(engine))
+        labels.append(_label(engine))
         drawn.append(text(0, y + 11, labels[-1], "lane", "start"))
         drawn += _lane(engine, x, y + 17)
         y += _LANE
@@ -313,7 +313,7 @@ def engines_svg(timeline: Mapping[str, Any]) -> str:
     return drawing(round(y + 22), f"States of the engines over time: {'; '.join(labels)}", drawn)
 
 
-def _in_words(engine: Mapping[str, Any]) -> str:
+def _label(engine: Mapping[str, Any]) -> str:
     starts = f", {engine['num_starts']} starts" if engine["num_starts"] > 1 else ""
     lived_s = sum(engine["seconds"].values()) or 1.0  # avoids division by zero before the second heartbeat
     shares = ", ".join(f"{state} {format_share(engine['seconds'][state] / lived_s)}" for state in _LABELLED_STATES)
