@@ -45,7 +45,6 @@ def evaluate(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Measure every missing cell; return the report and its folder."""
     return Evaluation.prepare(config, listener, start, tokenizer_of).run()
 
 
@@ -86,7 +85,6 @@ class Evaluation(Bench):
         return []  # a benchmark's caveats concern speeds
 
     def accept(self, one: Pass, record: PassRecord) -> None:
-        """Accept a finished cell if it has drafts."""
         if not record.speculation.num_drafts:
             raise EngineError(
                 "the engine produced no drafts",
@@ -222,7 +220,6 @@ _SPEEDS = {
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    """Return the tables for the terminal: all cells, then by category if the data has categories."""
     tables = [_conditions(report), "", *aligned(_cell_rows(report))]
     if category_rows := _category_rows(report):
         tables += ["", *aligned(category_rows)]

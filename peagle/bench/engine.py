@@ -39,8 +39,6 @@ Start = Callable[[EngineSpec, Hardware], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementListener:
-    """Callbacks for messages, and for the number of finished and of all requests."""
-
     say: Callable[[str], None] = lambda message: None
     progress: Callable[[int, int], None] = lambda done, total: None
 

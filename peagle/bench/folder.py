@@ -67,7 +67,6 @@ def digest(text: str) -> str:
 
 
 def default_folder(parent: Path, fingerprint: Mapping[str, Any]) -> Path:
-    """Return a folder below `parent` that is unique for a fingerprint."""
     return parent / digest(json.dumps(fingerprint, sort_keys=True))
 
 

@@ -75,7 +75,6 @@ class Measurement(ABC):
         """Describe how many passes are finished and how many remain."""
 
     def num_warm_up(self, one: Pass) -> int:
-        """Return the number of warm-up requests before a pass."""
         return one.concurrency
 
     @classmethod  # noqa: B027 - most commands take any prompts
@@ -94,7 +93,6 @@ class Measurement(ABC):
         self.spent_s = spent_s
 
     def caveats(self) -> list[str]:
-        """Return warnings about the reliability of the figures."""
         return []
 
     # --- shared
@@ -120,7 +118,6 @@ class Measurement(ABC):
         return run
 
     def announce(self) -> None:
-        """Print the plan, and the rows without a prompt."""
         plan, dataset = self.plan, self.dataset
         formats = dict.fromkeys(spec_precision(setup.spec, plan.hardware).describe() for setup in plan.setups)
         where = f"{plan.hardware.describe()}, {', '.join(formats)}"
@@ -186,7 +183,6 @@ class Measurement(ABC):
         return record
 
     def find(self, one: Pass) -> PassRecord | None:
-        """Return the record of a pass from an earlier command, or None."""
         return self.folder.find(pass_name(one), PassRecord.from_dict)
 
 

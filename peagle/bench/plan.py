@@ -108,7 +108,6 @@ def make_setup(
 def make_setups(
     config: BenchConfig, spec: EngineSpec, model: ResolvedModel, hardware: Hardware
 ) -> tuple[list[Setup], list[str]]:
-    """Return the engines of a benchmark, by method and ascending K, and notes on their heads."""
     if config.synthetic_acceptance and hardware.platform == "cpu":
         raise ConfigError(
             "vLLM 0.29 crashes on a CPU with --synthetic-acceptance",
@@ -193,7 +192,6 @@ class Pass:
 
 
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
-    """Return all passes in order. An engine runs all concurrencies of a repeat before the next repeat."""
     num_rounds = min(rounds, repeats)
     ordered = []
     for round_index in range(num_rounds):

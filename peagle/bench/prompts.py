@@ -20,8 +20,6 @@ from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError, Tokeniz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """A request."""
-
     token_ids: list[int]
     category: str | None
 
@@ -65,7 +63,6 @@ def build_dataset(
     *,
     category_column: str | None = None,
 ) -> Dataset:
-    """Template and tokenise the rows."""
     keys = config
     if config.dataset == HUMANEVAL and not bool(
         config.prompt_column or config.prompt_template or config.messages_column

@@ -193,7 +193,6 @@ def spread(values: Sequence[float]) -> float:
 
 
 def summarise(records: Sequence[PassRecord], *, usd_per_s: float | None) -> dict[str, Any]:
-    """Summarise all passes of one setup at one concurrency as JSON-ready data."""
     first, requests = records[0], [request for record in records for request in record.requests]
     speeds = [record.output_tokens_per_s for record in records]
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]

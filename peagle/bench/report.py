@@ -75,7 +75,6 @@ DUMMY = "DUMMY WEIGHTS: the weights are random and the text is meaningless; thes
 def make_report(
     plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the report of all finished passes."""
     cells = _cells(plan, done)
     num_left = len(plan.passes) - len(done)
     warnings = [
@@ -109,7 +108,6 @@ def make_report(
 
 
 def labels(plan: BenchPlan) -> list[str]:
-    """Return the labels for figures without real text."""
     is_dummy = plan.config.load_format == "dummy"
     return ([SYNTHETIC] if plan.config.synthetic_acceptance else []) + ([DUMMY] if is_dummy else [])
 
@@ -268,7 +266,6 @@ def acceptance_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def positions_of(stats: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the column headers for positions up to the largest K."""
     return [str(position + 1) for position in range(max(len(one["acceptance_rates"]) for one in stats))]
 
 
@@ -280,7 +277,6 @@ def acceptance_figures(stats: Mapping[str, Any], positions: Sequence[str]) -> li
 
 
 def cost_rows(report: Mapping[str, Any]) -> Rows:
-    """Return latencies and costs, one row per cell."""
     percentiles = [f"{name} {p}" for name in ("TTFT ms", "TPOT ms") for p in _LATENCIES]
     rows = [["latency and cost", "K", "conc.", "per user", *percentiles, "step ms", "GiB", "tokens per $"]]
     for cell in report["cells"]:
@@ -405,7 +401,6 @@ _COST_AXES = Axes(
 
 
 def speed_plot(report: Mapping[str, Any]) -> str:
-    """Plot the output tokens/s of each method's best K by concurrency."""
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []
     for method in _methods(report):

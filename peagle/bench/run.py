@@ -72,7 +72,6 @@ class Bench(Measurement):
         return reported(self, self.folder.root, self.listener, parts=self.parts), self.folder.root
 
     def left(self) -> list[Pass]:
-        """Return the remaining passes in order, without those of failed engines."""
         return [one for one in self.plan.passes if one not in self.done and one.setup not in self.failed]
 
     def next(self, up: Setup | None = None) -> Pass | None:
@@ -122,7 +121,6 @@ class Bench(Measurement):
         return report
 
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
-        """Return the report as JSON-ready data."""
         return make_report(self.plan, self.dataset, done, failed)
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
@@ -138,5 +136,4 @@ def bench(
     start: Start = start_engine,
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[dict[str, Any], Path]:
-    """Run the remaining passes within the time budget; return the report and its folder."""
     return Bench.prepare(config, listener, start, tokenizer_of).run()

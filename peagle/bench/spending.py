@@ -33,7 +33,6 @@ class EngineSpending:
         self._write()
 
     def start(self, load_s: float) -> None:
-        """Record that the engine has started after `load_s` seconds."""
         self._load_s = load_s
         self._write()
 

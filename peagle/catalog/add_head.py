@@ -35,8 +35,6 @@ _UNKNOWN = "not confirmed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedHead:
-    """A head that was added to the catalog."""
-
     card: ModelCard
     path: Path
     facts: HeadFacts
@@ -212,7 +210,6 @@ def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> Speculat
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy the head's files atomically."""
     if folder.exists():  # the same head was added before
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,6 @@ class Strict(BaseModel):
 
 
 class Deployment(Strict):
-    """A published deployment of a head."""
-
     where: str
     instance_type: str
     num_speculative_tokens: int = Field(gt=0)
@@ -37,8 +35,6 @@ class Deployment(Strict):
 
 
 class PublishedSpeeds(Strict):
-    """Output tokens/s of one method and K."""
-
     method: Method
     num_speculative_tokens: int = Field(ge=0)
     output_tokens_per_s: list[float] = Field(min_length=1)
@@ -247,8 +243,6 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
-    """The recommended method and K up to a concurrency."""
-
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
     method: Method

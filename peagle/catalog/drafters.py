@@ -166,7 +166,6 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
 
 
 def _depth_warning(model: ResolvedModel, path: str, head: HeadFacts, k: int) -> str:
-    """Return a warning if K exceeds the depth that the head was trained for."""
     heads = model.card.heads.values() if model.card else ()
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
     trained = card.max_speculative_tokens if card else None

@@ -123,7 +123,6 @@ def _recorded_sha256(target: EmbeddedTarget) -> str:
 
 
 def _fill(folder: Path, target: EmbeddedTarget, gguf: Path) -> dict[str, Any]:
-    """Write the converted target; return the facts about its source."""
     _run_converter(gguf, folder, target.upstream_id)
     return {
         "source": f"{target.distribution} {metadata.version(target.distribution)}: {target.gguf_name}",

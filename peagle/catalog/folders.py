@@ -14,7 +14,6 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 def read_config(folder: Path, error_type: type[ConfigError], name: str = "config.json") -> dict[str, Any]:
-    """Read `config.json` or another JSON file; errors raise `error_type`."""
     path = folder / name
     try:
         return dict(json.loads(path.read_text()))

@@ -49,7 +49,6 @@ class HeadFacts:
 
     @property
     def default_k(self) -> int:
-        """K without a measurement: the head's default, or its method's."""
         return self.num_speculative_tokens or _USUAL_K[self.method]
 
 

@@ -62,7 +62,6 @@ def whole_head(folder: Path) -> Path:
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
-    """Write a head for the package, without its rows of lm_head."""
     import torch
     from safetensors.torch import load_file
 
@@ -93,7 +92,6 @@ def _lacks_rows(folder: Path) -> bool:
 
 
 def _whole_folder(folder: Path) -> Path:
-    """Return the complete folder of a head. Its name is unique for the head and the target."""
     key = f"{folder_fingerprint(folder)}:{embedded_folder(target_of(folder)).name}"
     return peagle_home() / HEADS / f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
@@ -129,7 +127,6 @@ def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -
 
 
 def rows_of(target: Path, d2t: "torch.Tensor") -> "torch.Tensor":
-    """Return the target's rows of lm_head for a draft vocabulary."""
     import torch
     from safetensors import safe_open
 

@@ -78,7 +78,6 @@ class AttentionPlan:
     blocks: tuple[Block, ...]
 
     def to(self, device: torch.device | str) -> "DocumentPlan":
-        """Move the plan to a device, in the form that is fastest there."""
         if torch.device(device).type != "cpu" and self.num_padded_scores <= _PADDED_SCORES:
             return self.padded(device)
         return AttentionPlan(tuple(block.to(device) for block in self.blocks))
@@ -97,7 +96,6 @@ class AttentionPlan:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Compute attention block by block, [1, heads, rows, head_dim]."""
         output: torch.Tensor = _BlockAttention.apply(query, key, value, self, scaling)  # type: ignore[no-untyped-call]
         return output
 
@@ -213,7 +211,6 @@ def sequential_plan(documents: Sequence[Rows], depth: int) -> AttentionPlan:
 
 
 def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int, start: int, stop: int) -> Block:
-    """Return the block of the rows `start` to `stop` at the last depth of `anchors`."""
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
@@ -313,7 +310,6 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """Gather the block's query, keys and values."""
     return [
         query[:, :, block.query],
         *(torch.cat([tensor[:, :, keys] for keys in block.keys], dim=2) for tensor in (key, value)),
@@ -321,7 +317,6 @@ def _parts(block: Block, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    """Compute attention."""
     query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

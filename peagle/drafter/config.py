@@ -170,7 +170,6 @@ class TrainConfig(PriceOptions, TagOptions):
         return self
 
     def answers(self, way: str) -> Path:
-        """Return the directory of the bulk run that generates responses in one of the `WAYS`."""
         return self.output / "responses" / way
 
     @property

@@ -100,7 +100,6 @@ def _build_sample(row: Row, own_id: str, tokenizer: Any, prompt_column: str, max
 
 
 def _messages(row: Row, prompt_column: str) -> list[dict[str, Any]] | str:
-    """Return the messages of a row, from its prompt if there are none, or an error."""
     if row.get("messages"):
         messages = parse_messages(row["messages"])
         return f"column 'messages'{messages}" if isinstance(messages, str) else messages

@@ -66,7 +66,6 @@ class NgramIndex:
         return None
 
     def set_of(self, overlap: str) -> str:
-        """Return the evaluation set that contains the result of `overlap`."""
         return self._sets[tuple(overlap.split())]
 
     def _ngrams(self, text: str) -> Iterable[tuple[str, ...]]:
@@ -75,7 +74,6 @@ class NgramIndex:
 
 
 def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], str]) -> Decontaminated[T]:
-    """Split items into those without and those with an n-gram of the references."""
     kept: list[T] = []
     dropped: list[Dropped[T]] = []
     for item in items:
@@ -102,7 +100,6 @@ DEFAULT = (HUMANEVAL,)
 
 
 def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
-    """Return the n-grams of evaluation sets."""
     if NONE in evaluation_sets and len(evaluation_sets) > 1:
         raise ConfigError(
             f"--exclude {' and '.join(evaluation_sets)} contradict each other", hint=f"remove {NONE} or the others"

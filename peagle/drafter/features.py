@@ -37,8 +37,6 @@ _FULL = "free some space, or use --on-the-fly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSpec:
-    """The source of stored states. Stores with equal specs are interchangeable."""
-
     target: str
     aux_layers: tuple[int, ...]
     hidden_size: int
@@ -84,8 +82,6 @@ def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
 
 class StoreWriter:
-    """An unfinished store."""
-
     def __init__(self, folder: Path, spec: FeatureSpec, *, num_shards: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -107,7 +103,6 @@ class StoreWriter:
         return _shard_name(number) in self._index["shards"]
 
     def add(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write a shard and add it to the index."""
         self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
     def take(self, number: int, checksum: str) -> None:
@@ -133,8 +128,6 @@ class StoreWriter:
 
 
 class FeatureStore:
-    """A finished store."""
-
     tokens_ahead = 0
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
@@ -312,8 +305,6 @@ SHARD_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureJob:
-    """An extraction of states."""
-
     target: Path
     samples: Sequence[Sample]
     spec: FeatureSpec
@@ -388,7 +379,6 @@ def extract_features(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill `store` with the states of all samples, keeping existing shards."""
     writer, missing = open_store(samples, spec, store)
     reader = load_reader() if missing else None
     for number, shard in missing.items():
@@ -444,7 +434,6 @@ class ComputedFeatures:
         return len(self._samples[index].token_ids)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Compute documents together and keep them until the next call."""
         self._ahead = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:

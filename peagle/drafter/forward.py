@@ -85,7 +85,6 @@ def _one_depth(
 
 
 def drafted_ids(head: Any, states: torch.Tensor) -> torch.Tensor:
-    """Return the most likely token of each state after the norm, [S], as ids of the target's vocabulary."""
     # In chunks, since the logits of a long document are gigabytes.
     draft_ids = torch.cat([head.lm_head(rows).argmax(-1) for rows in torch.split(states, CHUNK_ROWS)])
     return draft_ids + head.d2t[draft_ids] if head.d2t is not None else draft_ids
@@ -176,7 +175,6 @@ class ParallelRows:
     plan: DocumentPlan
 
     def through(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer, [1, S, H]."""
         output: torch.Tensor = layer(
             states, attention_mask=self.plan, position_ids=self.places, position_embeddings=self.rotary
         )
@@ -305,7 +303,6 @@ def walk(token_ids: Sequence[int], drafted: torch.Tensor, start: int) -> list[in
 def estimate_acceptance(
     head: Any, store: Features, documents: Sequence[int], *, num_speculative_tokens: int
 ) -> SpeculationStats:
-    """Estimate the acceptance of a greedy engine over documents. Exact only for greedy responses."""
     histogram = [0] * (num_speculative_tokens + 1)
     for index in documents:
         (document,) = store.documents([index])

@@ -40,8 +40,6 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A head written in another format."""
-
     output: Path
     num_bytes_before: int
     num_bytes_after: int
@@ -59,7 +57,6 @@ class Conversion:
 
 
 def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Conversion:
-    """Write the head in `source` as an FP8 head."""
     for module in keep:
         if module not in OPTIONAL:
             raise ConfigError(f"--keep {module}: unknown module", hint=did_you_mean(module, OPTIONAL))
@@ -85,7 +82,6 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
 
 
 def dequantize_head(source: Path, output: Path) -> Conversion:
-    """Write the FP8 head in `source` as a bf16 head with the same values, rounded to bf16 (at most 2^-9)."""
     config, tensors = _read(source, output)
     stated = config.pop("quantization_config", None) or {}
     names = [name for name, tensor in tensors.items() if tensor.dtype == FP8]
@@ -109,7 +105,6 @@ def dequantize_head(source: Path, output: Path) -> Conversion:
 
 
 def _read(source: Path, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read the configuration and weights of a head that can be converted to `output`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

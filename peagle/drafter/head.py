@@ -198,7 +198,6 @@ def repeated(projection: torch.Tensor, num_rows: int, head_dim: int) -> torch.Te
 
 
 def _copy_projection(own: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    """Copy the target's weight, with KV heads repeated to the head's number; additional inputs get noise."""
     if own.shape[0] != target.shape[0]:
         target = repeated(target, own.shape[0], head_dim)
     if own.shape != target.shape:
@@ -233,7 +232,6 @@ _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, seed: int = 0) -> Any:
-    """Return a new float32 PEagleDraftModel or Eagle3DraftModel."""
     silence_library()
     architecture = require_buildable(target, spec)
     weights = TargetWeights(target, architecture)

@@ -77,7 +77,6 @@ def linear_loss(
 def greedy_confidence(
     hidden_RH: torch.Tensor, weight_VH: torch.Tensor, targets: Targets, position_R: torch.Tensor
 ) -> torch.Tensor:
-    """Return the head's probability of the target's most likely token, [R] float32 or wider."""
     # `linear_loss` computes these logits again, because the gradient of lm_head depends on the weights.
     confidence = hidden_RH.new_empty(len(hidden_RH), dtype=_accumulation_dtype(hidden_RH))
     for rows, index, target_logits, logits in _chunks(hidden_RH, weight_VH, targets, position_R):

@@ -100,7 +100,6 @@ Curve = list[tuple[float, float | None]]
 
 
 def training_plot(steps: Sequence[TrainingProgress]) -> str:
-    """Return the plot of one or more steps as an SVG file."""
     last = steps[-1]
     runs = _runs(steps)
     loss = _curve(runs, [step.loss for step in steps])
@@ -138,7 +137,6 @@ def _curve(runs: Sequence[range], values: Sequence[float | None]) -> Curve:
 
 
 def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> str:
-    """Draw a chart with its name at the top and, for several curves, their numbers at the right."""
     known = [value for curve in curves for _, value in curve if value is not None]
     ticks = _ticks(min(known, default=0.0), max(known, default=1.0), 2 if height < HEIGHT / 2 else 4)
 

@@ -108,7 +108,6 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
 
 
 def _require_fit(init: Path, target: Target) -> None:
-    """Check that the head to continue fits this target and can be trained."""
     check_fit(read_config(init, ConfigError), target.model.config)
     quantised = sorted(name for name, dtype in read_dtypes(whole_head(init)).items() if dtype.startswith("F8"))
     if quantised:
@@ -182,7 +181,6 @@ class Prepared:
         return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
     def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
-        """Draw documents with the seed until they have `num_tokens` tokens together, or all are drawn."""
         chosen: list[int] = []
         for index in random.Random(self.config.seed).sample(documents, len(documents)):
             if num_tokens <= 0:
@@ -193,7 +191,6 @@ class Prepared:
 
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head and save it; return the contents of run.json."""
     on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), detect_machine()
     num_devices = 1 if on_gpu else hardware.num_cpus
     with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:

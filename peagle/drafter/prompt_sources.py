@@ -130,7 +130,6 @@ def _file(source: str, prompt_column: str, index: NgramIndex) -> tuple[list[Row]
 
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
-    """Yield the prompt of each row, without its response."""
     number = -1
     for number, row in enumerate(map(_without_request, read_all(source_files(source)))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
@@ -183,8 +182,6 @@ def _in_one_column(rows: list[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDocuments:
-    """The documents of a training, and the rows without one."""
-
     samples: list[Sample]
     rejected: list[Rejected]
     dropped: list[Dropped[Row]]
@@ -196,7 +193,6 @@ class TrainingDocuments:
 
 
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
-    """Read, check and tokenise the responses, and hold out a share by a hash of their ids."""
     column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
     checked = decontaminate(rows, index_of(config.exclude), text=lambda row: row_text(row, column))

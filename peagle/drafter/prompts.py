@@ -78,8 +78,6 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A wording of a request, drawn in proportion to `weight`."""
-
     text: str
     weight: float
 
@@ -144,7 +142,6 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    """Return the argument list without `self` or `cls`."""
     for group in (arguments.posonlyargs, arguments.args):
         if group and group[0].arg in {"self", "cls"}:
             del group[0]

@@ -22,8 +22,6 @@ from peagle.speculation import SpeculationStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """The figures on a model card."""
-
     verifier: str
     target_fingerprint: str
     licence: str | None

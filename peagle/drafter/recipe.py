@@ -70,7 +70,6 @@ class EpochOrder:
         self._epochs: list[list[list[int]]] = []
 
     def documents(self, step: int) -> list[int]:
-        """Return the indices of a step's documents; steps count through all epochs."""
         epoch = 0
         while step >= len(self._epoch(epoch)):
             step -= len(self._epoch(epoch))

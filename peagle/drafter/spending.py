@@ -56,7 +56,6 @@ class TrainingSpending:
             self._write(ended=True) if error is None else self._advance(ended=True)
 
     def start(self) -> None:
-        """Mark the end of loading. Later calls have no effect."""
         if self._work_from is None:
             with writing(self._folder, hint=_FULL):
                 make_folder(self._folder)

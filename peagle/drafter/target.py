@@ -61,7 +61,6 @@ class Architecture:
     dtype: Any
 
     def layer_config(self, *, num_layers: int, num_key_value_heads: int | None) -> Any:
-        """Return the `LlamaConfig` of a head's layers; None copies the target's number of KV heads."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -144,7 +143,6 @@ def _require_decoder(folder: Path, config: Any, shape: Any) -> None:
 
 
 def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one rotary embedding for all layers of a head, which have full attention."""
     if "rope_theta" not in parameters:
         by_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
         parameters = by_type.get("full_attention") or next(iter(by_type.values()), parameters)
@@ -222,7 +220,6 @@ class TargetWeights:
         return tensor
 
     def final_norm(self) -> torch.Tensor:
-        """Return the factors of the final norm, [H]."""
         return self["norm.weight"].float() + self._architecture.norm_offset
 
     def _name_of(self, ending: str) -> str:
@@ -266,8 +263,6 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target in a local folder."""
-
     model: ResolvedModel
     tokenizer: Any
     aux_layers: tuple[int, ...]
@@ -279,7 +274,6 @@ class Target:
         return Path(self.model.path)
 
     def require_tokens(self, samples: Sequence[Sample]) -> None:
-        """Check that the target has every token of the documents."""
         for sample in samples:
             if (largest := max(sample.token_ids)) >= self.vocab_size:
                 raise ConfigError(
@@ -295,7 +289,6 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Check that the layers exist and occur once."""
     if repeated := sorted({layer for layer in aux_layers if list(aux_layers).count(layer) > 1}):
         raise ConfigError(f"aux layers {repeated} are repeated; an engine reads each layer once")
     if beyond := [layer for layer in aux_layers if not 0 <= layer < num_layers]:
@@ -303,13 +296,11 @@ def require_layers(aux_layers: Sequence[int], num_layers: int) -> None:
 
 
 def end_tokens(*configs: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-text tokens of configurations, ascending."""
     stated = [config.get("eos_token_id") for config in configs]
     return sorted({token for ids in stated if ids is not None for token in (ids if isinstance(ids, list) else [ids])})
 
 
 def load_target(name: str, aux_layers: Sequence[int] | None, announce: Callable[[str], None]) -> Target:
-    """Load a target's configuration and tokenizer."""
     model = fetched_model(resolve_model(name, announce=announce), announce)
     folder = Path(model.path)
     if not folder.is_dir():

@@ -54,7 +54,6 @@ class Checkpoint:
     metrics_bytes: int
 
     def copy_to(self, head: Any) -> None:
-        """Copy the weights into a head of the same shape."""
         parameters = dict(head.named_parameters())
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -77,7 +76,6 @@ def saved_at(folder: Path) -> int | None:
 
 
 def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> Checkpoint | None:
-    """Return the checkpoint in `folder`, or None if there is no checkpoint."""
     if not has_checkpoint(folder):
         return None
     raw = torch.load(folder / FILE, map_location="cpu", weights_only=True)
@@ -140,7 +138,6 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
 
 
 def _in_parts(document: Document, parts: Sequence[Rows]) -> Iterator[TrainingBatch]:
-    """Yield a batch for each part. The batches share the document's features in memory."""
     first = make_batch([document], [parts[0]])
     yield first
     for rows in parts[1:]:
@@ -156,7 +153,6 @@ def sampled_batch(store: Features, documents: Sequence[int], config: TrainingCon
 
 
 def _draw(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step: int) -> Rows:
-    """Draw the rows of a document at a step, independently of other documents and workers."""
     seed = random.Random(f"{config.seed} {step} {index}").getrandbits(63)
     return sample_rows(
         loss_mask_T[1:],
@@ -187,7 +183,6 @@ class HeadOptimizer:
             self._optimizers[muon] = config.muon_learning_rate / config.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set AdamW's learning rate, and Muon's in proportion."""
         for optimizer, ratio in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * ratio
@@ -349,7 +344,6 @@ class _Trainer:
         return chosen[self.workers.rank :: self.workers.size]
 
     def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
-        """Compute the gradients and counts of a step, summed over micro-batches and workers."""
         batches = list(micro_batches(self.store, self._own_share(chosen), self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:
@@ -378,7 +372,6 @@ class _Trainer:
         return total, num_tokens
 
     def save(self) -> None:
-        """Write a checkpoint, if this is the first worker."""
         if self.workers.rank:
             return
         checkpoint = Checkpoint(

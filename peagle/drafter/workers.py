@@ -6,8 +6,6 @@ import torch
 
 
 class SingleProcess:
-    """A training without other workers."""
-
     rank = 0
     size = 1
 

@@ -98,7 +98,6 @@ class Account:
         return self.num_output_tokens / self.wall_s if self.wall_s else None
 
     def to_dict(self) -> dict[str, object]:
-        """Return all figures, including derived ones, for JSON."""
         speculation = {
             **self.speculation.to_dict(),
             "num_accepted_tokens": self.speculation.num_accepted_tokens,
@@ -159,7 +158,6 @@ def _work_by_session(units: Iterable[UnitUsage]) -> tuple[int, dict[str, UnitUsa
 
 
 def require_sessions(sessions: Collection[EngineSession], committing: Iterable[str]) -> None:
-    """Require unique sessions that include every committing one."""
     known = {session.session_id for session in sessions}
     if len(known) < len(sessions):
         raise PeagleError("the ledger contains an engine session twice")

@@ -93,7 +93,6 @@ class Baseline:
 
 
 def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
-    """Return the baseline in `run.json`, or None."""
     try:
         return Baseline.from_dict(run["baseline"]) if run.get("baseline") else None
     except ValueError as error:

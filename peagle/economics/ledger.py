@@ -103,8 +103,6 @@ class Segment:
 
 @dataclass(slots=True)
 class Files:
-    """The files of one kind."""
-
     own: dict[str, Place] = field(default_factory=dict)
     merged: dict[Place, list[Segment]] = field(default_factory=dict)
     orphans: list[Place] = field(default_factory=list)
@@ -233,7 +231,6 @@ _log = logging.getLogger(__name__)
 
 
 def write_session(folder: Place, session: EngineSession) -> None:
-    """Write the heartbeat of an engine process, replacing the previous one."""
     write_atomic(folder / f"session-{session.session_id}.parquet", sessions_bytes([session]))
 
 
@@ -284,8 +281,6 @@ def append_beat(folder: Path, session: EngineSession) -> None:
 
 
 class SessionReader:
-    """Reads the sessions of a live ledger. Unchanged files are read once."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
@@ -316,7 +311,6 @@ class SessionReader:
 
 
 def session_at_time(folder: Place, session: EngineSession, moment: float) -> EngineSession:
-    """Return a session at a Unix time in its life, interpolated between heartbeats."""
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     ends = [one for one in (later, session) if one is not None and one.last_seen_at > moment]
@@ -422,8 +416,6 @@ def write_batch(folder: Path, batch: RequestUsage) -> None:
 
 
 class RequestReader:
-    """Reads the requests of a live ledger, each once."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read_bytes: dict[str, int] = {}  # by segment

@@ -41,7 +41,6 @@ def resolve_price(keys: PriceOptions, hardware: Hardware) -> Price:
 
 
 def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[Any, str]]:
-    """Return the price options that the user left open: value, and how it was determined."""
     if price.market == "fixed":
         return {}
     found = {name: (getattr(price, name), str(price.basis)) for name in ("instance_type", "provider", "region")}

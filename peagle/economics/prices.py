@@ -99,7 +99,6 @@ def packaged_offers() -> list[Offer]:
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """Read a price table. It needs instance_type, a price and a number of devices."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
@@ -338,7 +337,6 @@ class PriceTable:
         return any(offer.instance_type == instance_type for offer in self.carrying(accelerator))
 
     def carrying(self, accelerator: str | None) -> list[Offer]:
-        """Return the offers with this accelerator, by any of its names; None means none."""
         if accelerator is None:
             return [offer for offer in self.offers if not offer.num_accelerators]
         return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]

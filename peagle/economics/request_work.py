@@ -37,8 +37,6 @@ def read_work(folder: Place) -> Mapping[SpendingGroup, Work]:
 
 
 class WorkReader:
-    """Reads the work in a live ledger, each line once."""
-
     def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._read_bytes: defaultdict[str, int] = defaultdict(int)
@@ -121,7 +119,6 @@ def _work_of(request: RequestUsage) -> tuple[SpendingGroup, Work]:
 
 
 def _columns(piece: bytes) -> "pa.Table":
-    """Parse the lines as columns, with the fields of `usage` at the top level."""
     import pyarrow as pa
     from pyarrow import json
 

@@ -98,7 +98,6 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
-    """Return the budgets in a file; none if it does not exist."""
     values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
     return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
 
@@ -153,7 +152,6 @@ def write_draw(ledger: Path, draw: Draw) -> None:
 
 
 def read_draws(ledger: Path) -> list[Draw]:
-    """Return the draws of all runs. Damaged ones are logged and skipped."""
     return [
         draw for path in sorted(ledger.glob(_DRAWS)) for draw in readable(path, [path.read_bytes()], Draw.from_json)
     ]

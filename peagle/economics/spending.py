@@ -192,7 +192,6 @@ def _overheads(
     days: range,
     paid: Iterable[tuple[int, float]],
 ) -> Iterator[tuple[SpendingGroup, Spend]]:
-    """Yield the cost that no work pays for, by day."""
     nobody = SpendingGroup(days.start, session.session_id, "", session.model, session.drafter, session.tags)
     usd_per_s = session.usd_per_device_s * session.num_devices
     if not usd_per_s:

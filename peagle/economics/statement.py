@@ -149,7 +149,6 @@ def _apportioned(amounts: Sequence[float], total: int) -> list[int]:
 
 
 def shown(data: Mapping[str, Any], digits: int) -> dict[str, Any]:
-    """Return a statement with its amounts rounded to fewer digits, together again."""
     return _round_again(data, "usd", digits, 1.0)
 
 

@@ -35,8 +35,6 @@ class _SessionUnits:
 
 
 class UnitTimes:
-    """Times and tokens of committed units, by session."""
-
     def __init__(self) -> None:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 

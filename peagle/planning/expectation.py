@@ -10,8 +10,6 @@ from peagle.profiles.measurements import NONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Output tokens/s of one engine."""
-
     tokens_per_s: float
     concurrency: int
     source: str
@@ -21,7 +19,6 @@ class Speed:
 
 
 def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) -> Speed | None:
-    """Return the speed of this engine on this hardware, or None if it is unknown."""
     profile = engine.profile
     if profile is not None and engine.follows_profile and profile.hardware == hardware.describe():
         cell = profile.chosen

@@ -251,8 +251,6 @@ _UNKNOWN_LOST_S = 60.0  # without response lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A fleet of equal machines."""
-
     sweep: Sweep
     cell: Cell
     machine: Machine

@@ -48,7 +48,6 @@ class Sweep:
 
 
 def read_sweeps(paths: Sequence[Path]) -> list[Sweep]:
-    """Read several files, with unique names."""
     names = Counter(path.name for path in paths)
     return [read_sweep(path, str(path) if names[path.name] > 1 else path.name) for path in paths]
 

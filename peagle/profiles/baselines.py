@@ -54,7 +54,6 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
-    """Return the fastest cell of a method and K at each concurrency."""
     found = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
     found = [cell for cell in found if cell.drafts_each_step or not cell.drafts]
     return {cell.concurrency: cell for cell in sorted(found, key=lambda cell: cell.output_tokens_per_s)}
@@ -76,8 +75,6 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The measurements of a benchmark."""
-
     name: str
     model: str
     hardware: str

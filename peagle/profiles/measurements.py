@@ -69,7 +69,6 @@ class Cell(BaseModel):
         return self.drafts and self.method not in LOOKUP_METHODS
 
     def is_within(self, *, max_tpot_ms: float | None, max_ttft_ms: float | None) -> bool:
-        """Return whether the p95 latencies are within these limits. Unknown latencies exceed any limit."""
         limits = ((max_tpot_ms, self.tpot_s), (max_ttft_ms, self.ttft_s))
         return all(
             limit is None or (found is not None and "p95" in found and found["p95"] * 1000 <= limit)
@@ -86,7 +85,6 @@ def method_label(method: str, k: int) -> str:
 
 
 def read_cells(entries: Any, where: str) -> list[Cell]:
-    """Return the cells of a file."""
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: cells must be a non-empty list", hint="docs/planning.md shows one")
     return [_cell(entry, f"{where}, cell {number}") for number, entry in enumerate(entries, start=1)]

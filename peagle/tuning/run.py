@@ -97,7 +97,6 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    """Return the engine options of the choice; drafter options only if it drafts."""
     names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.drafts else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
         "model": lasting_name(config.model),
@@ -121,7 +120,6 @@ def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> Measu
 
 
 def _drafter(config: TuneConfig, setup: Setup) -> str:
-    """Return the value of --drafter: the configured head, or the method from the catalog."""
     return setup.drafter.model if setup.drafter and setup.method in config.heads else setup.method
 
 

@@ -139,7 +139,6 @@ class Search:
         return self._costs.of(self.pending(), up)
 
     def ranked(self, candidates: Iterable[Candidate] | None = None, num_passes: int | None = None) -> list[Candidate]:
-        """Return the measured candidates, the best first."""
         chosen = self.candidates if candidates is None else candidates
         scores = {one: score for one in chosen if (score := self._score(one, num_passes)) is not None}
         return sorted(scores, key=lambda one: scores[one].rank)

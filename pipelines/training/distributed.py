@@ -116,7 +116,6 @@ _POLL_S = 2.0
 
 
 def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head on `config.workers` workers and save it; return the contents of run.json."""
     with contextlib.ExitStack() as paid:
         with ray_cluster():
             config = config.model_copy(
@@ -145,7 +144,6 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
 
 def _run(prepared: Prepared) -> DivergedError | None:
-    """Train on the workers; return the error if the training diverged."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

@@ -74,7 +74,6 @@ def _run_config(
 
 
 def _write(rows: Sequence[Row], run: Path) -> Path:
-    """Write the prompts as a corpus next to their run."""
     corpus = run.with_suffix(".jsonl")
     with writing(corpus, hint="free some space, or name another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)

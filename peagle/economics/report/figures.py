@@ -151,7 +151,6 @@ def money_labels(report: Mapping[str, Any]) -> list[str]:
 
 
 def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
-    """Return the same for sessions in a ledger."""
     sessions = list(sessions)
     labels = {
         STAND_IN: any(one.is_stand_in for one in sessions),
@@ -176,7 +175,6 @@ def format_price(price: Mapping[str, Any]) -> str:
 
 
 def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a name and a sentence for each kind of savings that applies."""
     prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
     share = f" ({format_share(cached / prompt)})" if prompt else ""
     lines = (

@@ -43,8 +43,6 @@ from peagle.economics.report.plots import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel."""
-
     heading: str
     lead: str
     plots: Sequence[tuple[str, str]]
@@ -91,7 +89,6 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
 
 
 def over_time(report: Mapping[str, Any]) -> list[Panel]:
-    """Return panels of engine states, tokens per second and dollars over time."""
     timeline = report.get("timeline")
     if not timeline:
         return []
@@ -127,7 +124,6 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
 
 
 def of_rows(report: Mapping[str, Any]) -> list[Panel]:
-    """Return panels of lengths, latencies, finish reasons and failures."""
     return [*_measured(report), *_ends(report)]
 
 
@@ -193,7 +189,6 @@ _CARDS = (
 
 
 def render_html(reports: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of one run, or of several runs side by side."""
     from jinja2 import Environment, StrictUndefined
 
     several = [reports] if isinstance(reports, Mapping) else list(reports)

@@ -84,7 +84,6 @@ def acceptance_svg(runs: Sequence[Rates]) -> str:
 
 
 def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Plot one bar per run, divided into the shares of its cost."""
     bar_height, label_height, gap = 34, 18 if len(runs) > 1 else 0, 12
     parts, y = [], 4.0
     for label, shares in runs:
@@ -137,8 +136,6 @@ def _grid_label(share: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Consecutive amounts under one label."""
-
     label: str
     parts: Sequence[tuple[str, float, str]]
     words: str
@@ -155,7 +152,6 @@ def plain_bar(label: str, value: float, words: str, kind: str = "series-0") -> B
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
-    """Plot horizontal bars with labels and values; ranges are whiskers."""
     most = max(max(bar.value, bar.high or 0.0) for bar in bars) or 1.0
     drawn, y = [], 2.0
     for bar in bars:
@@ -194,7 +190,6 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
 
 
 def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence[tuple[str, str]], name: str) -> str:
-    """Plot stacked columns of dollars."""
     stacked = [
         (
             label,
@@ -302,7 +297,6 @@ def series_svg(
 
 
 def engines_svg(timeline: Mapping[str, Any]) -> str:
-    """Plot a lane per engine, coloured by state, with its shares above."""
     x, y, drawn, labels = _place(timeline, 0), 2.0, [], []
     for engine in timeline["engines"]:
         labels.append(_label(engine))

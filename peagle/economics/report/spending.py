@@ -46,7 +46,6 @@ def csv_statement(one: Mapping[str, Any]) -> str:
 
 
 def decimal(usd: float | None) -> str:
-    """Return an amount in decimal digits, or "unknown"."""
     return UNKNOWN if usd is None else f"{usd:.{DIGITS}f}"
 
 
@@ -144,7 +143,6 @@ _STYLE = (
 
 
 def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
-    """Return the page."""
     shown = round_for_display(one)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in one["notes"])
     noted = f'<ul class="notes">{notes}</ul>' if notes else ""
@@ -161,7 +159,6 @@ def html_statement(one: Mapping[str, Any], daily: Mapping[str, Any]) -> str:
 
 
 def _by_day(daily: Mapping[str, Any]) -> str:
-    """Plot stacked columns: the largest groups, overhead and losses."""
     dimension = daily["by"][1]
     of_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     of_name: defaultdict[str, float] = defaultdict(float)

@@ -23,7 +23,6 @@ _NAME_WIDTH = 14
 
 
 def text_summary(report: Mapping[str, Any]) -> str:
-    """Return the summary of a run: aligned lines, then notes."""
     check_report(report)
     run, account = report["run"], report["account"]
     of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
