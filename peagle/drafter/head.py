@@ -22,7 +22,6 @@ from peagle.drafter.vocabulary import DraftVocabulary
 from peagle.errors import ConfigError
 from peagle.files import write_atomic
 
-ALGORITHMS = ("peagle", "eagle3")
 INITS = ("warm", "random")
 
 

@@ -1,7 +1,7 @@
 """Options of `peagle tune`, for YAML and the command line."""
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -12,7 +12,6 @@ from peagle.engine.spec import DRAFT_METHODS
 from peagle.profiles.measurements import NONE
 
 Objective = Literal["tokens-per-dollar", "throughput"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 METHODS = (NONE, *DRAFT_METHODS)
 AUTO = "auto"
 

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 from config_only import measure_at_once, write_head, write_target
+from usage_records import drafts
 
 from peagle.bench.plan import make_setup
 from peagle.bench.record import PassRecord, RequestTimes
@@ -33,12 +34,6 @@ def setup(method="peagle", k=3):
     model = "head" if method in DRAFT_METHODS else ""
     values: dict[str, Any] = {"method": method, "model": model, "num_speculative_tokens": k}
     return make_setup(EngineSpec(model="target"), None if method == "none" else DrafterSpec(**values))
-
-
-def drafts(num_drafts, *accepted):
-    return SpeculationStats(
-        num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
-    )
 
 
 ONE_REQUEST = (RequestTimes(num_output_tokens=21, elapsed_s=2.0, decode_s=1.5),)

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 from config_only import write_head
+from usage_records import drafts
 
 from peagle.bench.acceptance import evaluate, length_plot, make_cell, markdown_report, position_plot, text_report
 from peagle.bench.config import EvaluateConfig
@@ -15,9 +16,8 @@ from peagle.bench.record import CategoryResult
 from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
-from peagle.speculation import SpeculationStats
 
-from .conftest import drafts, record
+from .conftest import record
 
 ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} for i in range(6)]
 
@@ -238,7 +238,7 @@ def cell(k, stats, drafter="mine", **changes):
 def at_k(k, drafter="mine"):
     """A cell in which half of the drafts are accepted at each position."""
     accepted = tuple(16 >> (i + 1) for i in range(k))
-    stats = SpeculationStats(num_drafts=16, num_draft_tokens=16 * k, accepted_per_position=accepted)
+    stats = drafts(16, *accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
     return cell(k, stats, drafter, by_category={"code": code})
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from usage_records import drafts
 
 from peagle import hardware
 from peagle.bench import engine
@@ -189,11 +190,6 @@ def test_a_refused_request_has_no_answer():
 
 
 def test_difference_of_two_readings():
-    def stats(num_drafts, *accepted):
-        return SpeculationStats(
-            num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
-        )
-
-    assert difference(stats(10, 6, 3), stats(4, 3, 1)) == stats(6, 3, 2)
-    assert difference(stats(10, 6, 3), SpeculationStats.empty()) == stats(10, 6, 3)
-    assert difference(None, stats(1, 1)) is None
+    assert difference(drafts(10, 6, 3), drafts(4, 3, 1)) == drafts(6, 3, 2)
+    assert difference(drafts(10, 6, 3), SpeculationStats.empty()) == drafts(10, 6, 3)
+    assert difference(None, drafts(1, 1)) is None

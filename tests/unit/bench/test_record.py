@@ -2,6 +2,7 @@ import json
 import statistics
 
 import pytest
+from usage_records import drafts
 
 from peagle.bench.engine import Answer, Loop
 from peagle.bench.plan import Pass
@@ -20,7 +21,7 @@ from peagle.engine.fake import FakeEngine
 from peagle.engine.interface import Generation
 from peagle.speculation import SpeculationStats
 
-from .conftest import drafts, record, setup
+from .conftest import record, setup
 
 
 def times(num_output_tokens, elapsed_s, decode_s):

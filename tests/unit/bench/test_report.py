@@ -2,6 +2,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from usage_records import drafts
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.record import RequestTimes, acceptance, summarise
@@ -94,7 +95,7 @@ SPEEDS = {
 
 def at_speed(method, k, concurrency, speed, repeat=0):
     request = RequestTimes(num_output_tokens=101, elapsed_s=101 / speed, decode_s=100 / speed)
-    stats = SpeculationStats(num_drafts=40, num_draft_tokens=40 * k, accepted_per_position=(30, 10, 5, 1, 0)[:k])
+    stats = drafts(40, *(30, 10, 5, 1, 0)[:k])
     nothing = SpeculationStats.empty()
     return record(
         method, k, concurrency, repeat, wall_s=101 / speed, requests=[request], speculation=stats if k else nothing

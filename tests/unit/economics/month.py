@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pyarrow as pa
-from usage_records import engine_session, unit_usage
+from usage_records import drafts, engine_session, unit_usage
 
 from peagle.corpus.rows import Span
 from peagle.economics.baseline import Baseline, Step
@@ -35,12 +35,6 @@ def a_unit(session_id, *, busy_s, tokens, finished_at, num_rows=1, cached=0, dra
         num_output_tokens=tokens, busy_s=busy_s, speculation=drafted, started_at=finished_at - busy_s,
         finished_at=finished_at,
     )  # fmt: skip
-
-
-def drafted(*accepted, num_drafts):
-    return SpeculationStats(
-        num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
-    )
 
 
 def a_request(key, *, usd, tags=NO_TAGS, **usage):
@@ -73,11 +67,11 @@ def write_endpoint(state):
     tags = '{"project": "x", "team": "search"}'
     alice = a_request(
         "alice", usd=6.88, busy_s=3600.0, tokens=2_000_000, finished_at=at(11, 3, 23, 50), tags=tags, cached=400_000,
-        drafted=drafted(500_000, 400_000, 300_000, 160_000, num_drafts=640_000),
+        drafted=drafts(640_000, 500_000, 400_000, 300_000, 160_000),
     )  # fmt: skip
     bob = a_request(
         "bob", usd=3.44, busy_s=1800.0, tokens=900_000, finished_at=at(11, 4, 1), tags=SERVING.tags,
-        drafted=drafted(250_000, 200_000, 100_000, 50_000, num_drafts=300_000),
+        drafted=drafts(300_000, 250_000, 200_000, 100_000, 50_000),
     )  # fmt: skip
     append_request(ledger, alice)
     append_request(ledger, bob)

@@ -1,34 +1,28 @@
 import pytest
-from usage_records import engine_session, unit_usage
+from usage_records import drafts, engine_session, unit_usage
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
 from peagle.economics.report.data import report_dict
-from peagle.speculation import SpeculationStats
 
 PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
+RUN = {
+    "precision": "bf16",
+    "concurrency": 1,
+    "num_input_rows": 40,
+    "complete": True,
+    "sampling": {"temperature": 0.0, "max_tokens": 128},
+    "versions": {"vllm": "0.29.0"},
+}
 
 
 @pytest.fixture
 def make_report():
     """Make the report of one engine on 2 vCPUs: 20 s load, 10 s compile; `busy_s` was committed."""
 
-    def make(
-        *,
-        tokens=4000,
-        busy_s=100.0,
-        lost_s=0.0,
-        idle_s=0.0,
-        num_failed_rows=0,
-        accepted=(),
-        num_drafts=0,
-        price=PRICE,
-        **run,
-    ):
+    def make(*, tokens=4000, busy_s=100.0, lost_s=0.0, idle_s=0.0, num_failed_rows=0, accepted=(), num_drafts=0,
+             price=PRICE, **run):  # fmt: skip
         started_at = 1_780_000_000.0
-        drafts = SpeculationStats(
-            num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
-        )
         unit = unit_usage(
             "a",
             num_rows=40,
@@ -37,7 +31,7 @@ def make_report():
             num_cached_tokens=1000,
             num_output_tokens=tokens,
             busy_s=busy_s,
-            speculation=drafts,
+            speculation=drafts(num_drafts, *accepted),
             started_at=started_at + 30,
             finished_at=started_at + 30 + busy_s,
         )
@@ -65,25 +59,13 @@ def with_drafter(make_report):
         num_speculative_tokens=3,
         num_drafts=1000,
         accepted=(480, 100, 20),
-        precision="bf16",
-        concurrency=1,
-        num_input_rows=40,
-        complete=True,
-        sampling={"temperature": 0.0, "max_tokens": 128},
-        versions={"vllm": "0.29.0"},
+        **RUN,
     )
 
 
 @pytest.fixture
 def without_drafter(make_report):
-    return make_report(
-        precision="bf16",
-        concurrency=1,
-        num_input_rows=40,
-        complete=True,
-        sampling={"temperature": 0.0, "max_tokens": 128},
-        versions={"vllm": "0.29.0"},
-    )
+    return make_report(**RUN)
 
 
 @pytest.fixture
