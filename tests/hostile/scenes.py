@@ -1,4 +1,4 @@
-"""The neighbour alone, then beside each attack, then beside all of them."""
+"""The neighbour alone, beside each attack, and beside all of them."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,7 @@ _MOST_GROWTH_MIB = 512
 def play(
     endpoint: Endpoint, tenants: Tenants, names: list[str], seconds: float, *, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row a scene; the attackers have a process of their own."""
+    """Play the scenes, with the attackers in a separate process; return a row for each."""
     scenes = {QUIET: [], WORK: [WORK], **{name: [name] for name in names}, **({ALL: names} if len(names) > 1 else {})}
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
