@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.scenes import MOST_TIMES_QUIET
+from tests.hostile.scenes import MAX_TIMES_QUIET
 from tests.origin import origin, origin_text, write_report
 
 _INTRODUCTION = """\
@@ -20,7 +20,7 @@ def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    limit = f"The limit is {MOST_TIMES_QUIET:g} times the quiet p95."
+    limit = f"The limit is {MAX_TIMES_QUIET:g} times the quiet p95."
     parts = [
         f"# A hostile key beside a working one: {data['date']}",
         origin_text(data),

@@ -17,8 +17,8 @@ from tests.hostile.attacks import TELL, WORK, Found, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
 QUIET, ALL = "quiet", "all at once"
-MOST_TIMES_QUIET = 1.5
-_MOST_GROWTH_MIB = 512
+MAX_TIMES_QUIET = 1.5
+_MAX_GROWTH_MIB = 512
 
 
 def play(
@@ -87,8 +87,8 @@ def _compare(row: dict[str, Any], quiet: dict[str, Any], *, is_attack: bool) -> 
         row["problems"].append("the neighbour was not answered")
         return
     row["times_quiet_p95"] = row["latency_p95_s"] / quiet["latency_p95_s"]
-    if is_attack and row["times_quiet_p95"] > MOST_TIMES_QUIET:
+    if is_attack and row["times_quiet_p95"] > MAX_TIMES_QUIET:
         row["problems"].append(f"p95 is {row['times_quiet_p95']:.2f} times the quiet one")
     for part, mib in row["grown_mib"].items():
-        if mib > _MOST_GROWTH_MIB:
+        if mib > _MAX_GROWTH_MIB:
             row["problems"].append(f"{part} grew by {mib:.0f} MiB")
