@@ -61,7 +61,7 @@ def test_other_errors_pass_through(part):
 
 
 def test_blocked_main_thread_is_killed(tmp_path):
-    """A call into a dead Ray may never return: here one that lets no signal through."""
+    """A call into a dead Ray may never return; this one ignores signals."""
     script = """
 import signal, time
 from pipelines.cluster import vitals
