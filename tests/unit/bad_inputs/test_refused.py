@@ -219,7 +219,7 @@ CASES = [
         files={"job.yaml": b"temprature: 1\n"}),
     bad("a missing configuration file", "--config job.yaml", "job.yaml"),
     bad("a configuration file that is not YAML", "--config job.yaml", "not valid YAML", files={"job.yaml": b"a: [\n"}),
-    bad("a configuration file that is a list", "--config job.yaml", "must be a YAML mapping", files={"job.yaml": b"- a\n"}),
+    bad("a configuration of a list", "--config job.yaml", "must be a YAML mapping", files={"job.yaml": b"- a\n"}),
     bad("a list for a number", "--config job.yaml", "max_tokens",
         files={"job.yaml": b"max_tokens: [1]\n"}),
 ]  # fmt: skip
