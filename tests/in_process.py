@@ -21,11 +21,12 @@ from peagle.economics.usage import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.batches.settings import BatchModel, BatchSettings
+from pipelines.online.config import ServedModelKeys
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import EngineAccount
-from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
+from pipelines.online.replica.fake import FakeServeEngine
 from pipelines.online.replica.relay import relay
 from pipelines.online.wire import Context
 
@@ -155,10 +156,10 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
     settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "RayRunner", NoRunner)
+        patch.setattr(module, "Runner", NoRunner)
         patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
         config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
-        engine = FakeServeEngine(FakeSettings(), config)
+        engine = FakeServeEngine(ServedModelKeys(engine="fake"), config)
         handles, batches = {"m": Handle(engine, account)}, _batches(folder, model)
         ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
         app = module.make_app(settings)

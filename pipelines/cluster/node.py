@@ -71,7 +71,7 @@ def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:
     """Return variables for a CPU engine that shares its cores with Ray and a driver."""
     # Intel's OpenMP yields the core while it waits for its other threads, and gets it back late from a busy process:
-    # docs/bulk.md, "What it costs".
+    # benchmarks/bulk/OVERHEAD.md.
     return {"KMP_USE_YIELD": "0"} if spec.max_num_seqs >= _MANY_SEQS else {}
 
 

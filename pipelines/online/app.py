@@ -33,7 +33,7 @@ from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read_keys
 from pipelines.online.placement import num_accelerators, placements
-from pipelines.online.serve.deployment import Sizes, pieces_per_s, request_counts
+from pipelines.online.serve.deployment import ReplicaJob, request_counts
 
 INGRESS_CPUS = 0.25  # must fit next to an engine on two cores
 INGRESS_ONGOING = 10_000  # requests wait here for engines; other limits apply
@@ -44,14 +44,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A resolved model of the endpoint."""
-
     keys: ServedModelKeys
     engine: ResolvedEngine
     placement: Placement
 
     def describe(self) -> str:
-        """Return a line about the model for the terminal."""
         drafter = self.engine.spec.drafter
         head = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         keys = self.keys
@@ -91,7 +88,6 @@ def _inspect(config: ServeConfig) -> Hardware:
 
 
 def prepare_batches(config: ServeConfig) -> None:
-    """Create the folder of batches, if configured."""
     if config.batches is not None:
         BatchStore(config.batches).prepare()
 
@@ -146,18 +142,11 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     for model in served:
         job = replica_job(config, hardware, model, price, app_id)
         deployments[model.keys.served_name] = build_llm_deployment(
-            make_llm_config(
-                model.keys.served_name,
-                model.engine.spec,
-                hardware,
-                job.sizes,
-                num_engines_on_node=job.num_engines_on_node,
-                parsers=job.parsers,
-            ),
+            make_llm_config(job, job.spec, hardware),
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[model.keys.served_name] = model_card(model, job.sizes.counts.admitted, hardware)
+        cards[model.keys.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # key limits are counted in its memory
@@ -216,22 +205,13 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     )
 
 
-def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> Any:
-    from pipelines.online.replica.fake import fake_settings
-    from pipelines.online.replica.server import ReplicaJob
-
-    keys, placement, drafter = model.keys, model.placement, model.engine.spec.drafter
-    counts = request_counts(
-        model.engine.spec,
-        hardware,
-        max_replicas=keys.max_replicas,
-        target=keys.target_ongoing_requests,
-        queued=keys.max_queued_requests,
-    )
+def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> ReplicaJob:
+    keys, spec, placement = model.keys, model.engine.spec, model.placement
     return ReplicaJob(
         app_id=app_id,
         state=str(_state(config)),
-        spec=model.engine.spec,
+        keys=keys,
+        spec=spec,
         engine=EngineFacts.priced(
             price,
             model=keys.served_name,
@@ -239,27 +219,14 @@ def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: P
             num_devices=placement.num_devices,
             device=placement.device,
             tags=tags_to_text(config.tags),
-            num_speculative_tokens=drafter.num_speculative_tokens if drafter else None,
+            num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else None,
             baseline=model.engine.baseline(hardware),
             is_stand_in=keys.engine == "fake",
         ),
-        sizes=Sizes(
-            counts=counts,
-            min_replicas=keys.min_replicas,
-            max_replicas=keys.max_replicas,
-            upscale_delay_s=keys.upscale_delay_s,
-            downscale_delay_s=keys.downscale_delay_s,
-            drain_s=keys.drain_s,
-            stream_interval_ms=keys.stream_interval_ms,
-            stream_pieces_per_s=keys.stream_pieces_per_s or pieces_per_s(placement),
-            num_cpus=placement.num_cpus,
-            lends=config.lends_engines,
-        ),
-        num_engines_on_node=placement.num_engines_on_node,
-        parsers=keys.parsers,
+        placement=placement,
+        counts=request_counts(keys, spec, hardware),
         heartbeat_s=config.heartbeat_s,
-        max_grammar_s=keys.max_grammar_s,
-        fake=fake_settings(keys),
+        lends=config.lends_engines,
     )
 
 

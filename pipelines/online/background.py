@@ -82,12 +82,11 @@ class Endpoint:
         return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
 
     def _price(self) -> Price | None:
-        """Return the price that it recorded, if it is up."""
         try:
-            told = json.loads((self.state / _UP).read_bytes())
+            up = json.loads((self.state / _UP).read_bytes())
         except FileNotFoundError:
             return None
-        return Price.from_dict(told["price"]) if told["up_at"] >= self.started_at else None
+        return Price.from_dict(up["price"]) if up["up_at"] >= self.started_at else None
 
     def write(self) -> None:
         record = asdict(self) | {"folder": str(self.folder), "state": str(self.state)}
@@ -108,7 +107,6 @@ def record_up(state: Path, price: Price) -> None:
 
 
 def endpoints() -> list[Endpoint]:
-    """Return all background endpoints, sorted by name."""
     return [Endpoint.read(path.parent) for path in sorted(_folder().glob(f"*/{_RECORD}"))]
 
 
@@ -116,8 +114,8 @@ def find(name: str | None) -> Endpoint:
     """Return the endpoint with this name, or the only running one."""
     all_endpoints = endpoints()
     if name is not None:
-        found = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
-        if found is None:
+        match = next((endpoint for endpoint in all_endpoints if endpoint.name == name), None)
+        if match is None:
             hint = (
                 did_you_mean(name, [endpoint.name for endpoint in all_endpoints])
                 if all_endpoints
@@ -125,7 +123,7 @@ def find(name: str | None) -> Endpoint:
             )
             hint += f"; `peagle deploy sagemaker --down {name}` deletes an endpoint on SageMaker"
             raise ConfigError(f"there is no endpoint {name!r}", hint=hint)
-        return found
+        return match
     alive = [endpoint for endpoint in all_endpoints if endpoint.process()]
     if len(alive) != 1:
         names = ", ".join(endpoint.name for endpoint in alive)
@@ -137,7 +135,6 @@ def find(name: str | None) -> Endpoint:
 
 
 def start(config: ServeConfig, *, port: int) -> Endpoint:
-    """Start `peagle serve` in the background."""
     folder = _folder() / name_for(config)
     if (folder / _RECORD).exists() and Endpoint.read(folder).process():
         raise ConfigError(

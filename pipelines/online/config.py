@@ -25,8 +25,6 @@ ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
 
 class ServedModelKeys(StandInKeys, EngineKeys):
-    """One model of the endpoint: its engine, and the number of engines."""
-
     name: str | None = Field(
         None,
         min_length=1,
@@ -241,8 +239,8 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            there, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{there} is given without {missing}: https needs both")
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is given without {missing}: https needs both")
         return self
 
     @model_validator(mode="after")
@@ -265,7 +263,6 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @property
     def served(self) -> tuple[ServedModelKeys, ...]:
-        """The configured models; a single one if `models` is empty."""
         if self.models:
             return self.models
         return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)

@@ -56,7 +56,6 @@ class CostView:
         return self.totals.budgets.spent_usd(account)
 
     def budgets(self, payers: Iterable[Payer]) -> dict[str, Any]:
-        """Return the state of all budgets by name."""
         with self.totals.snapshot():
             budgets = self.totals.budgets
             return {payer.name: budget_of(payer, budgets) for payer in payers if payer.budget_usd is not None}
@@ -70,15 +69,15 @@ class CostView:
         with self.totals.snapshot():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
         charged = charges(ledger, days)
-        chosen = (one for one in charged if key in (None, one.key))
+        chosen = (charge for charge in charged if key in (None, charge.key))
         return statement(chosen, by, days, session_labels(ledger.sessions))
 
     def _work(self) -> Mapping[SpendingGroup, Work]:
         work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
         for cell, sums in self.totals.cells.items():
             day = day_of(cell.minute * MINUTE_S)
-            whose = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
-            work[whose] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
+            group = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
+            work[group] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
         return work
 
     async def require(self) -> None:
@@ -114,10 +113,9 @@ class CostView:
         return coarsen(math.floor(max(now - window_s, 0.0) / MINUTE_S), math.floor(now / MINUTE_S))
 
     def _engines(self, units: list[UnitUsage], window_s: float | None, since: float) -> dict[str, object]:
-        """Return the account of all engines in the window, and their self-checks."""
         sessions = self._sessions.all() if window_s is None else self._sessions.since(since)
-        known = {session.session_id for session in sessions}
-        total = account((unit for unit in units if unit.session_id in known), sessions, self._price)
+        session_ids = {session.session_id for session in sessions}
+        total = account((unit for unit in units if unit.session_id in session_ids), sessions, self._price)
         return {"account": total.to_dict(), "self_checks": counted(session.self_check for session in sessions)}
 
 

@@ -44,7 +44,6 @@ class EndpointForecast:
         return "none; only this machine can connect"
 
     def usd_per_h(self, *, at_most: bool) -> float:
-        """Return the cost per hour of the minimum or maximum number of engines."""
         num_devices = sum(
             model.placement.num_devices * (model.keys.max_replicas if at_most else model.keys.min_replicas)
             for model in self.served
@@ -107,10 +106,10 @@ def settled(config: ServeConfig) -> Settled:
 
     With several models, names are prefixed by the model: "plain.drafter".
     """
-    found = forecast(config, print)
+    endpoint = forecast(config, print)
     rows: Settled = {}
-    for model in found.served:
+    for model in endpoint.served:
         prefix = f"{model.keys.served_name}." if config.models else ""
-        of_model = settled_keys(model.keys, model.engine, found.hardware, is_here=found.is_here)
+        of_model = settled_keys(model.keys, model.engine, endpoint.hardware, is_here=endpoint.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
-    return rows | resolve_price_defaults(config, found.price)
+    return rows | resolve_price_defaults(config, endpoint.price)

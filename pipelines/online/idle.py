@@ -20,7 +20,7 @@ from peagle.errors import PeagleError
 from pipelines.online.batches.store import BatchStore
 from pipelines.online.config import ServeConfig
 
-_LOOK_S = 5.0
+_CHECK_S = 5.0
 
 
 class IdleWatch:
@@ -44,14 +44,13 @@ class IdleWatch:
         self._since = monotonic()
 
     def idle_s(self) -> float:
-        """Return the seconds without work."""
         worked_s = self._read()
         if worked_s != self._worked_s or self._has_batches():
             self._worked_s, self._since = worked_s, self._monotonic()
         return self._monotonic() - self._since
 
     def _read(self) -> float:
-        return sum(one.load_s + one.compile_s + one.busy_s for one in self._sessions.all())
+        return sum(session.load_s + session.compile_s + session.busy_s for session in self._sessions.all())
 
 
 @contextlib.contextmanager
@@ -67,7 +66,7 @@ def ended_when_idle(
     watch = IdleWatch(ledger, has_batches=lambda: batches is not None and bool(batches.unfinished()))
     is_idle = threading.Event()
     args = (watch, config.idle_timeout, stopped, is_idle, say)
-    thread = threading.Thread(target=_look, args=args, daemon=True)
+    thread = threading.Thread(target=_watch, args=args, daemon=True)
     thread.start()
     yield
     stopped.set()
@@ -78,18 +77,17 @@ def ended_when_idle(
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:
-    """Return the cost of engines since a Unix time."""
     return account((), SessionReader(ledger).since(since), price).total_usd
 
 
-def _look(
+def _watch(
     watch: IdleWatch,
     timeout_s: float,
     stopped: threading.Event,
     is_idle: threading.Event,
     say: Callable[[str], None],
 ) -> None:
-    while not stopped.wait(min(_LOOK_S, timeout_s / 4)):
+    while not stopped.wait(min(_CHECK_S, timeout_s / 4)):
         try:
             idle_s = watch.idle_s()
         except (PeagleError, OSError) as error:

@@ -30,7 +30,7 @@ from pipelines.online.batches.routes import ROUTES as BATCH_ROUTES
 from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
-from pipelines.online.batches.work import RayRunner
+from pipelines.online.batches.work import Runner
 from pipelines.online.cost import CostView, asked_period
 from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death, is_engine_unavailable
 from pipelines.online.gateway.budget_watch import BudgetWatch
@@ -81,8 +81,6 @@ _OF_SAGEMAKER: dict[str, Route] = {"ping": get(PING_URL, Rule.OPEN, include_in_s
 
 
 class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's classes are untyped
-    """Ray's routes and ours."""
-
     def __init__(
         self,
         llm_deployments: Any,
@@ -110,7 +108,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         if batches.lends:  # with Serve's names of the endpoint and its engines
             app_name = serve.get_replica_context().app_name
             batches = replace(batches, application=app_name, deployments=self._deployments)
-        return Batches(batches, RayRunner(), spent_usd=self._cost.spent_usd, current_key=current_key)
+        return Batches(batches, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
         """Publish the metrics of budgets and break-even lengths, if there are any."""

@@ -88,8 +88,8 @@ class LiveView:
         last = int(self._now() // STEP_S)
         self._forget(last)
         steps = range(last - window_s // STEP_S, last)
-        seen = {whose for step in steps for whose in self._steps.get(step, ())}
-        models = sorted({whose.model for whose in seen if key in (None, whose.key)})
+        seen = {group for step in steps for group in self._steps.get(step, ())}
+        models = sorted({group.model for group in seen if key in (None, group.key)})
         by_model = {model: self._figures(steps, key, model) for model in models}
         return {
             "ends_at_s": last * STEP_S,
@@ -97,7 +97,7 @@ class LiveView:
             "total": self._figures(steps, key, None),
             "by_model": by_model,
             "series": self._series(steps, key),
-            "notes": [said for model, found in by_model.items() for said in self._notes(model, found)],
+            "notes": [text for model, figures in by_model.items() for text in self._notes(model, figures)],
         }
 
     def needed(self) -> dict[str, float]:
@@ -105,20 +105,18 @@ class LiveView:
         self._cost.totals.catch_up()
         with self._lock:
             by_model = self._report(None, _NEEDED_WINDOW_S)["by_model"]
-        lengths = {model: self._needed(model, found) for model, found in by_model.items()}
+        lengths = {model: self._needed(model, figures) for model, figures in by_model.items()}
         return {model: length for model, length in lengths.items() if length is not None}
 
-    def _needed(self, model: str, found: Mapping[str, Any]) -> float | None:
-        return needed_at(self._break_even.get(model, {}), found["requests_at_once"])
+    def _needed(self, model: str, figures: Mapping[str, Any]) -> float | None:
+        return needed_at(self._break_even.get(model, {}), figures["requests_at_once"])
 
-    def _notes(self, model: str, found: Mapping[str, Any]) -> list[str]:
-        """Return a note if the model's drafter costs more than it saves."""
-        length = reliable_length(found["num_drafts"], found["acceptance_length"])
-        said = note(length, break_even=self._needed(model, found))
-        return [f"{model}: {said}"] if said else []
+    def _notes(self, model: str, figures: Mapping[str, Any]) -> list[str]:
+        length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
+        text = note(length, break_even=self._needed(model, figures))
+        return [f"{model}: {text}"] if text else []
 
     def on_attach(self, totals: Totals) -> None:
-        """Add recent records that were read before."""
         for request in totals.recent(self._now() - MAX_WINDOW_S):
             self.on_ledger_record(request)
 
@@ -127,20 +125,20 @@ class LiveView:
             self._add(request)
 
     def _add(self, request: RequestUsage) -> None:
-        usage, whose = request.usage, LiveGroup(request.key, request.model)
+        usage, group = request.usage, LiveGroup(request.key, request.model)
         last = int(usage.finished_at // STEP_S)
         if last < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
             return
-        cell = self._cell(last, whose)
+        cell = self._cell(last, group)
         cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
         if request.ttft_s is not None:
             cell.ttft_s.append(request.ttft_s)
         begins_at = min(usage.started_at + (request.ttft_s or 0.0), usage.finished_at)
         for step, share in spread_over_steps(begins_at, usage.finished_at):
-            self._cell(step, whose).num_tokens_made += share * usage.num_output_tokens
+            self._cell(step, group).num_tokens_made += share * usage.num_output_tokens
 
-    def _cell(self, step: int, whose: LiveGroup) -> _Cell:
-        return self._steps.setdefault(step, defaultdict(_Cell))[whose]
+    def _cell(self, step: int, group: LiveGroup) -> _Cell:
+        return self._steps.setdefault(step, defaultdict(_Cell))[group]
 
     def _forget(self, last: int) -> None:
         for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
@@ -150,8 +148,8 @@ class LiveView:
         return [
             cell
             for step in steps
-            for whose, cell in self._steps.get(step, {}).items()
-            if key in (None, whose.key) and model in (None, whose.model)
+            for group, cell in self._steps.get(step, {}).items()
+            if key in (None, group.key) and model in (None, group.model)
         ]
 
     def _figures(self, steps: Collection[int], key: str | None, model: str | None) -> dict[str, Any]:
@@ -169,8 +167,8 @@ class LiveView:
         cells = [self._cells(point, key, None) for point in points]
         return {
             "step_s": size * STEP_S,
-            "output_tokens_per_s": [_rate(one, size) for one in cells],
-            "ttft_p50_s": [_ttft(one, 50) for one in cells],
+            "output_tokens_per_s": [_rate(point, size) for point in cells],
+            "ttft_p50_s": [_ttft(point, 50) for point in cells],
         }
 
 
@@ -217,11 +215,11 @@ def watch_engines(
             say(f"cannot read the ledger, so drafters are not checked now: {error}")
             continue
         for name in watches.keys() & by_model.keys():
-            found = by_model[name]
+            figures = by_model[name]
             for warning in watches[name].new(
-                num_drafts=found["num_drafts"],
-                acceptance_length=found["acceptance_length"],
-                concurrency=found["requests_at_once"],
+                num_drafts=figures["num_drafts"],
+                acceptance_length=figures["acceptance_length"],
+                concurrency=figures["requests_at_once"],
             ):
                 say(f"{name}: {warning}")
 

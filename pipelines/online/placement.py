@@ -29,7 +29,7 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
     if hardware.platform == "cuda":
         _check_accelerators(config, real, hardware, num_nodes)
     return {
-        keys.served_name: _placement(config, keys, hardware, num_nodes, sum(one.max_replicas for one in real))
+        keys.served_name: _placement(config, keys, hardware, num_nodes, sum(other.max_replicas for other in real))
         for keys in config.served
     }
 
@@ -61,12 +61,12 @@ def _placement(
 
 
 def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardware: Hardware, num_nodes: int) -> None:
-    found = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
+    available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
     needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
         each = ", ".join(f"{keys.served_name}: {keys.max_replicas} x {size_of(keys)}" for keys in real)
         raise CapacityError(
-            f"the models' engines need {needed} accelerators at once ({each}); {found}",
+            f"the models' engines need {needed} accelerators at once ({each}); {available}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
         )
     if config.batches is None or config.lends_engines:
@@ -76,7 +76,7 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
         if at_start > num_nodes * (hardware.num_accelerators // size_of(keys)):
             raise CapacityError(
                 f"batch_engines {config.batch_engines}: a batch of {keys.served_name} starts with {at_start}"
-                f" engine(s) of {size_of(keys)} accelerator(s), which do not fit; {found}",
+                f" engine(s) of {size_of(keys)} accelerator(s), which do not fit; {available}",
                 hint="use a smaller --batch-engines",
             )
 

@@ -46,7 +46,7 @@ class SageMakerConfig(ServeConfig):
 
     @model_validator(mode="after")
     def _keeps_the_contract(self) -> Self:
-        if any(one.drain_s > _MOST_DRAIN_S or one.min_replicas < 1 for one in self.models):
+        if any(model.drain_s > _MOST_DRAIN_S or model.min_replicas < 1 for model in self.models):
             raise ValueError(
                 f"models: each needs drain_s of at most {_MOST_DRAIN_S} and min_replicas of at least 1 here"
             )

@@ -153,7 +153,6 @@ class Sums:
         self.usd += request.usd
 
     def merge(self, other: "Sums") -> None:
-        """Add sums of the same engine process."""
         self.usage = self.usage + other.usage
         self.num_requests += other.num_requests
         self.num_cut += other.num_cut
@@ -176,16 +175,15 @@ def coarsen(minute: int, now: int) -> int:
 
 
 def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, Sums]:
-    """Return the sums with old ones merged by hour or day."""
-    kept: dict[RequestGroup, Sums] = {}
+    result: dict[RequestGroup, Sums] = {}
     for cell, sums in cells.items():
         minute = coarsen(cell.minute, now)
         cell = cell if minute == cell.minute else replace(cell, minute=minute)
-        if there := kept.get(cell):
-            there.merge(sums)
+        if merged := result.get(cell):
+            merged.merge(sums)
         else:
-            kept[cell] = sums
-    return kept
+            result[cell] = sums
+    return result
 
 
 _VERSION = 3
@@ -349,7 +347,6 @@ class Totals:
         self._joining.append(follower)
 
     def catch_up(self) -> None:
-        """Read new records."""
         with self._lock:
             if not self._is_restored:
                 self._restore()
@@ -398,16 +395,16 @@ class Totals:
 
     def _restore(self) -> None:
         self._is_restored = True
-        found = read_checkpoint(self._checkpoint)
-        if found is None:
+        checkpoint = read_checkpoint(self._checkpoint)
+        if checkpoint is None:
             return
-        if not self._reader.resume(found.marks):
+        if not self._reader.resume(checkpoint.marks):
             _log.warning("%s does not match the ledger's files; reading the whole ledger", self._checkpoint)
             return
-        self.cells = found.cells
+        self.cells = checkpoint.cells
         self._newest_minute = max((cell.minute for cell in self.cells), default=0)
-        self.budgets.restore(found.spent_by_day, found.batches)
-        self.prices.update(found.prices)
+        self.budgets.restore(checkpoint.spent_by_day, checkpoint.batches)
+        self.prices.update(checkpoint.prices)
 
     def _save_if_due(self) -> None:
         """Save the totals if due, also in the middle of a ledger. If that fails, the next process reads more."""

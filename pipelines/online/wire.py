@@ -154,7 +154,6 @@ class AnswerTally:
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:
-        """Read an event of a stream."""
         self.read(event)
         if event.get("usage") and (choices := event.get("choices")):
             choice = choices[0].get("index") or 0
@@ -202,7 +201,6 @@ def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 def with_headers(headers: Headers, reported: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return the headers with these added or replaced."""
     names = {name.encode() for name in reported}
     return [*((name, value) for name, value in headers if name.lower() not in names), *encoded(reported)]
 
@@ -214,7 +212,6 @@ def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:
 
 
 def error_event(error: ApiError) -> str:
-    """Return the last event of an aborted stream."""
     return f"{_DATA}{json.dumps(error.body())}{_END}"  # in ASCII, since it may contain text from the client
 
 

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches` as OpenAI's own client uses them, on a real Ray cluster with the engine's stand-in."""
+"""`/v1/files` and `/v1/batches` with OpenAI's client, on a real Ray cluster with the fake engine."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.batches.routes import ROUTES, BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchModel, BatchSettings
-from pipelines.online.batches.work import RayRunner
+from pipelines.online.batches.work import Runner
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -46,7 +46,7 @@ class Endpoint:
             ledger=folder / "ledger",
         )  # fmt: skip
         routes = BatchRoutes()
-        self.batches = routes.batches = Batches(self.settings, RayRunner(), spent_usd=lambda key: 0.0)
+        self.batches = routes.batches = Batches(self.settings, Runner(), spent_usd=lambda key: 0.0)
         app = guarded_app()
         answer_errors(app)
         gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
@@ -111,7 +111,7 @@ def lines_of(client, file_id):
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
-def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(start, keys, tmp_path):
+def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     first = start()
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
         batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
@@ -132,7 +132,7 @@ def test_a_batch_survives_a_restart_another_is_cancelled_and_both_are_paid_for(s
     assert all(one.key == "alice" and one.model == "m" and one.usd > 0 for one in charged)
 
 
-def test_orders_that_do_not_hold_start_no_process_each(start, keys):
+def test_invalid_batches_share_one_process(start, keys):
     before, seen = batch_actors(), set()
     with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
@@ -167,7 +167,7 @@ def check_restarted(client, batch, run):
 
 
 def check_forgotten(client, batches, folder):
-    """With their inputs nothing is left of what was asked: neither in the runs nor in a log."""
+    """After deleting the inputs, no prompt is left in runs or logs."""
     for batch in batches:
         client.files.delete(batch.input_file_id)
         run = RunDirectory(folder / "batches" / "runs" / batch.id)

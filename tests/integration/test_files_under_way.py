@@ -1,4 +1,4 @@
-"""Files through real Ray Serve: clients that do not read, and many that send at once."""
+"""Files through real Ray Serve: stalled downloads and concurrent uploads."""
 
 import socket
 import time
@@ -51,14 +51,14 @@ def upload(client):
 
 
 def memory_mib(process):
-    """Of the ingress and the proxy, what they share counted twice."""
+    """Return the memory of ingress and proxy; shared memory counts twice."""
     pids = [pid for pid in descendants(process.pid) if any(n in command_line(pid) for n in ("PeagleIngress", "Proxy"))]
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1024
 
 
 def stalled(port, key, path):
-    """A client that asks for a file and does not read it."""
+    """Return a client that requests a file and does not read it."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
@@ -66,13 +66,13 @@ def stalled(port, key, path):
     return client
 
 
-def test_uploads_at_once_and_clients_that_do_not_read_cost_little_and_keep_nobody_waiting(endpoint):
+def test_concurrent_uploads_and_stalled_downloads_use_little_memory(endpoint):
     process, port, keys = endpoint
     with client_of(port, keys["alice"]) as alice, client_of(port, keys["bob"]) as bob, ExitStack() as stack:
         before = memory_mib(process)
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             sent = [answer.raise_for_status().json()["id"] for answer in pool.map(upload, [alice] * NUM_CLIENTS)]
-        # Each keeps two megabytes under way and one of its temporary file; it was 12 times 48, some in shared memory.
+        # Two megabytes in transit and one of the temporary file each, instead of 12 times 48.
         assert memory_mib(process) - before < 250
 
         mine, theirs = f"/files/{sent[0]}/content", f"/files/{upload(bob).json()['id']}/content"
@@ -81,11 +81,11 @@ def test_uploads_at_once_and_clients_that_do_not_read_cost_little_and_keep_nobod
         for _ in range(NUM_CLIENTS):
             stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
         time.sleep(5)
-        assert memory_mib(process) - before < 200  # it was 12 times 48, in the ingress and once more in shared memory
+        assert memory_mib(process) - before < 200  # instead of 12 times 48, twice
         part = bob.get(theirs, headers={"range": "bytes=1000-1999"})
         assert (part.status_code, part.content) == (206, DATA[1000:2000])
         assert bob.get(theirs).content == DATA
-        for _ in range(NUM_CLIENTS):  # beyond the key's share
+        for _ in range(NUM_CLIENTS):  # beyond the key's limit
             stack.enter_context(stalled(port, keys["alice"], f"/v1{mine}"))
         time.sleep(2)
         assert alice.get(mine).status_code == 429

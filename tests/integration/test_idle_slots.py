@@ -1,4 +1,4 @@
-"""A batch in idle slots of `peagle serve` with the fake engine, beside people and through the death of an engine."""
+"""A batch in idle slots of `peagle serve` with the fake engine, interactive requests and a crash."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def wait(client, batch, condition):
 
 
 async def ask_beside(endpoint, client, batch):
-    """Three people's clients for some seconds of the batch, in which the engine dies."""
+    """Send interactive requests during the batch, and kill the engine."""
     people = Clients(endpoint.url, 3, SIZE.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
@@ -53,13 +53,13 @@ async def ask_beside(endpoint, client, batch):
     return people.tally.outcomes()
 
 
-def test_a_batch_in_idle_slots_is_answered_once_and_paid_once_and_people_are_served(tmp_path):
+def test_batch_in_idle_slots(tmp_path):
     flags = [*SIZE.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
     with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
             batch = order(client)
             wait(client, batch, lambda found: found.request_counts.completed > 0)
-            assert endpoint.load()["num_running_replicas"] == 1, "rows alone start no engine"
+            assert endpoint.load()["num_running_replicas"] == 1, "rows start no engine"
             outcomes = asyncio.run(ask_beside(endpoint, client, batch))
             done = wait(client, batch, lambda found: found.status in ("completed", "failed"))
             answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]

@@ -1,5 +1,4 @@
-"""The ingress on real Ray Serve, in front of a deployment that only waits: the page, what is under way now, and what
-becomes of a request whose time is over."""
+"""The ingress on real Ray Serve, in front of a deployment that only waits."""
 
 import asyncio
 import threading
@@ -24,7 +23,7 @@ CARD = {"id": "m", "object": "model", "peagle": {"max_replicas": 3, "max_request
 
 @serve.deployment(max_ongoing_requests=1)
 class Waits:
-    """Answers when a file is there; a stream has its first event at once. Writes down beside it what was cancelled."""
+    """Answers when a file exists; a stream has its first event immediately. Records cancelled requests as files."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -43,7 +42,7 @@ class Waits:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the engines look whether they may go on."""
+    """The folder of the file for which the engines wait."""
     return tmp_path_factory.mktemp("ingress")
 
 
@@ -74,7 +73,7 @@ def url(ray_cluster, folder):
     serve.shutdown()
 
 
-def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, folder):
+def test_page_and_live_load(url, folder):
     with httpx.Client(base_url=url, timeout=60) as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
@@ -102,17 +101,17 @@ def test_the_page_is_there_and_live_counts_engines_and_what_waits_for_them(url, 
         assert wait_for(http, num_requests_under_way=0)["num_requests_waiting"] == 0
 
 
-def test_a_request_whose_time_is_over_leaves_its_engine(url, folder):
+def test_timed_out_request_leaves_its_engine(url, folder):
     (folder / "go").unlink(missing_ok=True)
     with httpx.Client(base_url=url, timeout=60) as http:
-        for is_stream in (True, False, True):  # the engine's only slot, again and again
+        for is_stream in (True, False, True):  # the engine's only slot each time
             answer = http.post(CHAT_URL, json=BODY | {"stream": is_stream})
             assert answer.status_code == (200 if is_stream else 504)
             assert f"took longer than {TIMEOUT_S:g} s" in answer.text
             cancelled = folder / f"cancelled-{answer.headers['x-peagle-request-id']}"
             until = time.monotonic() + 10
             while not cancelled.exists():
-                assert time.monotonic() < until, "the engine has it still"
+                assert time.monotonic() < until, "the request is still in the engine"
                 time.sleep(0.05)
 
 

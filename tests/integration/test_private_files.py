@@ -1,4 +1,4 @@
-"""A run and an endpoint leave nothing to others, on the disk and on the network, under a umask that hides nothing."""
+"""A run and an endpoint keep files and ports private, even with a permissive umask."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def permissive(tmp_path, monkeypatch):
 
 
 def open_to_others(folder):
-    """Files and folders below that others may read, write or enter; what is in a folder of the user alone is not."""
+    """Return files and folders that others can access, except those inside private folders."""
     found = []
     for path in folder.iterdir():
         mode = path.lstat().st_mode
@@ -56,7 +56,7 @@ def open_to_others(folder):
     return found
 
 
-def test_a_finished_run_is_for_its_user(permissive, write_jsonl, tmp_path):
+def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
     corpus, made = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
     command = [
         sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", made / "run",
@@ -88,9 +88,7 @@ def certificate(tmp_path):
     return certificate, key
 
 
-def test_an_endpoint_keeps_what_it_was_told_and_is_reached_by_https_where_it_was_asked_to_listen(
-    permissive, certificate, tmp_path
-):
+def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
     key, record = new_key("alice")
     keys, folder = tmp_path / "keys.json", tmp_path / "made"
     write_keys(keys, [record])
@@ -115,10 +113,10 @@ def test_an_endpoint_keeps_what_it_was_told_and_is_reached_by_https_where_it_was
 
 
 def use(url, key, trusted):
-    """A request, a stream, and a batch from its upload to its answers, for whom the certificate is `trusted`."""
+    """Send a request, a stream and a batch with a trusted certificate."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        httpx.get(f"{url}/health")  # who does not know the certificate
+        httpx.get(f"{url}/health")  # without the certificate
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{url.replace('https', 'http')}/health")
     with httpx.stream(
@@ -144,7 +142,7 @@ def use(url, key, trusted):
 
 
 def own_address():
-    """An address of this machine that others could reach; the loopback one where there is none."""
+    """Return a non-loopback address of this machine if there is one."""
     addresses = [one for some in psutil.net_if_addrs().values() for one in some if one.family == socket.AF_INET]
     return next((one.address for one in addresses if not one.address.startswith("127.")), "127.0.0.1")
 
@@ -153,14 +151,14 @@ def reachable(pid):
     """Ports of a process and its children on which other machines reach them."""
     sockets = []
     for child in [pid, *descendants(pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             sockets += psutil.Process(child).net_connections("tcp")
     listening = [one.laddr for one in sockets if one.status == "LISTEN"]
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
 
 
 def check_around(shared):
-    """Ray's session, sockets and claims are in the user's own folder, and Ray's token is nobody else's."""
+    """Ray's session, sockets, claims and token are private."""
     assert [path.name for path in shared.iterdir()] == [f"peagle-{os.geteuid()}"]
     assert stat.S_IMODE((shared / f"peagle-{os.geteuid()}").stat().st_mode) == 0o700
     assert open_to_others(Path.home()) == []

@@ -1,4 +1,4 @@
-"""A container of SageMaker's: ENTRYPOINT ["peagle"], the command `serve`, variables, and its two routes."""
+"""A SageMaker container: ENTRYPOINT ["peagle"], the command `serve`, variables, and its two routes."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ REQUEST = {
     "temperature": 0.3,
 }
 NUM_TOKENS, TOKEN_S = 512, 0.1
-# What SageMaker passes on beside the body; no client chooses `Host`.
+# The headers that SageMaker forwards; clients cannot set `Host`.
 HEADERS = {"host": "model.aws.local:8080", "content-type": "application/json"}
 
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 @pytest.fixture
 def container(peagle, tmp_path, monkeypatch):
-    """Run `docker run IMAGE serve` with these variables, as far as a process can stand for it."""
+    """Imitate `docker run IMAGE serve` with these variables by a process."""
 
     def run(variables):
         port = free_port()
@@ -48,7 +48,7 @@ def container(peagle, tmp_path, monkeypatch):
 
 
 def ping(client):
-    """The status of the container's health check; None where nobody listens yet."""
+    """Return the status of the container's health check, or None if it does not listen yet."""
     try:
         answer = client.get("/ping")
     except httpx.TransportError:
@@ -65,7 +65,7 @@ def ping_s(client):
 
 
 def wait_until_well(process, client):
-    """Until a ping is answered with 200; what the others before it said."""
+    """Wait until a ping returns 200. Returns the earlier statuses."""
     before = set()
     until = time.monotonic() + START_S
     while (status := ping(client)) != 200:
@@ -83,7 +83,7 @@ def invoke(client, body, **attributes):
 
 
 def stopped(process, client):
-    """Stop it in the middle of a stream: the seconds that it takes, and the stream's last event."""
+    """Stop it during a stream. Returns the seconds that it takes, and the last event."""
     with client.stream("POST", "/invocations", json=REQUEST | {"stream": True, "ignore_eos": True}) as answer:
         lines = (line for line in answer.iter_lines() if line)
         next(lines)
@@ -124,7 +124,7 @@ def test_the_contract(container, tmp_path):
 
 
 def check_an_engine_that_dies(process, client):
-    """Nobody is told that all is well until another engine has taken its place."""
+    """The health check fails until another engine is running."""
     refused = invoke(client, {"prompt": "poison", "max_tokens": 1})
     assert refused.status_code == 503
     until = time.monotonic() + 60
@@ -136,7 +136,7 @@ def check_an_engine_that_dies(process, client):
 
 
 def send(connection, address, body):
-    """Ask for an answer, and read nothing of it."""
+    """Send a request without reading the answer."""
     data = json.dumps(body).encode()
     connection.connect(address)
     connection.sendall(b"POST /invocations HTTP/1.1\r\nhost: any\r\ncontent-type: application/json\r\n")
@@ -144,8 +144,8 @@ def send(connection, address, body):
 
 
 @pytest.mark.soak
-def test_it_ends_in_time_whoever_hangs(container):
-    """With the most of `drain_s`: a client that takes nothing, one that says nothing, and an engine that is silent."""
+def test_container_stops_in_time_despite_hanging_clients(container):
+    """With the maximum `drain_s`, a client that does not read, a silent client and a silent engine."""
     process, client = container(
         {
             "SM_VLLM_MODEL": "any",
@@ -176,9 +176,7 @@ def test_it_ends_in_time_whoever_hangs(container):
 
 
 @pytest.mark.soak
-def test_the_embedded_model_with_its_drafter_as_jumpstart_would_set_it(
-    container, embedded_target, shipped_head, tmp_path
-):
+def test_jumpstart_variables_with_the_embedded_model(container, embedded_target, shipped_head, tmp_path):
     speculation = {
         "model": str(shipped_head),  # /opt/ml/additional-model-data-sources/eagle there
         "method": "eagle3",
@@ -201,5 +199,5 @@ def test_the_embedded_model_with_its_drafter_as_jumpstart_would_set_it(
     assert (end.code, end.took_s < MOST_STOP_S) == (0, True), end
     whole, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
     assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
-    # Serve kills an engine whose requests have not ended in `drain_s`, so what it did for them is lost.
+    # Serve kills an engine with unfinished requests after `drain_s`, so their usage is lost.
     assert [one.outcome for one in last] in ([], ["ok"], ["cut"])

@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 0.4, "extra_body": {"top_k": 2, "return_tokens_as_tok
 pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 
-def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, embedded_target, tmp_path):
+def test_official_client(peagle, embedded_target, tmp_path):
     process, url, metrics, key, other_key = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         check_models(client)
@@ -53,9 +53,7 @@ def test_the_official_client_is_served_and_everything_is_accounted_for(peagle, e
 
 
 @pytest.mark.soak
-def test_a_batch_is_answered_by_an_engine_of_its_own_with_the_tokens_that_the_endpoint_has(
-    peagle, embedded_target, tmp_path
-):
+def test_batch_has_the_tokens_of_the_endpoint(peagle, embedded_target, tmp_path):
     process, url, _, key, _ = served(peagle, tmp_path, is_eager=False)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         in_bulk = check_batch(client)
@@ -70,7 +68,7 @@ def test_a_batch_is_answered_by_an_engine_of_its_own_with_the_tokens_that_the_en
 
 
 def bodies():
-    """Greedy requests, each with the likeliest tokens in each place."""
+    """Greedy requests with the likeliest tokens at each position."""
     problems = list(read_problems().values())[:NUM_IN_BATCH]
     chats = [[{"role": "user", "content": f"Complete this function:\n{problem['prompt']}"}] for problem in problems]
     asked = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
@@ -78,7 +76,7 @@ def bodies():
 
 
 def compared(bulk, online):
-    """How the first token differs that does; bf16 has ties, as requests do not share the same steps."""
+    """Compare the first tokens that differ; bf16 has ties, since requests do not share steps."""
     choices = [answer["choices"][0] for answer in (bulk, online)]
     both = [choice["logprobs"]["content"] for choice in choices]
     assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
@@ -92,7 +90,7 @@ def compared(bulk, online):
 
 
 def check_ledger_of_batch(folder):
-    """The endpoint's own engine has answered nothing until now."""
+    """The endpoint's own engine has not answered anything yet."""
     (batch,) = RequestReader(folder).new()
     assert (batch.outcome, batch.key, batch.model) == ("ok", "alice", MODEL)
     (session,) = read_sessions(folder)
@@ -101,7 +99,7 @@ def check_ledger_of_batch(folder):
 
 
 @pytest.mark.soak
-def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_replaced(peagle, embedded_target, tmp_path):
+def test_killed_vllm_engine_is_replaced(peagle, embedded_target, tmp_path):
     process, url, _, key, _ = served(peagle, tmp_path)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client, ThreadPoolExecutor(1) as pool:
         long = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
@@ -120,14 +118,14 @@ def test_a_vllm_engine_that_is_killed_ends_its_streams_with_an_error_and_is_repl
         assert "Paris" in answer.choices[0].message.content
     stop(process)
     bills = Counter(request.request_id for request in RequestReader(tmp_path / "state" / "ledger").new())
-    assert len(bills) == 1 + (whole.exception() is None), bills  # whoever it was cut off pays nothing
+    assert len(bills) == 1 + (whole.exception() is None), bills  # the cut-off stream is free
     assert set(bills.values()) == {1}
     killed, again = read_sessions(tmp_path / "state" / "ledger")
     assert killed.session_id != again.session_id
 
 
 def served(peagle, folder, *, is_eager=True):
-    """A process that is up: its addresses (of the API, of the Prometheus exporter) and two keys."""
+    """Start an endpoint. Returns the process, the addresses of the API and the Prometheus exporter, and two keys."""
     (key, alice), (other_key, bob) = new_key("alice", is_operator=True), new_key("bob")
     write_keys(folder / "keys.json", [alice, bob])
     port = free_port()
@@ -192,7 +190,7 @@ def check_streams(client):
 
 
 def check_formats(client):
-    """What a client can ask of an answer's form: a schema, a tool, logprobs."""
+    """Answers with a schema, a tool call and logprobs."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
@@ -214,7 +212,7 @@ def check_formats(client):
 
 
 def check_sampling(client, tokenizer):
-    """Sampled tokens are as frequent as the target has them, and greedy answers beside them are what they are alone."""
+    """Sampled tokens have the target's probabilities, and do not change concurrent greedy answers."""
     prompt, greedy = tokenizer.encode(CODE), {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
     chances = {(): 1.0}
     for _ in range(3):
@@ -239,7 +237,7 @@ def check_sampling(client, tokenizer):
 
 
 def next_tokens(client, prompt):
-    """The two likeliest tokens after a prompt, which has no drafts, with their shares when only these are sampled."""
+    """Return the two likeliest tokens after a prompt with their probabilities under SAMPLING."""
     answer = client.completions.create(
         model=MODEL, prompt=prompt, max_tokens=1, temperature=0, logprobs=2, extra_body=SAMPLING["extra_body"]
     )
@@ -253,7 +251,7 @@ def token_ids(choice):
 
 
 def check_cache(client, other):
-    """What a key has asked is cached for that key alone, whatever salt another one names."""
+    """The prefix cache is separate per key, even if another key sends a salt."""
     body = {"model": MODEL, "prompt": "word " * 400, "max_tokens": 1, "temperature": 0}
 
     def num_cached(asking, **more):
@@ -283,11 +281,11 @@ def check_errors(client, url):
 
 
 def check_constraints(client):
-    """Within every bound of size, and each more than any engine is given."""
+    """Constraints within all size limits that are too slow to compile."""
     lengths = {"type": "object", "properties": {f"f{n}": {"type": "string", "maxLength": 300 + n} for n in range(100)}}
     repeated = "".join(f"(.{{0,{300 + n}}}{chr(97 + n % 26)}){{0,{100 + n}}}" for n in range(200))
     tool = {"type": "function", "function": {"name": "f", "parameters": lengths}}
-    # The quick ones first: a key whose slow trials took 10 s gets 429.
+    # The quick ones first: after 10 s of slow trials a key gets 429.
     attacks = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
         {"extra_body": {"structured_outputs": {"grammar": 'root ::= root "a"'}}},
@@ -314,7 +312,7 @@ def check_constraints(client):
 
 
 def check_batch(client):
-    """On an engine of its own, beside the endpoint's; its answers, in the order of `bodies`."""
+    """Run a batch on its own engine. Returns the answers in the order of `bodies`."""
     lines = [
         json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body})
         for n, body in enumerate(bodies())
@@ -354,7 +352,7 @@ def check_page(client, url):
 
 
 def check_metrics(client, url):
-    """Prometheus sees what the ledger does, within the ten seconds of Ray's reports, and vLLM's metrics beside it."""
+    """Prometheus has the figures of the ledger after Ray's reports, and vLLM's metrics."""
     headers = {"authorization": f"Bearer {client.api_key}"}
     deadline = time.monotonic() + 60
     while True:
@@ -374,7 +372,7 @@ def check_metrics(client, url):
 
 
 def samples(url):
-    """Sums over labels, of requests those that were answered."""
+    """Return sums over labels; only answered requests count."""
     sums = {}
     for line in httpx.get(url, timeout=30).text.splitlines():
         is_answered = "outcome=" not in line or 'outcome="ok"' in line
@@ -395,5 +393,5 @@ def check_ledger(folder):
     assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
     (session,) = read_sessions(folder)
     assert session.ended
-    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # and they are nobody's:
+    assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # which no request is billed for:
     assert session.num_output_tokens == sum(request.usage.num_output_tokens for request in requests)

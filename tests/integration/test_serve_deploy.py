@@ -1,4 +1,4 @@
-"""`serve deploy` and `serve run` with deploy/serve.yaml, on a Ray of the test's own, with the fake engine."""
+"""`serve deploy` and `serve run` with deploy/serve.yaml on a separate Ray cluster, with the fake engine."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * START_S + 60)]
 
 @pytest.fixture
 def environment():
-    """deploy/ray.env, as the documentation has Ray's nodes start."""
+    """deploy/ray.env, as the documentation recommends."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
     named = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -33,7 +33,7 @@ def environment():
 
 @pytest.fixture
 def cluster(environment, tmp_path):
-    """A node: its address, and that of its dashboard."""
+    """A Ray node: the addresses of the node and of its dashboard."""
     port, dashboard = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """deploy/serve.yaml with a port and models of the test's own: the file, and the API's address."""
+    """deploy/serve.yaml with another port and other models: the file, and the API's address."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
     (application,) = content["applications"]
@@ -69,14 +69,14 @@ def config(tmp_path):
 
 
 def answers(url):
-    """Every model is asked once it is there."""
+    """Wait for the endpoint and send a request to each model."""
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         deadline = time.monotonic() + START_S
         while True:
             try:
                 models = [model.id for model in client.models.list().data]
                 break
-            except openai.APIError as error:  # refused connections, and what Serve says before the application is there
+            except openai.APIError as error:  # refused connections, or no application yet
                 if time.monotonic() > deadline:
                     raise AssertionError("the endpoint did not come up") from error
                 time.sleep(0.5)
@@ -84,7 +84,7 @@ def answers(url):
         return {model: client.chat.completions.create(model=model, **asked).usage.completion_tokens for model in models}
 
 
-def test_serve_deploy_takes_the_file(cluster, environment, config):
+def test_serve_deploy(cluster, environment, config):
     path, url = config
     command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -92,7 +92,7 @@ def test_serve_deploy_takes_the_file(cluster, environment, config):
     assert answers(url) == {"one": 4, "other": 4}
 
 
-def test_serve_run_takes_the_file_and_ends_with_ctrl_c(cluster, environment, config, tmp_path):
+def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
     path, url = config
     said = tmp_path / "run.log"
     with said.open("wb") as sink:

@@ -1,4 +1,4 @@
-"""Two engines of a model behind real Ray Serve: every form that a prompt may have finds one."""
+"""Two engines of a model behind real Ray Serve: every form of prompt is routed."""
 
 import httpx
 import pytest
@@ -7,21 +7,21 @@ from tests.faults.endpoint import MODEL, Size, serving
 
 SIZE = Size(queued=2, token_s=0.01, tokens=4)
 PROMPTS = ["def add(a, b):\n" * 40, [1, 2, 3], list(range(900))]
-NOT_OF_THE_STAND_IN = [[[1, 2], [3]], ["one", "two"]]  # which refuses them: so they found an engine
+REFUSED_PROMPTS = [[[1, 2], [3]], ["one", "two"]]  # refused by the fake engine, so they were routed
 CONTENTS = ["", [{"type": "text", "text": ""}], [{"type": "text", "text": "add " * 200}]]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_prompts_of_every_form_are_answered_by_one_of_two_engines(tmp_path):
-    asked = [("completions", {"prompt": prompt}) for prompt in PROMPTS + NOT_OF_THE_STAND_IN]
+def test_every_form_of_prompt_is_routed(tmp_path):
+    asked = [("completions", {"prompt": prompt}) for prompt in PROMPTS + REFUSED_PROMPTS]
     asked += [("chat/completions", {"messages": [{"role": "user", "content": content}]}) for content in CONTENTS]
     with serving(tmp_path, SIZE.flags(), start_s=200) as endpoint:
         assert endpoint.wait_until_whole(SIZE.max_replicas, 200) is not None
-        for route, body in asked * 2:  # more than may wait: one that were never routed would fill the queue
+        for route, body in asked * 2:  # more than the queue holds: unrouted requests would fill it
             body = {"model": MODEL, "max_tokens": SIZE.tokens, **body}
             answer = httpx.post(f"{endpoint.url}/v1/{route}", json=body, timeout=20)
-            assert answer.status_code == (400 if body.get("prompt") in NOT_OF_THE_STAND_IN else 200), (
+            assert answer.status_code == (400 if body.get("prompt") in REFUSED_PROMPTS else 200), (
                 body,
                 answer.text,
             )

@@ -1,4 +1,4 @@
-"""`peagle serve` on a cluster whose Serve somebody uses already."""
+"""`peagle serve` on a cluster with another Serve application."""
 
 import pytest
 from ray import serve
@@ -11,19 +11,19 @@ from pipelines.online.config import ServeConfig
 
 @serve.deployment
 class Another:
-    """Whose application it is."""
+    """Another application."""
 
 
 @pytest.fixture
 def address(ray_cluster):
-    """Where Serve of this cluster listens."""
+    """The address of Serve on this cluster."""
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield {"host": "127.0.0.1", "port": port}
     serve.shutdown()
 
 
-def test_the_endpoint_that_is_there_stays(address, tmp_path):
+def test_running_endpoint_is_not_replaced(address, tmp_path):
     serve.run(Another.bind(), name="peagle", route_prefix="/")
     with pytest.raises(ConfigError, match=r"an application `peagle` \(RUNNING\)"):
         _deploy(ServeConfig(state=tmp_path, **address), None, [], is_remote=True)
@@ -31,7 +31,7 @@ def test_the_endpoint_that_is_there_stays(address, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"host": "0.0.0.0"}, {"port": 1}])
-def test_its_address_is_the_one_that_counts(address, tmp_path, other):
+def test_address_must_be_serves(address, tmp_path, other):
     config = ServeConfig(state=tmp_path, **(address | other))
     there = f"{address['host']}:{address['port']}"
     with pytest.raises(ConfigError, match=f"listens on {there}, not on {config.host}:{config.port}"):

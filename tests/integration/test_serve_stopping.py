@@ -1,4 +1,4 @@
-"""`peagle serve` is asked to stop while it answers; the fake engine on real Ray Serve."""
+"""`peagle serve` is stopped while it answers, with the fake engine on real Ray Serve."""
 
 import contextlib
 import json
@@ -35,13 +35,13 @@ def served(peagle, tmp_path):
 
 
 def lines_of(answer):
-    """What a stream says, line by line, without the empty ones."""
+    """Return the lines of a stream without empty ones."""
     return (line for line in answer.iter_lines() if line)
 
 
 @contextlib.contextmanager
 def stopped_while_it_answers(process, url):
-    """Ask for a stream, and the endpoint to stop once it has begun: its first line, and those to come."""
+    """Start a stream and then stop the endpoint. Yields the first line and the remaining ones."""
     body = {"model": "fake", "messages": QUESTION, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
         lines = lines_of(answer)
@@ -50,7 +50,7 @@ def stopped_while_it_answers(process, url):
         yield first, lines
 
 
-def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
+def test_running_stream_finishes_during_shutdown(served):
     process, url = served(drain_s=60)
     with stopped_while_it_answers(process, url) as (first, lines):
         until = time.monotonic() + 5
@@ -58,7 +58,7 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
             assert time.monotonic() < until
             time.sleep(0.1)
         whole = [first, *lines]
-    assert refused.status_code == 503  # which OpenAI's client asks again, after what Retry-After says
+    assert refused.status_code == 503  # OpenAI's client retries it after Retry-After
     assert int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "overloaded"
     assert whole[-1] == "data: [DONE]"
@@ -66,11 +66,11 @@ def test_a_stream_under_way_gets_to_its_end_and_nothing_new_is_let_in(served):
     assert len("".join(words).split()) == NUM_TOKENS
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    # As it is: without a line that Ray prints of its own processes.
+    # Without output of Ray.
     assert said == "stopping: running requests may finish; repeat to stop immediately\n"
 
 
-def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
+def test_stream_beyond_drain_s_ends_with_an_error_event(served):
     process, url = served(drain_s=3)
     with stopped_while_it_answers(process, url) as (_, lines):
         *_, last = lines
@@ -78,12 +78,12 @@ def test_what_takes_longer_than_it_may_ends_with_an_error_event(served):
     assert process.wait(60) == 0
 
 
-def test_a_second_signal_ends_it_at_once(served):
+def test_second_signal_stops_immediately(served):
     process, url = served(drain_s=60)
     with stopped_while_it_answers(process, url):
         for line in process.stdout:
             if line.startswith("stopping"):
                 break
-        time.sleep(1.1)  # what comes sooner is the same wish
+        time.sleep(1.1)  # an earlier signal counts as the same
         process.send_signal(signal.SIGINT)
         assert process.wait(5) == 3

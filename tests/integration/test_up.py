@@ -1,4 +1,4 @@
-"""`peagle up` and `peagle down`: an endpoint in the background, with the fake engine, that ends when nobody asks."""
+"""`peagle up` and `peagle down`: an endpoint in the background, with the fake engine, that stops when idle."""
 
 import json
 import time
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def run(peagle, tmp_path, monkeypatch):
-    """Run a command to its end: what it has printed, of its data."""
+    """Run a command. Returns its JSON and its output."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
     def run(*arguments):
@@ -25,11 +25,11 @@ def run(peagle, tmp_path, monkeypatch):
     yield run
     for path in (tmp_path / "home" / "endpoints").glob("*/endpoint.json"):
         pid = json.loads(path.read_text())["pid"]
-        if psutil.pid_exists(pid):  # of a test that failed
+        if psutil.pid_exists(pid):  # after a failed test
             psutil.Process(pid).terminate()
 
 
-def test_up_list_down_and_the_end_of_one_that_nobody_asks(run):
+def test_up_list_down_and_idle_timeout(run):
     fake = ("--engine", "fake", "--usd-per-hour", 3600, "--heartbeat-s", 1, "--drain-s", 1)
     one, said = run("up", *fake, "--name", "one")
     assert (one["status"], f"one is up at {one['url']}" in said) == ("up", True)
@@ -45,6 +45,6 @@ def test_up_list_down_and_the_end_of_one_that_nobody_asks(run):
     while {each["status"] for each in run("up", "--list")[0]["endpoints"]} != {"ended"}:
         assert time.monotonic() < until
     *_, reason, stopping, cost = Path(idle["log"]).read_text().splitlines()
-    assert reason == "nobody has asked for 8.0 s: the endpoint ends"
+    assert reason == "no requests for 8.0 s: stopping the endpoint"
     assert stopping.startswith("stopping: ")
     assert cost.startswith("its engines cost $")

@@ -1,4 +1,4 @@
-"""The files for Prometheus and Grafana, and the table in docs/online.md, name existing metrics.
+"""The files for Prometheus and Grafana, and the table in docs/metrics.md, name existing metrics.
 
 If promtool is installed (Debian's package prometheus), it checks each expression and each alert.
 """
@@ -94,7 +94,7 @@ def test_docs_list_every_metric():
         for metric in METRICS.values()
     ]
     table = markdown([("metric", "type", "labels", "unit", "what"), *rows])
-    assert "\n".join(table) in (ROOT / "docs" / "online.md").read_text()
+    assert "\n".join(table) in (ROOT / "docs" / "metrics.md").read_text()
 
 
 @needs_promtool

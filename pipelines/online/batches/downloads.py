@@ -91,7 +91,6 @@ class Download(Response):
         super().__init__(status_code=206 if self._span.num_bytes < file.num_bytes else 200, headers=self._head(etag))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, and wait until the client has received it."""
         window = DownloadWindow(receive)
         await window.open(_BODY_TIMEOUT_S)
         num_bytes = min(self._span.num_bytes, WINDOW_BYTES) if window.has_acks else self._span.num_bytes
@@ -152,10 +151,10 @@ def span_of(header: str | None, num_bytes: int) -> ByteRange:
     >>> span_of("bytes=2-3", 10), span_of("bytes=-3", 10), span_of("bytes=8-99", 10)
     (ByteRange(first=2, end=4), ByteRange(first=7, end=10), ByteRange(first=8, end=10))
     """
-    found = _RANGE.fullmatch(header.replace(" ", "")) if header else None
-    if found is None:
+    match = _RANGE.fullmatch(header.replace(" ", "")) if header else None
+    if match is None:
         return ByteRange(0, num_bytes)
-    first, last, tail = found.groups()
+    first, last, tail = match.groups()
     if tail is not None:
         span = ByteRange(max(0, num_bytes - int(tail)), num_bytes)
     elif last:

@@ -9,25 +9,17 @@ import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from peagle.engine.interface import FAILED, Generation, RequestFailed, RequestRefused
 from peagle.errors import EngineError
 from peagle.runs.meter import BilledMeter
 from pipelines.online.errors import from_exception
+from pipelines.online.serve.calls import ServeResponse
 from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
 _RETRY_S = 0.25  # an attempt takes a few ms of CPU in both processes
 _UNAVAILABLE = 503
-
-
-class Call(Protocol):
-    """The part of Serve's `DeploymentResponseGenerator` that is used here."""
-
-    def __aiter__(self) -> AsyncIterator[BorrowedReply]: ...
-
-    def cancel(self) -> None:
-        """Remove the row from its engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +52,6 @@ class EndpointLender:
         return LentEngine(self, lambda row: engines().remote(row), meter)
 
     def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> BorrowedRequest:
-        """Return a row as an engine receives it."""
         return BorrowedRequest(
             context=replace(self.context, request_id=f"{self.context.request_id}-{name}"),
             cache_salt=self.cache_salt,
@@ -77,7 +68,9 @@ class LentEngine:
         meter: receives the cost of rows, including rows that were returned.
     """
 
-    def __init__(self, lender: EndpointLender, call: Callable[[BorrowedRequest], Call], meter: BilledMeter) -> None:
+    def __init__(
+        self, lender: EndpointLender, call: Callable[[BorrowedRequest], ServeResponse], meter: BilledMeter
+    ) -> None:
         self._lender, self._call, self._meter = lender, call, meter
         self._searching = asyncio.Lock()  # one row at a time looks for a slot
         self._num_replies = 0
@@ -105,7 +98,6 @@ class LentEngine:
         """Do nothing: the engines belong to the endpoint."""
 
     async def _run(self, row: BorrowedRequest) -> BorrowedReply:
-        """Run a row in an engine and return the last reply."""
         async with self._searching:
             call, replies = await self._find_slot(row)
         try:
@@ -121,7 +113,7 @@ class LentEngine:
         self._num_replies += 1
         return reply
 
-    async def _find_slot(self, row: BorrowedRequest) -> tuple[Call, AsyncIterator[BorrowedReply]]:
+    async def _find_slot(self, row: BorrowedRequest) -> tuple[ServeResponse, AsyncIterator[BorrowedReply]]:
         """Retry until an engine accepts the row. If no engine is running, the endpoint starts one."""
         while True:
             call = self._call(row)

@@ -52,13 +52,16 @@ def estimate(
     tokens_usd = price and price.shared_price(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
     )
-    started = [one for one in sessions if one.model == progress.model and (one.busy_s or one.idle_s)]
+    started = [
+        session for session in sessions if session.model == progress.model and (session.busy_s or session.idle_s)
+    ]
     if not tokens_usd or not started:
         return None
     ending = ending_s(GenerateConfig.model_fields["grace_s"].default)
     loads = not batch_model.lent_slots
     each_usd = max(
-        (loads * (one.load_s + one.compile_s) + ending) * one.num_devices * one.usd_per_device_s for one in started
+        (loads * (session.load_s + session.compile_s) + ending) * session.num_devices * session.usd_per_device_s
+        for session in started
     )
     return BatchEstimate(
         tokens_usd=tokens_usd, overhead_usd=EngineRange.parse(batch_model.config["engines"]).largest * each_usd
@@ -111,7 +114,6 @@ class BatchMoney:
         return held_usd
 
     def held_by(self, batch_id: str, payers: Sequence[Payer]) -> float:
-        """Return what the batch has reserved in each of its budgets."""
         return min((self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers), default=0.0)
 
     def settle(self, batch_id: str, record: RequestUsage | None) -> None:

@@ -60,7 +60,6 @@ class Quota:
                 self._arrive(key, -num_bytes, -1)
 
     def require_room(self, key: KeyRecord) -> None:
-        """Require room for the outputs of another batch."""
         self._require(key, num_bytes=1, num_files=1)
 
     def _arrive(self, key: KeyRecord, num_bytes: int, num_files: int) -> None:
@@ -100,8 +99,6 @@ class ExpiresAfter(BaseModel):
 
 
 class NewBatch(BaseModel):
-    """The body of POST /v1/batches."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     input_file_id: Annotated[str, Field(max_length=64)]

@@ -30,7 +30,6 @@ def new_id(prefix: str) -> str:
 
 
 def created_at_of(name: str) -> float:
-    """Return the Unix time at which an id was created."""
     return int(re.split("[-_]", name)[1][:12], 16) / 1000
 
 

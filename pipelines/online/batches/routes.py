@@ -31,7 +31,6 @@ Item = TypeVar("Item", bound=_Shown)
 
 
 def page(items: Sequence[Item], *, after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
@@ -173,16 +172,16 @@ class BatchRoutes:
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        found = await in_thread(self._enabled().store.file, file_id, key_of(request).name)
-        if found is None:
+        item = await in_thread(self._enabled().store.file, file_id, key_of(request).name)
+        if item is None:
             raise no_such_file(file_id)
-        return found
+        return item
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        found = await in_thread(self._enabled().store.batch, batch_id, key_of(request).name)
-        if found is None:
+        item = await in_thread(self._enabled().store.batch, batch_id, key_of(request).name)
+        if item is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
-        return found
+        return item
 
 
 def _save(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:

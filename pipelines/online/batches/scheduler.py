@@ -94,7 +94,6 @@ def ended(
 
 
 def _usage(usage: UnitUsage) -> dict[str, Any]:
-    """Return OpenAI's usage object of a batch."""
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
@@ -441,7 +440,6 @@ class Scheduler:
         self._ends.pop(batch.id, None)
 
     def _on_error(self, batch: Batch, work: _Work, error: PeagleError) -> None:
-        """Retry failed work a few times, unless the error is permanent."""
         del self._works[batch.id]
         if isinstance(error, RunInUse):
             self._not_before[batch.id] = self._monotonic() + _RETRY_S

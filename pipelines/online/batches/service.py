@@ -26,8 +26,6 @@ _log = logging.getLogger("ray.serve")
 
 
 class Batches:
-    """The store and the scheduler of batches."""
-
     def __init__(
         self,
         settings: BatchSettings,

@@ -23,8 +23,6 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyQuota:
-    """Storage and batch limits of a key."""
-
     max_stored_mib: int = 10 * 1024
     max_stored_files: int = 2000
     max_unfinished_batches: int = 20
@@ -103,7 +101,6 @@ _ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:
-    """Return the minimum and maximum number of engines of all concurrent batches."""
     if config.batches is None or config.lends_engines:
         return 0, 0
     each = EngineRange.parse(config.batch_engines)

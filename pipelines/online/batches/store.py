@@ -127,13 +127,11 @@ class SteadyClock:
         return max(self(), self._wall()) + seconds
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `resume`."""
         now = self()
         with self._lock:
             return {"now": now, "monotonic": now - self._offset, "boot": self._boot, "doubted": self._doubted}
 
     def resume(self, note: Mapping[str, Any]) -> None:
-        """Continue from the state of an earlier process."""
         with self._lock:
             self._doubted = None
             if self._boot is not None and note["boot"] == self._boot:
@@ -194,18 +192,15 @@ class BatchStore:
 
     @property
     def is_remote(self) -> bool:
-        """Whether every access is a network request."""
         return is_remote(self.root)
 
     @property
     def read_ahead_bytes(self) -> int:
-        """Memory used to read an open file."""
         return READ_AHEAD_BYTES if self.is_remote else 0
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
-        """Return a file of this key, or None."""
-        found = self._file(file_id)
-        return found if found is not None and found.owner == owner and self._is_current(found) else None
+        file = self._file(file_id)
+        return file if file is not None and file.owner == owner and self._is_current(file) else None
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
@@ -327,7 +322,6 @@ class BatchStore:
     # --- batches
 
     def batch(self, batch_id: str, owner: str) -> Batch | None:
-        """Return a batch of this key, or None."""
         request = self._request(batch_id)
         return self._batch(request) if request is not None and request.key.name == owner else None
 
@@ -341,15 +335,14 @@ class BatchStore:
         return [batch for request in requests if not (batch := self._batch(request)).is_over]
 
     def add_batch(self, request: BatchRequest) -> Batch:
-        """Store a new batch."""
         write_json(self.root / "orders" / f"{request.id}.json", request.to_dict())
         self._requests[request.id] = request
         return Batch(request=request, progress=BatchProgress())
 
     def save_idempotent(self, name: str, request: BatchRequest, body: Mapping[str, Any]) -> None:
         """Store a request and the HTTP body under its idempotency hash for a day. The first of several wins."""
-        kept = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
-        write_once(self.root / "ordered" / f"{name}.json", json.dumps(kept).encode())
+        stored = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
+        write_once(self.root / "ordered" / f"{name}.json", json.dumps(stored).encode())
 
     def load_idempotent(self, name: str) -> dict[str, Any] | None:
         return read_json(self.root / "ordered" / f"{name}.json")
@@ -378,7 +371,7 @@ class BatchStore:
 
     def begin_to_schedule(self) -> None:
         """Become the only process that writes progress. Reloads progress that others wrote."""
-        self._progress = {name: one for name, one in list(self._progress.items()) if one.status in FINAL}
+        self._progress = {name: progress for name, progress in list(self._progress.items()) if progress.status in FINAL}
         self.is_scheduling = True
 
     def save(self, batch_id: str, progress: BatchProgress) -> None:
@@ -401,7 +394,6 @@ class BatchStore:
         return any(batch.request.input_file_id == file.id and not batch.is_over for batch in self.batches(file.owner))
 
     def _all_requests(self) -> list[BatchRequest]:
-        """Return the requests of all batches, newest first."""
         names = sorted((path.stem for path in (self.root / "orders").glob("*.json")), reverse=True)
         return [request for name in names if (request := self._request(name)) is not None]
 
@@ -472,14 +464,12 @@ def forget_prompts(run: Place) -> None:
 
 
 def forget_answers(run: Place) -> None:
-    """Delete a run's output and copies of it."""
     _empty(run / "data")
     for name in (_EXPORT, *_OTHER_EXPORTS):
         _empty(run / "export" / name, but=_ERRORS)
 
 
 def forget_errors(run: Place) -> None:
-    """Delete a run's errors and copies of them."""
     _empty(run / "failed")
     for name in (_EXPORT, *_OTHER_EXPORTS):
         remove(run / "export" / name / _ERRORS)

@@ -55,8 +55,6 @@ class Checked:
 
 
 class _Wrong(Exception):  # noqa: N818 - private
-    """An error in a line."""
-
     def __init__(self, code: str | None, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -106,8 +106,6 @@ class Result:
 
 
 class Counts(progress.RunProgress):
-    """The latest progress of a run."""
-
     def __init__(self) -> None:
         super().__init__(Console(quiet=True))
         self.num_completed = self.num_failed = 0
@@ -151,8 +149,6 @@ def run_batch(task: Task, stop: "Stop", counts: Counts, allowance: Allowance) ->
 
 
 class Stop:
-    """A stop event with its reason."""
-
     def __init__(self) -> None:
         self.event = threading.Event()
         self.reason: Reason | None = None
@@ -163,7 +159,6 @@ class Stop:
 
 
 def collect(task: Task, reason: Reason | None) -> Result:
-    """Collect the files and figures of a finished or interrupted run."""
     directory = RunDirectory(task.run)
     exported = export(directory, "openai-batch", partial=True, again=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)
@@ -249,48 +244,20 @@ def _usage(task: Task, usages: Iterable[UnitUsage]) -> UnitUsage:
 
 
 def _usd(directory: RunDirectory, *, lent: bool) -> float:
-    """Return the cost of a run's own engines, or of lent ones."""
     usages, sessions = _of_sessions(directory.usages(), lent=lent), _of_sessions(directory.sessions(), lent=lent)
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 
 
 def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
-    return (one for one in records if is_lent(one.session_id) is lent)
+    return (record for record in records if is_lent(record.session_id) is lent)
 
 
-Answer_co = TypeVar("Answer_co", covariant=True)
+_Answer = TypeVar("_Answer")
 _METHODS_AT_ONCE = 3  # the work, `counts`, `stop`
 _LIGHT_NICENESS = 10
 
 
-class Handle(Protocol[Answer_co]):
-    """Work in another process."""
-
-    def poll(self) -> Answer_co | None:
-        """Return the result, or None while the work is running. Raises PeagleError if it failed."""
-
-    def counts(self) -> tuple[int, int, float] | None:
-        """Return completed requests, failed requests and cost in US dollars; None until known."""
-
-    def allow(self, usd: float | None) -> None:
-        """Change the run's cost limit; None is unlimited."""
-
-    def stop(self, reason: Reason) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Runner(Protocol):
-    """Starts work on batches."""
-
-    def check(self, path: str, rules: Rules) -> Handle[Checked]: ...
-
-    def run(self, task: Task) -> Handle[Result]: ...
-
-    def collect(self, task: Task, reason: Reason) -> Handle[Result]: ...
-
-
-class RayRunner:
+class Runner:
     """Starts an actor for each run; validation and collection reuse an idle actor.
 
     Starting a process takes seconds of CPU time, which tiny batches should not cost.
@@ -299,14 +266,14 @@ class RayRunner:
     def __init__(self) -> None:
         self._idle: list[Any] = []
 
-    def check(self, path: str, rules: Rules) -> Handle[Checked]:
-        return _ActorHandle(self._light_actor(), "check", path, rules, idle=self._idle)
+    def check(self, path: str, rules: Rules) -> "Handle[Checked]":
+        return Handle(self._light_actor(), "check", path, rules, idle=self._idle)
 
-    def run(self, task: Task) -> Handle[Result]:
-        return _ActorHandle(_new_actor(), "run", task)
+    def run(self, task: Task) -> "Handle[Result]":
+        return Handle(_new_actor(), "run", task)
 
-    def collect(self, task: Task, reason: Reason) -> Handle[Result]:
-        return _ActorHandle(self._light_actor(), "collect", task, reason, idle=self._idle)
+    def collect(self, task: Task, reason: Reason) -> "Handle[Result]":
+        return Handle(self._light_actor(), "collect", task, reason, idle=self._idle)
 
     def _light_actor(self) -> Any:
         return self._idle.pop() if self._idle else _new_actor(_LIGHT_NICENESS)
@@ -346,21 +313,22 @@ class BatchActor:
         return self._counts.num_completed, self._counts.num_failed, self._counts.usd
 
 
-class _ActorHandle(Generic[Answer_co]):
-    """A task of an actor, which then returns to the `idle` pool unless that has one already, or is killed."""
+class Handle(Generic[_Answer]):
+    """Work in an actor, which then returns to the `idle` pool unless that has one already, or is killed."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle
         self._answer = getattr(actor, method).remote(*arguments)
-        self._asked: Any = None
+        self._counts: Any = None
 
-    def poll(self) -> Answer_co | None:
+    def poll(self) -> _Answer | None:
+        """Return the result, or None while the work is running. Raises PeagleError if it failed."""
         import ray
 
         if not ray.wait([self._answer], timeout=0)[0]:
             return None
         try:
-            answer: Answer_co = ray.get(self._answer)
+            answer: _Answer = ray.get(self._answer)
         except Exception as error:
             self.kill()
             raise explain(error, "the work failed", hint="", otherwise=PeagleError) from error
@@ -371,14 +339,15 @@ class _ActorHandle(Generic[Answer_co]):
         return answer
 
     def counts(self) -> tuple[int, int, float] | None:
+        """Return completed requests, failed requests and cost in US dollars; None until known."""
         import ray
 
-        self._asked = self._asked or self._actor.counts.remote()
-        if not ray.wait([self._asked], timeout=0)[0]:
+        self._counts = self._counts or self._actor.counts.remote()
+        if not ray.wait([self._counts], timeout=0)[0]:
             return None
-        asked, self._asked = self._asked, None
+        pending, self._counts = self._counts, None
         try:
-            counts: tuple[int, int, float] = ray.get(asked)
+            counts: tuple[int, int, float] = ray.get(pending)
         except ray.exceptions.RayError:  # the actor died; poll() raises the reason
             return None
         return counts
@@ -387,6 +356,7 @@ class _ActorHandle(Generic[Answer_co]):
         self._actor.stop.remote(reason)
 
     def allow(self, usd: float | None) -> None:
+        """Change the run's cost limit; None is unlimited."""
         self._actor.allow.remote(usd)
 
     def kill(self) -> None:

@@ -22,194 +22,15 @@ from pipelines.online.gateway.bodies import REQUEST_LIMITS
 from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
-MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
-_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
-# vLLM infers the type of an untyped part from these. A uuid refers to media that another client may have sent.
-_MEDIA_KEYS = (
-    *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
-    *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
-)
-
-
-def check_contents(
-    values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
-) -> None:
-    """Refuse contents that engines must not receive.
-
-    Args:
-        max_messages: each message needs at least one token of the context.
-        media: maximum items per request of each modality; others are refused.
-        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
-    """
-    kwargs = values.get("chat_template_kwargs")
-    if kwargs is not None and (refused := template_error(kwargs)):
-        raise ApiError(
-            400, f"chat_template_kwargs: {refused}", code="unsupported_parameter", param="chat_template_kwargs"
-        )
-    _check_lists(values, max_messages)
-    _check_messages(values.get("messages"))
-    _check_media(values, media, media_domains)
-    if wrong := request_error(values):
-        field, reason = wrong
-        raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
-
-
-def _check_lists(values: Mapping[str, Any], max_messages: int) -> None:
-    messages = values.get("messages")
-    if isinstance(messages, list) and len(messages) > max_messages:
-        message = f"messages has {len(messages):,} entries, and may have {max_messages:,}"
-        raise ApiError(400, message, code="invalid_value", param="messages")
-    if wrong := bounds_error(values):
-        field, message = wrong
-        raise ApiError(400, message, code="invalid_value", param=field)
-
-
-def _check_messages(messages: Any) -> None:
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, dict) and isinstance(message.get("role"), str) and (wrong := message_error(message)):
-            raise ApiError(400, f"messages[{index}]: {wrong}", code="invalid_value", param="messages")
-
-
-def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:
-    counts = dict.fromkeys(MODALITIES, 0)
-    for where, part in _parts(values.get("messages")):
-        kind = part.get("type")
-        modality = next((name for name, kinds in MODALITIES.items() if kind in kinds), None)
-        is_plain = not any(part.get(name) is not None for name in _MEDIA_KEYS)
-        if modality is None and is_plain and kind in _TEXT_PARTS:
-            continue
-        allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
-        if modality is None or not allowed:
-            taken = ", ".join(["text", *(name for name, most in media.items() if most)])
-            message = f"{where} is {_shown(kind)}, but this model only takes {taken}"
-            raise ApiError(400, message, code="unsupported_content", param="messages")
-        counts[modality] += 1
-        if counts[modality] > allowed:
-            message = f"the request has more than {allowed} of {modality}"
-            raise ApiError(400, message, code="too_many_media", param="messages")
-        for url in _urls(part):
-            _check_url(url, where, domains)
-
-
-def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
-    if url[:5].lower() == "data:":
-        return
-    try:
-        split = urlsplit(url)
-        host = split.hostname
-    except ValueError:
-        host = None
-    if host is None or split.scheme not in ("http", "https") or host not in domains:
-        allowed = f"a data: URL, or one from {', '.join(sorted(domains))}" if domains else "a data: URL"
-        raise ApiError(400, f"{where}: its URL must be {allowed}", code="media_not_allowed", param="messages")
-
-
-def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict):
-                yield f"messages[{index}].content[{number}]", part
-
-
-def _urls(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all URLs of a part. Which one vLLM uses depends on the part's type."""
-    for name in ("image_url", "audio_url", "video_url"):
-        value = part.get(name)
-        value = value.get("url") if isinstance(value, dict) else value
-        if value is not None:
-            yield str(value)
-
-
-def _shown(kind: Any) -> str:
-    return f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type that is known"
-
-
-TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
-
-
-def answer_shape(
-    values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
-) -> AnswerShape:
-    """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
-    asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
-    if is_chat:
-        logprobs = 1 + max(_count(values.get("top_logprobs")), _length(values.get("logprob_token_ids")))
-        logprobs = logprobs if asks_logprobs else 0
-    else:
-        logprobs = (
-            0 if asks_logprobs is None else 1 + max(_count(asks_logprobs), _length(values.get("logprob_token_ids")))
-        )
-    requested = values.get("prompt_logprobs")
-    # vLLM always returns prompt logprobs for a chat with `echo`.
-    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * repeats
-    with_ids = bool(values.get("return_token_ids"))
-    comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
-    most = num_body_bytes + TEMPLATE_TOKENS
-    lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in _prompts(values.get("prompt"))]
-    each = num_choices // max(1, len(lengths))
-    return AnswerShape(
-        num_choices=num_choices,
-        prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        with_ids=with_ids,
-    )
-
-
-def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested: int | None, tokens: int) -> int:
-    """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
-
-    Args:
-        max_bytes: of the whole answer; None is unlimited.
-        requested: the request's own max_tokens, which is refused rather than lowered.
-        tokens: the limit from other rules.
-    """
-    if max_bytes is None:
-        return tokens
-    room = shape.most_output_tokens(max_bytes)
-    if room < 1 or (requested or 0) > room:
-        message = (
-            f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens and "
-            f"logprobs), but at most {max_bytes / 2**20:,.1f} are allowed; request less, or send several requests"
-        )
-        raise ApiError(400, message, code="answer_too_large")
-    return min(tokens, room)
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    is_one = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
-    return [prompt] if is_one else prompt
-
-
-def _prompt_length(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode(errors="replace")) + 1  # + 1 for the BOS token
-    return _length(prompt)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list | dict) else 0
-
-
-def _count(value: Any) -> int:
-    """Return a count as pydantic would parse it. Negative values and values above vLLM's limit become the limit."""
-    try:
-        number = int(value or 0)
-    except (TypeError, ValueError, OverflowError):
-        return 0
-    return number if 0 <= number <= MAX_LOGPROBS else MAX_LOGPROBS
-
-
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens for completions
 _MIN_OUTPUT_TOKENS = 1  # vLLM generates and counts one token per choice even if the request asks for none
-_TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "max_tokens": (int,),
-    "max_completion_tokens": (int,),
-    "n": (int,),
+_TYPES: dict[str, type] = {
+    "model": str,
+    "stream": bool,
+    "stream_options": dict,
+    "max_tokens": int,
+    "max_completion_tokens": int,
+    "n": int,
 }
 _TYPE_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "a whole number"}
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1  # engines only accept 64-bit integers
@@ -220,6 +41,14 @@ _ENDPOINT_FIELDS = ("cache_salt", "request_id", "session_id")
 _MAX_FLOATS = 10_000
 _MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM has about 70 fields
 _MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
+TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
+MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
+_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
+# vLLM infers the type of an untyped part from these. A uuid refers to media that another client may have sent.
+_MEDIA_KEYS = (
+    *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
+    *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +172,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ApiError(422, "the body must be a JSON object", code="invalid_type")
     if len(values) > _MAX_FIELDS or any(len(field) > _MAX_FIELD_CHARS for field in values):
-        message = f"a request has {_MAX_FIELDS} fields at limit, with names of {_MAX_FIELD_CHARS} characters"
+        message = f"a request may have {_MAX_FIELDS} fields, with names of at most {_MAX_FIELD_CHARS} characters"
         raise ApiError(400, message, code="too_many_values")
     if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _depth(values) > _MAX_DEPTH:
         raise ApiError(400, f"the body has more than {_MAX_DEPTH} nested lists and objects", code="too_deep")
@@ -351,7 +180,6 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _detect_path(values: Mapping[str, Any]) -> str:
-    """Return the API path for a body that came without one."""
     for field, path in (("messages", CHAT_URL), ("prompt", COMPLETIONS_URL)):
         if field in values:
             return path
@@ -359,17 +187,15 @@ def _detect_path(values: Mapping[str, Any]) -> str:
 
 
 def _check_types(path: str, values: Mapping[str, Any]) -> None:
-    for field, kinds in _TYPES.items():
+    for field, kind in _TYPES.items():
         value = values.get(field)
-        is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-        if value is not None and is_wrong:
-            raise ApiError(422, f"{field} must be {_TYPE_NAMES[kinds[0]]}", code="invalid_type", param=field)
-        if (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value < 1
-            and not _only_scores_prompt(path, field, values)
-        ):
+        if value is None:
+            continue
+        if type(value) is not kind:
+            raise ApiError(422, f"{field} must be {_TYPE_NAMES[kind]}", code="invalid_type", param=field)
+        # A completion with max_tokens 0 and echo only asks for the logprobs of its prompt.
+        only_scores_prompt = path == COMPLETIONS_URL and field == "max_tokens" and values.get("echo") is True
+        if isinstance(value, int) and kind is int and value < (0 if only_scores_prompt else 1):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
 
 
@@ -403,11 +229,6 @@ def _depth(values: Any) -> int:
         children = (value.values() if isinstance(value, dict) else value for value in level)
         level = list(itertools.chain.from_iterable(children))
     return depth
-
-
-def _only_scores_prompt(path: str, field: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the request only wants the logprobs of its prompt (max_tokens 0 with echo)."""
-    return path == COMPLETIONS_URL and field == "max_tokens" and values[field] == 0 and values.get("echo") is True
 
 
 class _FloatParser:
@@ -450,16 +271,13 @@ def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
     """Return the max_tokens of the request, or None. `limit` is for all choices together."""
-    field = (
-        "max_tokens"
-        if path == COMPLETIONS_URL or values.get("max_completion_tokens") is None
-        else "max_completion_tokens"
-    )
+    has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
+    field = "max_completion_tokens" if has_new_name else "max_tokens"
     requested: int | None = values.get(field)
     limit = model.max_model_len if limit is None else min(limit // num_choices, model.max_model_len)
     if requested is not None and max(requested, _MIN_OUTPUT_TOKENS) > limit:
-        each = f" to each of {num_choices} choices" if num_choices > 1 else ""
-        message = f"{field} is {requested}, and {model.name} gives {limit} at limit{each}"
+        each = f" for each of {num_choices} choices" if num_choices > 1 else ""
+        message = f"{field} is {requested}, but {model.name} allows at most {limit}{each}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)
     return requested
 
@@ -472,15 +290,8 @@ def _max_prompt_tokens(values: Mapping[str, Any], num_bytes: int, model: ServedM
     n = int(values.get("n") or 1)
     num_prompts = num_choices // n
     limit = num_prompts * model.max_model_len
-    return n * (limit if _has_media(values) else min(num_bytes + num_prompts * TEMPLATE_TOKENS, limit))
-
-
-def _has_media(values: Mapping[str, Any]) -> bool:
-    messages = values.get("messages")
-    messages = messages if isinstance(messages, list) else []
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
-    return any(isinstance(part, dict) and not part.keys() <= _TEXT_PART_FIELDS for part in parts)
+    has_media = any(not part.keys() <= _TEXT_PART_FIELDS for _, part in _parts(values.get("messages")))
+    return n * (limit if has_media else min(num_bytes + num_prompts * TEMPLATE_TOKENS, limit))
 
 
 def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int | None, num_choices: int = 1) -> int:
@@ -491,7 +302,7 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
         of_each, of_all = model.max_model_len, [limit, key.output_tokens_per_min]
     tokens = min([of_each, *(number // num_choices for number in of_all if number is not None)])
     if tokens < 1:
-        message = f"the request has {num_choices} choices, and may not have as many output tokens; ask for fewer"
+        message = f"the request has {num_choices} choices, more than the output tokens that it may have; request fewer"
         raise ApiError(400, message, code="max_tokens_too_large", param="n")
     return tokens
 
@@ -503,11 +314,159 @@ def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> in
     num_prompts = len(prompt) if is_batch and prompt else 1
     n = int(values.get("n") or 1)
     if model.max_choices is not None and n * num_prompts > model.max_choices:
-        raise ApiError(
-            400,
-            f"n is {n}, of {num_prompts} prompt(s), and {model.name} gives one request {model.max_choices} choices at "
-            "limit; send several",
-            code="too_many_choices",
-            param="prompt" if num_prompts > model.max_choices else "n",
+        message = (
+            f"n is {n} for {num_prompts} prompt(s), but {model.name} allows at most {model.max_choices} choices per "
+            "request; send several requests"
         )
+        param = "prompt" if num_prompts > model.max_choices else "n"
+        raise ApiError(400, message, code="too_many_choices", param=param)
     return n * num_prompts
+
+
+def check_contents(
+    values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
+) -> None:
+    """Refuse contents that engines must not receive.
+
+    Args:
+        max_messages: each message needs at least one token of the context.
+        media: maximum items per request of each modality; others are refused.
+        media_domains: hosts from which engines may fetch media; if empty, only data: URLs are accepted.
+    """
+    kwargs = values.get("chat_template_kwargs")
+    if kwargs is not None and (refused := template_error(kwargs)):
+        field = "chat_template_kwargs"
+        raise ApiError(400, f"{field}: {refused}", code="unsupported_parameter", param=field)
+    messages = values.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    if len(messages) > max_messages:
+        message = f"messages has {len(messages):,} entries, and may have {max_messages:,}"
+        raise ApiError(400, message, code="invalid_value", param="messages")
+    if wrong := bounds_error(values):
+        raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
+    for index, message in enumerate(messages):
+        if isinstance(message, dict) and isinstance(message.get("role"), str) and (reason := message_error(message)):
+            raise ApiError(400, f"messages[{index}]: {reason}", code="invalid_value", param="messages")
+    _check_media(values, media, media_domains)
+    if wrong := request_error(values):
+        field, reason = wrong
+        raise ApiError(400, f"{field}: {reason}", code="constraint_too_large", param=field)
+
+
+def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:
+    counts = dict.fromkeys(MODALITIES, 0)
+    for where, part in _parts(values.get("messages")):
+        kind = part.get("type")
+        modality = next((name for name, kinds in MODALITIES.items() if kind in kinds), None)
+        is_plain = not any(part.get(name) is not None for name in _MEDIA_KEYS)
+        if modality is None and is_plain and kind in _TEXT_PARTS:
+            continue
+        allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
+        if modality is None or not allowed:
+            taken = ", ".join(["text", *(name for name, most in media.items() if most)])
+            described = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of an unknown type"
+            message = f"{where} is {described}, but this model only takes {taken}"
+            raise ApiError(400, message, code="unsupported_content", param="messages")
+        counts[modality] += 1
+        if counts[modality] > allowed:
+            message = f"the request has more than {allowed} of {modality}"
+            raise ApiError(400, message, code="too_many_media", param="messages")
+        for url in _urls(part):
+            _check_url(url, where, domains)
+
+
+def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
+    if url[:5].lower() == "data:":
+        return
+    try:
+        split = urlsplit(url)
+        host = split.hostname
+    except ValueError:
+        host = None
+    if host is None or split.scheme not in ("http", "https") or host not in domains:
+        allowed = f"a data: URL, or one from {', '.join(sorted(domains))}" if domains else "a data: URL"
+        raise ApiError(400, f"{where}: its URL must be {allowed}", code="media_not_allowed", param="messages")
+
+
+def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict):
+                yield f"messages[{index}].content[{number}]", part
+
+
+def _urls(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all URLs of a part. Which one vLLM uses depends on the part's type."""
+    for name in ("image_url", "audio_url", "video_url"):
+        value = part.get(name)
+        value = value.get("url") if isinstance(value, dict) else value
+        if value is not None:
+            yield str(value)
+
+
+def answer_shape(
+    values: Mapping[str, Any], num_body_bytes: int, *, is_chat: bool, max_model_len: int, num_choices: int
+) -> AnswerShape:
+    """Return how the size of the answer grows with its tokens. A text prompt has at most one token per byte."""
+    asks_logprobs, repeats = values.get("logprobs"), bool(values.get("echo"))
+    count = values.get("top_logprobs") if is_chat else asks_logprobs
+    has_logprobs = bool(asks_logprobs) if is_chat else asks_logprobs is not None
+    logprobs = 1 + max(_count(count), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
+    requested = values.get("prompt_logprobs")
+    # vLLM always returns prompt logprobs for a chat with `echo`.
+    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * repeats
+    with_ids = bool(values.get("return_token_ids"))
+    comes_back = repeats or prompt_logprobs or with_ids or values.get("return_prompt_text")
+    most = num_body_bytes + TEMPLATE_TOKENS
+    prompts = values.get("prompt")
+    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    lengths = [most] if is_chat else [_prompt_length(prompt) for prompt in prompts]
+    each = num_choices // max(1, len(lengths))
+    return AnswerShape(
+        num_choices=num_choices,
+        prompt_tokens=sum(min(length, max_model_len) for length in lengths) * each if comes_back else 0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        with_ids=with_ids,
+    )
+
+
+def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested: int | None, tokens: int) -> int:
+    """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
+
+    Args:
+        max_bytes: of the whole answer; None is unlimited.
+        requested: the request's own max_tokens, which is refused rather than lowered.
+        tokens: the limit from other rules.
+    """
+    if max_bytes is None:
+        return tokens
+    room = shape.most_output_tokens(max_bytes)
+    if room < 1 or (requested or 0) > room:
+        message = (
+            f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens and "
+            f"logprobs), but at most {max_bytes / 2**20:,.1f} are allowed; request less, or send several requests"
+        )
+        raise ApiError(400, message, code="answer_too_large")
+    return min(tokens, room)
+
+
+def _prompt_length(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace")) + 1  # + 1 for the BOS token
+    return _length(prompt)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def _count(value: Any) -> int:
+    """Return a count as pydantic would parse it. Negative values and values above vLLM's limit become the limit."""
+    try:
+        number = int(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= MAX_LOGPROBS else MAX_LOGPROBS

@@ -37,7 +37,6 @@ class BodyLimits:
     num_values: int
 
     def check(self, body: bytes) -> None:
-        """Refuse a body that exceeds the limits (400)."""
         if not self._excess(_counts(body)):
             return
         counts = [0, 0, 0]

@@ -259,7 +259,6 @@ class Gate:
             self._limits.settle(permit, request.answer.used)
 
     async def _forward(self, request: _Request, scope: Scope, model: str, body: bytes) -> None:
-        """Call the application, with a timeout."""
         answer, limit_s = request.answer, self._settings.request_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:

@@ -165,11 +165,11 @@ def digest(key: str) -> str:
 
 def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
     """Return the record of a key. Compares with every record in constant time."""
-    presented, found = digest(key), None
+    presented, match = digest(key), None
     for record in records:
         if hmac.compare_digest(presented, record.sha256):
-            found = record
-    return found
+            match = record
+    return match
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
@@ -278,5 +278,4 @@ class SharedBudgets:
         return [budget for budget in self._file.now() if budget.account in accounts]
 
     def of_endpoint(self) -> list[SharedBudget]:
-        """Return the endpoint's budget, if there is one."""
         return [budget for budget in self._file.now() if budget.account == ENDPOINT_ACCOUNT]

@@ -46,8 +46,6 @@ _LEDGER_TIMEOUT_S = 120.0  # a killed engine never writes its records
 
 @dataclass(slots=True)
 class MinuteWindow:
-    """A sliding window over the last minute."""
-
     entries: deque[tuple[float, int]] = field(default_factory=deque)
     total: int = 0
 

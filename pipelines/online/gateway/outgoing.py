@@ -122,7 +122,6 @@ class Outgoing:
         self._upload = upload
 
     def record_usage(self, report: Mapping[str, Any]) -> None:
-        """Record the usage in an engine's answer."""
         tally, summary = AnswerTally(), report.get(OURS) or {}
         tally.read(report)
         self.used = ActualUsage(

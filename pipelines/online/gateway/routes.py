@@ -148,16 +148,14 @@ class GuardedRoute(APIRoute):
 
 def require_known_parameters(scope: Scope, route: APIRoute) -> None:
     """Refuse query parameters that the route does not have (422), since ignoring a typo would hide it."""
-    known = {field.alias for field in route.dependant.query_params}
+    parameters = {field.alias for field in route.dependant.query_params}
     for name in QueryParams(scope.get("query_string", b"")):
-        if name not in known:
-            hint = did_you_mean(name, known) if known else "this path has no parameters"
+        if name not in parameters:
+            hint = did_you_mean(name, parameters) if parameters else "this path has no parameters"
             raise ApiError(422, f"unknown parameter {shown(name)}; {hint}", code="unknown_parameter", param=name)
 
 
 class _CheckedRequest(Request):
-    """A request whose `json` is the already validated body."""
-
     def __init__(self, scope: Scope, value: Any) -> None:
         super().__init__(scope)
         self._value = value
@@ -189,12 +187,12 @@ def guarded_app(**options: Any) -> FastAPI:
 def find_route(routes: Iterable[Route], scope: Scope) -> Route:
     """Return the route of a request. Raises 404 or 405."""
     path, method = route_path(scope), scope["method"]
-    found = [route for route in routes if route.matches(path)]
-    for route in found:
+    matching = [route for route in routes if route.matches(path)]
+    for route in matching:
         if route.method == method:
             return route
-    if found:
-        methods = {route.method for route in found}
+    if matching:
+        methods = {route.method for route in matching}
         allowed = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
         raise ApiError(405, f"this path only allows {allowed}", code="method_not_allowed", allow=allowed)
     raise ApiError(404, "this path does not exist; /openapi.json lists all paths", code="not_found")

@@ -9,26 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from peagle.economics.ledger import append_beat, append_request, is_billed, requests_file, write_session
-from peagle.economics.usage import EngineFacts, EngineSession, Outcome, RequestUsage, UnitUsage
+from peagle.economics.usage import EngineFacts, Outcome, RequestUsage, UnitUsage
 from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
+from pipelines.cluster.metrics import UsageMetrics
 from pipelines.online.serve.sequences import Sequences
 from pipelines.online.wire import OURS, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # maximum wait for a record to reach the disk
 _KEPT_EVERY_S = 60.0  # keep the first of each minute, where windows start (`cost.py`)
-
-
-class RecordListener(Protocol):
-    """Receives each record after it was written to the ledger."""
-
-    def request(self, record: RequestUsage) -> None: ...
-
-    def heartbeat(self, session: EngineSession) -> None: ...
 
 
 class EngineAccount:
@@ -48,7 +41,7 @@ class EngineAccount:
         engine: EngineFacts,
         *,
         heartbeat_s: float = 5.0,
-        listener: RecordListener | None = None,
+        listener: UsageMetrics | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         make_folder(folder)
@@ -221,7 +214,6 @@ class RequestAccount:
 
 
 def usage_of(record: RequestUsage) -> dict[str, Any]:
-    """Return the usage of a request without an answer, in the form of an answer's usage."""
     tokens = {"prompt_tokens": record.usage.num_prompt_tokens, "completion_tokens": record.usage.num_output_tokens}
     return {"usage": tokens, OURS: summary(record)}
 

@@ -7,10 +7,9 @@ Requests take the same path as in bulk: `parse_body` validates, `PromptBuilder` 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
+from peagle.engine.fake import ByteTokenizer, FakeEngine
 from peagle.engine.interface import Checkable, CompletionOutput, Generation, RequestRefused
 from peagle.engine.vllm_internals import engine_death
 from peagle.errors import EngineError
@@ -27,26 +26,11 @@ from pipelines.online.wire import BorrowedRequest, to_text
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeSettings:
-    """Settings of the fake engine; `num_speculative_tokens` is K of the simulated drafter, 0 for none."""
-
-    traits: FakeTraits = field(default_factory=FakeTraits)
-    num_speculative_tokens: int = 0
-
-
-def fake_settings(keys: ServedModelKeys) -> FakeSettings | None:
-    """Return the fake engine's settings, or None for a real engine."""
-    if keys.engine != "fake":
-        return None
-    return FakeSettings(traits=keys.fake, num_speculative_tokens=keys.num_speculative_tokens or 0)
-
-
 class FakeServeEngine:
     """The engine interface that Ray's `LLMServer` calls."""
 
-    def __init__(self, settings: FakeSettings, llm_config: Any) -> None:
-        self._settings = settings
+    def __init__(self, keys: ServedModelKeys, llm_config: Any) -> None:
+        self._traits, self._num_speculative_tokens = keys.fake, keys.num_speculative_tokens or 0
         self._model: str = llm_config.model_id
         self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]
         prompts = PromptSpec(body_column="body", chat=True)
@@ -54,10 +38,10 @@ class FakeServeEngine:
         self._engine: FakeEngine | None = None
 
     async def start(self) -> None:
-        await asyncio.sleep(self._settings.traits.start_s)
+        await asyncio.sleep(self._traits.start_s)
         self._engine = FakeEngine(
-            self._settings.traits,
-            num_speculative_tokens=self._settings.num_speculative_tokens,
+            self._traits,
+            num_speculative_tokens=self._num_speculative_tokens,
             max_model_len=self._max_model_len,
         )
 
@@ -95,13 +79,13 @@ class FakeServeEngine:
         return await self._live().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
     async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
-        asked = request.model_dump(mode="json", exclude_unset=True, warnings=False)
-        prompt = self._prompt(url, {key: value for key, value in asked.items() if key not in _NOT_OF_THE_BODY})
+        values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
+        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _NOT_OF_THE_BODY})
         if isinstance(prompt, str):
             yield _refusal(prompt)
             return
         try:
-            if asked.get("stream"):
+            if values.get("stream"):
                 self._live().require_life()  # vLLM looks before a stream begins; then it raises nothing any more
                 async for text in self._stream(url, request.request_id, *prompt):
                     yield text
@@ -117,9 +101,9 @@ class FakeServeEngine:
         assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
-    def _prompt(self, url: str, asked: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
+    def _prompt(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
         """Return token ids and sampling parameters, or an error message."""
-        body = openai.parse_body(url, asked)
+        body = openai.parse_body(url, values)
         if isinstance(body, str):
             return body
         token_ids = self._prompts.of_body(body)
@@ -186,7 +170,7 @@ class FakeServeEngine:
         drafts = whole.speculation
         if drafts is None:
             return None
-        k = self._settings.num_speculative_tokens
+        k = self._num_speculative_tokens
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": drafts.acceptance_length or 1.0,

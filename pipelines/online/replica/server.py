@@ -8,8 +8,8 @@ import asyncio
 import functools
 import os
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ from ray.serve.llm.deployment import LLMServer
 
 from peagle import hardware
 from peagle.catalog.local import local_spec
-from peagle.economics.usage import EngineFacts
 from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
-from peagle.engine.spec import EngineSpec
 from peagle.engine.startup import start_limit
-from peagle.engine.trials import ASKER, DEFAULT_CPU_S, guard_engine, trials_of
+from peagle.engine.trials import ASKER, guard_engine, trials_of
 from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
@@ -32,40 +30,16 @@ from pipelines.cluster.node import claim_slot, keep_short, redirect_output, set_
 from pipelines.online.errors import EngineUnavailable, is_engine_death
 from pipelines.online.gateway.keys import LOCAL_NAME
 from pipelines.online.replica.account import EngineAccount, RequestAccount
-from pipelines.online.replica.fake import FakeServeEngine, FakeSettings
+from pipelines.online.replica.fake import FakeServeEngine
 from pipelines.online.replica.lending import IdleSlots, lend
 from pipelines.online.replica.relay import Pace, convert_errors, in_pieces, relay
-from pipelines.online.serve.deployment import Sizes, decode_slots, make_llm_config
+from pipelines.online.serve.deployment import ReplicaJob, decode_slots, make_llm_config, pieces_per_s
 from pipelines.online.serve.ray_names import engine_client, hide_python_errors
 from pipelines.online.serve.sequences import tell_sequences
 from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
 _POLL_S = 0.25
 _BATCH_PRIORITY = 1  # vLLM runs interactive requests, which have priority 0, first
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaJob:
-    """Configuration of a replica.
-
-    Attributes:
-        app_id: of this start of the endpoint; its replicas share the cores of a node.
-        state: shared folder of the ledger and the logs.
-        spec: names its models in a way that every node can resolve.
-        max_grammar_s: CPU time limit to compile a request's grammar.
-        fake: settings of the fake engine; None for vLLM.
-    """
-
-    app_id: str
-    state: str
-    spec: EngineSpec
-    engine: EngineFacts
-    sizes: Sizes
-    num_engines_on_node: int
-    parsers: Mapping[str, Any]
-    heartbeat_s: float
-    max_grammar_s: float = DEFAULT_CPU_S
-    fake: FakeSettings | None = None
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
@@ -76,24 +50,26 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         keep_private()
         state = Path(job.state)
         self._slots = job.spec.max_num_seqs
-        self._idle = IdleSlots(decode_slots(job.spec, hardware.detect()), job.sizes.counts.target)
-        self._is_fake = job.fake is not None
-        self._pace = Pace(job.sizes.stream_interval_ms / 1000, job.sizes.stream_pieces_per_s)
+        self._idle = IdleSlots(decode_slots(job.spec, hardware.detect()), job.counts.target)
+        self._is_fake = job.keys.engine == "fake"
+        self._pace = Pace(
+            job.keys.stream_interval_ms / 1000, job.keys.stream_pieces_per_s or pieces_per_s(job.placement)
+        )
         metrics = UsageMetrics(job.engine.model, job.engine.drafter)
         self._account = EngineAccount(state / "ledger", job.engine, heartbeat_s=job.heartbeat_s, listener=metrics)
         log = state / "logs" / f"engine-{self._account.session_id}.log"
         redirect_output(log)
         keep_short(log)
-        if job.fake:
-            kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.fake)
+        if self._is_fake:
+            kwargs["engine_cls"] = functools.partial(FakeServeEngine, job.keys)
         config = self._local_config(job)
         with start_limit(kill_children):
             await super().__init__(config, **kwargs)
-        if not job.fake:
+        if not self._is_fake:
             client = engine_client(self.engine)
             tell_sequences(client)
             hide_python_errors(self.engine)
-            self._trials = trials_of(client, is_shared=True, cpu_s=job.max_grammar_s)
+            self._trials = trials_of(client, is_shared=True, cpu_s=job.keys.max_grammar_s)
             guard_engine(client, self._trials)
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)
@@ -102,12 +78,12 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def _check(self, job: ReplicaJob) -> None:
         """Run the self-check, which compares the engine's answers with its target's."""
-        engine = self.engine.checkable if job.fake else CheckableLlm(engine_client(self.engine))
-        found = await self_check(engine, job.spec, hardware.detect())
-        self._account.self_check = found.to_json()
-        self._account.start_warnings += [found.describe()] * (found.outcome == "skipped")
+        engine = self.engine.checkable if self._is_fake else CheckableLlm(engine_client(self.engine))
+        result = await self_check(engine, job.spec, hardware.detect())
+        self._account.self_check = result.to_json()
+        self._account.start_warnings += [result.describe()] * (result.outcome == "skipped")
         self._account.heartbeat()
-        require_passed(found)
+        require_passed(result)
 
     async def _end_with_engine(self) -> None:
         """Exit when the engine is dead.
@@ -125,24 +101,14 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
                     os._exit(1)
 
     def _local_config(self, job: ReplicaJob) -> Any:
-        here, spec = hardware.detect(), job.spec if job.fake else local_spec(job.spec)
+        here, spec = hardware.detect(), job.spec if self._is_fake else local_spec(job.spec)
+        num_engines = job.placement.num_engines_on_node
         self._account.engine_index = claim_slot(job.app_id)
         set_threads(spec)
-        set_environment(
-            spec,
-            here,
-            # A draining replica keeps its slot; its successor shares the cores.
-            engine_index=self._account.engine_index % job.num_engines_on_node,
-            num_engines_on_node=job.num_engines_on_node,
-        )
-        return make_llm_config(
-            job.engine.model,
-            spec,
-            here,
-            job.sizes,
-            num_engines_on_node=job.num_engines_on_node,
-            parsers=job.parsers,
-        )
+        # A draining replica keeps its slot; its successor shares the cores.
+        index = self._account.engine_index % num_engines
+        set_environment(spec, here, engine_index=index, num_engines_on_node=num_engines)
+        return make_llm_config(job, spec, here)
 
     async def _require_live_engine(self) -> None:
         """Let another engine take a request that arrives after this engine died."""

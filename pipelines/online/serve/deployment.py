@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.economics.usage import EngineFacts
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import EngineSpec
 from peagle.engine.steps import max_num_batched_tokens, slots_per_request
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
+from pipelines.online.config import ServedModelKeys
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
 # an engine's cores on CPUs, most of one core next to an accelerator.
@@ -35,24 +37,17 @@ class RequestCounts:
     queued: int
 
 
-def request_counts(
-    spec: EngineSpec,
-    hardware: Hardware,
-    *,
-    max_replicas: int,
-    target: float | None = None,
-    queued: int | None = None,
-) -> RequestCounts:
-    """Return the counts for an engine. `target` and `queued` are set by the user.
+def request_counts(keys: ServedModelKeys, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
+    """Return the configured counts for an engine, or the defaults.
 
     An engine gets slightly more than it decodes at the same time (`requests_in_flight`). The queue holds as many as all
     engines decode at the same time, so waiting takes about the time of one request.
     """
     slots = decode_slots(spec, hardware)
     return RequestCounts(
-        target=target or target_ongoing_requests(slots),
+        target=keys.target_ongoing_requests or target_ongoing_requests(slots),
         admitted=requests_in_flight(slots),
-        queued=slots * max_replicas if queued is None else queued,
+        queued=slots * keys.max_replicas if keys.max_queued_requests is None else keys.max_queued_requests,
     )
 
 
@@ -100,55 +95,48 @@ def target_ongoing_requests(slots: int) -> float:
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0  # on a CPU, a step with long prompts may delay the reply for seconds
 _DRAIN_POLL_S = 1.0
-_PREFIX_ROUTER = (
-    "pipelines.online.serve.routing.PrefixRouter"  # by name: only routing processes need Ray Serve's classes
-)
+# By name: only routing processes need Ray Serve's classes.
+_PREFIX_ROUTER = "pipelines.online.serve.routing.PrefixRouter"
 _PREFIX_BLOCKS = 32_768  # remembered per engine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Numbers of engines and requests, and timeouts.
+class ReplicaJob:
+    """Configuration of a model's replicas.
 
     Attributes:
-        num_cpus: Ray's logical CPUs of an engine without accelerators.
+        app_id: of this start of the endpoint; its replicas share the cores of a node.
+        state: shared folder of the ledger and the logs.
+        spec: names its models in a way that every node can resolve.
         lends: rows of batches may use idle slots.
     """
 
+    app_id: str
+    state: str
+    keys: ServedModelKeys
+    spec: EngineSpec
+    engine: EngineFacts
+    placement: Placement
     counts: RequestCounts
-    min_replicas: int
-    max_replicas: int
-    upscale_delay_s: float
-    downscale_delay_s: float
-    drain_s: float
-    stream_interval_ms: float
-    stream_pieces_per_s: float
-    num_cpus: float
+    heartbeat_s: float = 5.0
     lends: bool = False
 
 
-def make_llm_config(
-    name: str,
-    spec: EngineSpec,
-    hardware: Hardware,
-    sizes: Sizes,
-    *,
-    num_engines_on_node: int,
-    parsers: Mapping[str, Any],
-) -> Any:
-    """Return the `LLMConfig` of a model. `parsers` are vLLM's arguments for tool calls and reasoning."""
+def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> Any:
+    """Return the `LLMConfig` of a replica on this hardware, with the job's spec as this node resolves it."""
     from ray.serve.llm import LLMConfig
 
-    arguments = engine_args(spec, hardware, num_engines_on_node=num_engines_on_node)
+    keys, placement = job.keys, job.placement
+    arguments = engine_args(spec, hardware, num_engines_on_node=placement.num_engines_on_node)
     arguments.pop("model")
-    check_parsers(parsers)
+    check_parsers(keys.parsers)
     on_gpu = hardware.platform == "cuda"
     return LLMConfig(
-        model_loading_config={"model_id": name, "model_source": spec.model},
+        model_loading_config={"model_id": keys.served_name, "model_source": spec.model},
         engine_kwargs={
             **arguments,
-            **parsers,
-            **({"scheduling_policy": "priority"} if sizes.lends else {}),
+            **keys.parsers,
+            **({"scheduling_policy": "priority"} if job.lends else {}),
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
@@ -156,8 +144,8 @@ def make_llm_config(
             # its EOS tokens apply in both cases.
             "generation_config": "vllm",
         },
-        placement_group_config=None if on_gpu else {"bundles": [{"CPU": sizes.num_cpus}]},
-        deployment_config=deployment_config(spec, sizes, on_gpu=on_gpu),
+        placement_group_config=None if on_gpu else {"bundles": [{"CPU": placement.num_cpus}]},
+        deployment_config=deployment_config(job, on_gpu=on_gpu),
         experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` does it
     )
 
@@ -178,28 +166,28 @@ def check_parsers(parsers: Mapping[str, Any]) -> None:
             )
 
 
-def deployment_config(spec: EngineSpec, sizes: Sizes, *, on_gpu: bool) -> dict[str, Any]:
-    counts = sizes.counts
+def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
+    counts, keys = job.counts, job.keys
     options: dict[str, Any] = {
         "max_ongoing_requests": counts.admitted,
         # -1 means unlimited to Serve, and 0 would refuse requests while engines are idle.
         "max_queued_requests": max(1, counts.queued),
         "autoscaling_config": {
-            "min_replicas": sizes.min_replicas,
-            "initial_replicas": max(1, sizes.min_replicas),
-            "max_replicas": sizes.max_replicas,
+            "min_replicas": keys.min_replicas,
+            "initial_replicas": max(1, keys.min_replicas),
+            "max_replicas": keys.max_replicas,
             "target_ongoing_requests": counts.target,
-            "upscale_delay_s": sizes.upscale_delay_s,
-            "downscale_delay_s": sizes.downscale_delay_s,
+            "upscale_delay_s": keys.upscale_delay_s,
+            "downscale_delay_s": keys.downscale_delay_s,
         },
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
-        "graceful_shutdown_timeout_s": sizes.drain_s,
+        "graceful_shutdown_timeout_s": keys.drain_s,
         # Ray adds this to the engine's first bundle.
         "ray_actor_options": {"num_cpus": 1 if on_gpu else 0},
     }
-    if sizes.max_replicas > 1 and spec.enable_prefix_caching:
+    if keys.max_replicas > 1 and job.spec.enable_prefix_caching:
         options["request_router_config"] = {
             "request_router_class": _PREFIX_ROUTER,
             "request_router_kwargs": {"most_ahead": max(1, counts.admitted // 4), "max_blocks": _PREFIX_BLOCKS},

@@ -40,13 +40,11 @@ class DownloadAckSender:
         self._disconnect: Message | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message; waits for the client."""
         await self._send(message)
         self._num_taken += len(message.get("body", b""))
         self._news.set()
 
     async def receive(self) -> Message:
-        """Return the next acknowledgement, or the client's disconnect."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._wait_until_it_leaves())
         await self._news.wait()
@@ -57,7 +55,6 @@ class DownloadAckSender:
         return {"type": "http.request", "body": b"", "more_body": False, _TAKEN: self._num_taken}
 
     def close(self) -> None:
-        """Stop listening to the client."""
         if self._leaving is not None:
             self._leaving.cancel()
 

@@ -13,5 +13,5 @@ def route_path(scope: Scope) -> str:
 
 def validated(field: Any, value: Any) -> tuple[Any, list[Any]]:
     """Validate a body with its FastAPI field. Returns the value and the errors."""
-    found: tuple[Any, list[Any]] = field.validate(value, {}, loc=("body",))
-    return found
+    result: tuple[Any, list[Any]] = field.validate(value, {}, loc=("body",))
+    return result

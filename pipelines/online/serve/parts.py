@@ -33,11 +33,11 @@ class PartsWatch:
 
     def look(self) -> None:
         """Report processes that ended or came back since the previous check."""
-        now, found = self._monotonic(), dict(self._processes())
-        gone = [self._known[process] for process in self._known.keys() - found.keys()]
-        new = [found[process] for process in found.keys() - self._known.keys()]
-        self._known = found
-        for kind in gone:
+        now, processes = self._monotonic(), dict(self._processes())
+        ended = [self._known[process] for process in self._known.keys() - processes.keys()]
+        new = [processes[process] for process in processes.keys() - self._known.keys()]
+        self._known = processes
+        for kind in ended:
             self._died_at[kind] = now
             self._say(f"Serve's {kind} died: {_LOST[kind]}. Nothing has to be done")
         for kind in new:
@@ -54,7 +54,6 @@ class PartsWatch:
 
 
 def watch_parts(stopped: threading.Event, say: Callable[[str], None]) -> None:
-    """Check every two seconds in a thread, until `stopped` is set."""
     watch = PartsWatch(serve_processes, say)
 
     def run() -> None:

@@ -87,8 +87,6 @@ def middlewares() -> list[Any]:
 
 
 class ProxyMiddleware:
-    """ASGI middleware around one request."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -142,7 +140,6 @@ class _Answer:
         await self._send(message)
 
     async def close(self) -> None:
-        """Complete the answer if the proxy did not."""
         if self._is_ended:
             return
         if not self._is_started:
@@ -152,7 +149,6 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
-        """Send an error instead of the proxy's answer."""
         self._is_ended = True
         headers, body = error_response(error)
         await self._send({"type": "http.response.start", "status": error.status, "headers": encoded(headers)})
@@ -179,7 +175,6 @@ class _Answer:
 
 
 def _refusal(scope: Scope) -> ApiError | None:
-    """Return why a request does not reach Serve, which writes its method and path into logs, or None."""
     if len(scope["method"]) > _MAX_METHOD_CHARS:
         return ApiError(405, "unknown method", code="method_not_allowed")
     if len(scope["path"]) > _MAX_PATH_CHARS:
@@ -224,13 +219,13 @@ def _for_proxy(scope: Scope) -> Scope:
     """
     read = _OBEYED_HEADERS | _LOGGED_HEADERS
     refused = read if _is_for_api(scope) else frozenset()
-    kept = []
+    headers = []
     for name, value in scope.get("headers", []):
         as_read = name.replace(b"_", b"-")
         is_loggable = _is_text(value) and len(value) <= _MAX_LOGGED_CHARS
         if as_read not in refused and (as_read not in read or is_loggable):
-            kept.append((name, value))
-    return {**scope, "headers": kept}
+            headers.append((name, value))
+    return {**scope, "headers": headers}
 
 
 def _is_text(value: bytes) -> bool:

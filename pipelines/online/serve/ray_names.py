@@ -43,7 +43,9 @@ def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
 
     app_name = serve.get_replica_context().app_name
     application = serve.status().applications.get(app_name)
-    states = {name: one.replica_states for name, one in application.deployments.items()} if application else {}
+    states = (
+        {name: deployment.replica_states for name, deployment in application.deployments.items()} if application else {}
+    )
     return {model: count_states(states.get(name, {})) for model, name in deployments.items()}
 
 
@@ -60,7 +62,6 @@ def serve_processes() -> dict[Hashable, str]:
 
 
 def count_states(states: Mapping[Any, int]) -> dict[str, int]:
-    """Reduce Serve's replica states to three counts."""
     numbers = {str(getattr(state, "value", state)): number for state, number in states.items()}
     return {
         "num_running_replicas": numbers.get("RUNNING", 0),
@@ -114,7 +115,6 @@ def _for_client(answer: Any, error: Any) -> Any:
 
 
 def told_refusal(error: Mapping[str, Any]) -> Any:
-    """Return the refusal in an event of a stream."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate({"error": error})

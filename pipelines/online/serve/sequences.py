@@ -56,7 +56,7 @@ class Sequences:
 
         vLLM reports none for sequences ended by a `stop` string or cancelled.
         """
-        drafts = [found for state in self._states if (found := drafts_of(state)) is not None]
+        drafts = [stats for state in self._states if (stats := drafts_of(state)) is not None]
         drafts += [self._drafts] if self._drafts is not None else []
         return sum(drafts, start=SpeculationStats.empty()) if drafts else None
 

@@ -56,14 +56,12 @@ class SlowReaders(asyncio.Protocol):
             self.holders = (self.client[0],)
 
     def pause_writing(self) -> None:
-        """The buffer is full: the client should read."""
         super().pause_writing()
         self.paused_at = self.loop.time()
         _UNREAD.watch(self)
         self._look_again()
 
     def resume_writing(self) -> None:
-        """The client has read."""
         self._stop_looking()
         super().resume_writing()
 

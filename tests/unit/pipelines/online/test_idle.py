@@ -56,7 +56,7 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
 
 
 def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle, "_LOOK_S", 0.01)
+    monkeypatch.setattr(idle, "_CHECK_S", 0.01)
     session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # of this process's time
     stopped, said = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
@@ -75,7 +75,7 @@ def test_endpoint_that_is_not_idle_reports_nothing(tmp_path, idle_timeout):
 
 
 def test_unreadable_ledger_does_not_stop_the_endpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle, "_LOOK_S", 0.01)
+    monkeypatch.setattr(idle, "_CHECK_S", 0.01)
     (tmp_path / "ledger").mkdir()
     stopped, said = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)

@@ -13,9 +13,8 @@ from ray.serve.llm.openai_api_models import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from peagle.engine.fake import FakeTraits
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.replica.fake import FakeServeEngine, FakeSettings, fake_settings
+from pipelines.online.replica.fake import FakeServeEngine
 from pipelines.online.wire import AnswerTally, events
 
 CONFIG = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": 200})
@@ -27,7 +26,7 @@ def answer(kind="chat", engine=None, **body):
     """Return all parts of an answer."""
 
     async def scene():
-        one = engine or FakeServeEngine(FakeSettings(num_speculative_tokens=3), CONFIG)
+        one = engine or FakeServeEngine(ServedModelKeys(engine="fake", num_speculative_tokens=3), CONFIG)
         if engine is None:
             await one.start()
         request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
@@ -36,15 +35,9 @@ def answer(kind="chat", engine=None, **body):
     return asyncio.run(scene())
 
 
-def test_fake_settings():
-    assert fake_settings(ServedModelKeys()) is None
-    keys = ServedModelKeys(
-        engine="fake", num_speculative_tokens=3, fake={"token_s": 0.1, "start_s": 2, "has_core": True}
-    )
-    assert fake_settings(keys) == FakeSettings(
-        traits=FakeTraits(token_s=0.1, start_s=2, has_core=True), num_speculative_tokens=3
-    )
-    assert (keys.served_name, ServedModelKeys(engine="fake", name="a").served_name) == ("fake", "a")
+def test_served_name_of_a_fake_model():
+    assert ServedModelKeys(engine="fake").served_name == "fake"
+    assert ServedModelKeys(engine="fake", name="a").served_name == "a"
 
 
 def test_stream_equals_the_whole_answer():
@@ -121,7 +114,7 @@ def test_invalid_request_is_refused(changes, message):
 
 def test_crash_in_a_stream_is_an_error_event():
     async def scene():
-        engine = FakeServeEngine(FakeSettings(traits=FakeTraits(token_s=0.01, has_core=True)), CONFIG)
+        engine = FakeServeEngine(ServedModelKeys(engine="fake", fake={"token_s": 0.01, "has_core": True}), CONFIG)
         await engine.start()
         stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
         first = await anext(stream)
@@ -141,7 +134,7 @@ def test_crash_in_a_stream_is_an_error_event():
 
 def test_dead_engine_raises_vllms_error():
     async def scene():
-        engine = FakeServeEngine(FakeSettings(traits=FakeTraits(has_core=True)), CONFIG)
+        engine = FakeServeEngine(ServedModelKeys(engine="fake", fake={"has_core": True}), CONFIG)
         await engine.start()
         await engine.check_health()
         os.kill(engine._engine.core_pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
 
     class Replica(server.PeagleServer):
         def __init__(self):
-            self._account = SimpleNamespace()
+            self._account, self._is_fake = SimpleNamespace(), True
 
         def __del__(self):
             pass
@@ -26,8 +26,8 @@ def test_threads_of_large_engines_yield(monkeypatch, set_by_user, max_num_seqs, 
     monkeypatch.setattr(server, "set_environment", lambda *_, **__: None)  # what holds on this machine
     monkeypatch.setattr(server, "make_llm_config", lambda *_, **__: dict(os.environ))
     job = SimpleNamespace(
-        spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a", num_engines_on_node=1, fake=True,
-        engine=SimpleNamespace(model="m"), sizes=None, parsers={},
+        spec=EngineSpec(model="m", max_num_seqs=max_num_seqs), app_id="a",
+        placement=SimpleNamespace(num_engines_on_node=1),
     )  # fmt: skip
     variables = Replica()._local_config(job)
     assert variables.get("KMP_USE_YIELD") == expected

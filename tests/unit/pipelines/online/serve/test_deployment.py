@@ -1,48 +1,55 @@
 import inspect
-from dataclasses import replace
 
 import pytest
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import DeploymentSchema
 
+from peagle.economics.usage import EngineFacts
 from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
+from pipelines.cluster.placement import Placement
 from pipelines.online.config import ServedModelKeys
-from pipelines.online.serve.deployment import RequestCounts, Sizes, check_parsers, deployment_config, make_llm_config
+from pipelines.online.serve.deployment import (
+    ReplicaJob,
+    RequestCounts,
+    check_parsers,
+    deployment_config,
+    make_llm_config,
+)
 from pipelines.online.serve.routing import PrefixRouter
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=2)
 
 
-def sizes(max_replicas=1, queued=8):
-    return Sizes(
-        counts=RequestCounts(target=5.6, admitted=9, queued=queued),
-        min_replicas=0,
-        max_replicas=max_replicas,
-        upscale_delay_s=10,
-        downscale_delay_s=300,
-        drain_s=60,
-        stream_interval_ms=50,
-        stream_pieces_per_s=40,
-        num_cpus=1.0,
-    )
+PLACEMENT = Placement(num_cpus=1.0, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
+FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_per_device_s=0.01)
 
 
-def options(max_replicas=1, queued=8, on_gpu=False, **spec):
-    return deployment_config(EngineSpec(model="m", **spec), sizes(max_replicas, queued), on_gpu=on_gpu)
+def job(max_replicas=1, queued=8, lends=False, **spec):
+    return ReplicaJob(
+        app_id="app", state="state", keys=ServedModelKeys(name="m", min_replicas=0, max_replicas=max_replicas),
+        spec=EngineSpec(model="m", **spec), engine=FACTS, placement=PLACEMENT,
+        counts=RequestCounts(target=5.6, admitted=9, queued=queued), lends=lends,
+    )  # fmt: skip
+
+
+def llm_config(**changes):
+    replica_job = job(**changes)
+    return make_llm_config(replica_job, replica_job.spec, CPU)
+
+
+def options(max_replicas=1, queued=8, **spec):
+    return deployment_config(job(max_replicas, queued, **spec), on_gpu=False)
 
 
 def test_generation_config_of_the_model_is_ignored():
-    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
-    assert config.engine_kwargs["generation_config"] == "vllm"
+    assert llm_config().engine_kwargs["generation_config"] == "vllm"
 
 
 @pytest.mark.parametrize(("lends", "policy"), [(False, None), (True, "priority")])
 def test_lending_engine_schedules_by_priority(lends, policy):
-    lending = replace(sizes(), lends=lends)
-    config = make_llm_config("m", EngineSpec(model="m"), CPU, lending, num_engines_on_node=1, parsers={})
-    assert config.engine_kwargs.get("scheduling_policy") == policy
+    assert llm_config(lends=lends).engine_kwargs.get("scheduling_policy") == policy
 
 
 def test_grammar_backend_is_fixed():
@@ -53,8 +60,7 @@ def test_grammar_backend_is_fixed():
     first = inspect.getsource(StructuredOutputManager.grammar_init).partition("if self.backend is None:")[2]
     assert "backend = request.sampling_params.structured_outputs._backend" in first
 
-    config = make_llm_config("m", EngineSpec(model="m"), CPU, sizes(), num_engines_on_node=1, parsers={})
-    assert StructuredOutputsConfig(**config.engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
+    assert StructuredOutputsConfig(**llm_config().engine_kwargs["structured_outputs_config"]).backend == "xgrammar"
 
 
 @pytest.mark.parametrize("max_replicas", [1, 3])

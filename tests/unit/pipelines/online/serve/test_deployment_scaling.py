@@ -5,6 +5,7 @@ import pytest
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
+from pipelines.online.config import ServedModelKeys
 from pipelines.online.serve.deployment import decode_slots, pieces_per_s, request_counts, target_ongoing_requests
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
@@ -30,13 +31,14 @@ def test_small_step_has_fewer_slots():
 
 
 def test_default_request_counts():
-    counts = request_counts(spec(max_num_seqs=16), CPU, max_replicas=3)
+    counts = request_counts(ServedModelKeys(max_replicas=3), spec(max_num_seqs=16), CPU)
     assert (counts.admitted, counts.queued) == (18, 48)
-    assert request_counts(spec(max_num_seqs=1), CPU, max_replicas=1).admitted == 2
+    assert request_counts(ServedModelKeys(), spec(max_num_seqs=1), CPU).admitted == 2
 
 
 def test_configured_request_counts():
-    counts = request_counts(spec(max_num_seqs=16), CPU, max_replicas=3, target=2.5, queued=0)
+    keys = ServedModelKeys(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
+    counts = request_counts(keys, spec(max_num_seqs=16), CPU)
     assert (counts.target, counts.queued) == (2.5, 0)
 
 
