@@ -156,7 +156,7 @@ def jumping_clock(folder: Path) -> Scene:
     starts = [session.started_at for session in scene.run.sessions()]
     scene.expect(any(start < began or start > time.time() for start in starts), "no clock jumped")
     off_s = ", ".join(f"{start - began:.0f}" for start in starts)
-    scene.facts.append(f"by their clocks, engines started so many seconds after the scene: {off_s}")
+    scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {off_s}")
     return scene
 
 
@@ -190,8 +190,8 @@ def _why_no_namespace() -> str:
         command = [*_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        return f"no file system of its own can be had here: {error}"
-    return f"no file system of its own can be had here: {done.stderr.strip()}" if done.returncode else ""
+        return f"a private file system is not possible here: {error}"
+    return f"a private file system is not possible here: {done.stderr.strip()}" if done.returncode else ""
 
 
 @contextlib.contextmanager
