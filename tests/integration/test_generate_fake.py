@@ -129,7 +129,7 @@ def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--temperature", "0.7"], "sampling.temperature: it was 0.0, now it is 0.7"),
+        (["--temperature", "0.7"], "sampling.temperature: was 0.0, now 0.7"),
         (["--limit", "1"], "corpus.limit"),
         (["--num-speculative-tokens", "2"], "drafter"),
         (["--prompt-template", "{{ prompt }}!"], "prompts.template"),
