@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from peagle.catalog.folders import peagle_home
-from peagle.storage import place, s3_client
+from peagle.storage import s3_client, storage_path
 
 # Variables of the user's shell must not change tests.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
@@ -123,7 +123,7 @@ def root(request, tmp_path):
     """The folder of a run, on disk and on S3."""
     if request.param == "s3":
         request.getfixturevalue("s3")
-        return place("s3://bucket/some/run")
+        return storage_path("s3://bucket/some/run")
     return tmp_path / "run"
 
 

@@ -66,9 +66,9 @@ def test_old_card_is_refused():
 
 
 def test_gpus_are_checked_before_the_model():
-    from peagle.engine_options import EngineKeys, resolve_engine
+    from peagle.engine_options import EngineOptions, resolve_engine
 
     with pytest.raises(CapacityError, match="MIG"):
         resolve_engine(
-            EngineKeys(model="nobody/has-this"), replace(H100, has_mig=True), num_engines_on_node=1, announce=print
+            EngineOptions(model="nobody/has-this"), replace(H100, has_mig=True), num_engines_on_node=1, announce=print
         )

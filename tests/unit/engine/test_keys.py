@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from peagle.engine.keys import (
-    TargetKeys,
+    TargetOptions,
     drafter_with,
     extra_arguments,
     lookup_note,
@@ -41,7 +41,7 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
     ],
 )
 def test_engine_arguments_from_pairs_or_map(given: Any, expected: dict[str, Any]) -> None:
-    assert TargetKeys(engine_args=given).engine_args == expected
+    assert TargetOptions(engine_args=given).engine_args == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_engine_arguments_from_pairs_or_map(given: Any, expected: dict[str, Any]
 )
 def test_managed_arguments_are_refused(given: Any, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        TargetKeys(engine_args=given)
+        TargetOptions(engine_args=given)
 
 
 def test_unknown_argument_suggests_the_closest() -> None:
@@ -72,34 +72,34 @@ def test_unknown_argument_suggests_the_closest() -> None:
 
 def test_fp8_cache_skips_sliding_windows() -> None:
     skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
-    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=True) == skipped
-    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=False) == {}
-    assert extra_arguments(TargetKeys(), BF16, SLIDING, on_gpu=True) == {}
-    assert extra_arguments(TargetKeys(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
-    keys = TargetKeys(engine_args=["kv_cache_dtype_skip_layers=[]"])
+    assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=True) == skipped
+    assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=False) == {}
+    assert extra_arguments(TargetOptions(), BF16, SLIDING, on_gpu=True) == {}
+    assert extra_arguments(TargetOptions(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
+    keys = TargetOptions(engine_args=["kv_cache_dtype_skip_layers=[]"])
     assert extra_arguments(keys, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
 
 
 def test_arguments_become_spec_fields() -> None:
-    keys = TargetKeys(engine_args={"load_format": "dummy", "block_size": 32})
+    keys = TargetOptions(engine_args={"load_format": "dummy", "block_size": 32})
     assert spec_fields(keys) == {"load_format": "dummy"}
     assert extra_arguments(keys, BF16, {}, on_gpu=True) == {"block_size": 32}
 
 
 def test_head_has_its_own_cache_and_attention() -> None:
-    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
+    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
     found = drafter_with(HEAD, keys, GPU)
     assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetKeys(), CPU) == HEAD
+    assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
 def test_lookup_needs_a_head_and_a_request() -> None:
-    on = TargetKeys(draft_lookup="on")
+    on = TargetOptions(draft_lookup="on")
     assert drafter_with(HEAD, on, CPU) == replace(HEAD, lookup=True)
     assert drafter_with(NGRAM, on, CPU) == NGRAM
     for other in ("auto", "off"):
-        keys = TargetKeys(draft_lookup=other)  # type: ignore[arg-type]
+        keys = TargetOptions(draft_lookup=other)  # type: ignore[arg-type]
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
     assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
@@ -107,15 +107,15 @@ def test_lookup_needs_a_head_and_a_request() -> None:
 
 def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
     with pytest.raises(ConfigError, match="schedules asynchronously") as caught:
-        drafter_with(HEAD, TargetKeys(draft_lookup="on"), GPU)
+        drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
-    waiting = TargetKeys(draft_lookup="on", engine_args={"async_scheduling": False})
+    waiting = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})
     assert drafter_with(HEAD, waiting, GPU).lookup
 
 
 def test_fingerprint_has_only_changed_options() -> None:
-    assert stated(TargetKeys(kv_cache_precision="fp8")) == {}  # the precision names it
-    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
+    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # the precision names it
+    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
         "draft_kv_cache_precision": "bf16",
         "draft_lookup": "on",

@@ -14,7 +14,16 @@ import xgrammar
 
 from peagle.engine import trial_process
 from peagle.engine import trials as module
-from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _FairLock, _specs, check_schema, guard_engine
+from peagle.engine.trials import (
+    REQUESTER,
+    TrialRefused,
+    Trials,
+    TrialsBusy,
+    _FairLock,
+    _specs,
+    check_schema,
+    guard_engine,
+)
 from peagle.errors import ConfigError
 
 BYTES = [bytes([one]) for one in range(256)]
@@ -213,7 +222,7 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
 
     async def outcome(key, spec):
-        ASKER.set(key)
+        REQUESTER.set(key)
         try:
             await trials.require(constraint(regex=spec))
         except (TrialRefused, TrialsBusy) as error:
@@ -258,7 +267,7 @@ def shared(monkeypatch):
 
 
 async def asks(trials, key, spec):
-    ASKER.set(key)
+    REQUESTER.set(key)
     await trials.require(constraint(regex=spec))
 
 

@@ -98,13 +98,13 @@ def test_sampled_token_and_most_likely_tokens():
 
 
 def test_sampling_options_exist_in_vllm():
-    from peagle.requests.sampling import SamplingKeys
+    from peagle.requests.sampling import SamplingOptions
 
-    keys = SamplingKeys(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
+    keys = SamplingOptions(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
     params = _sampling_params(keys.model_dump())
     assert params.structured_outputs.json == '{"type": "object"}'
     assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
-    assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
+    assert _sampling_params(SamplingOptions().model_dump()).structured_outputs is None
 
 
 def test_all_parameters_reach_vllm():

@@ -14,7 +14,7 @@ from peagle.runs.plan import Retry
 from peagle.runs.prepare import plan_retry
 from peagle.runs.suspects import Note, UnitNotes
 from peagle.speculation import SpeculationStats
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 
 def usage(**changes):
@@ -131,7 +131,7 @@ def test_opening_removes_leftovers(local):
 
 def test_folder_with_other_files_is_refused(tmp_path, local, s3):
     (tmp_path / "thesis.tex").touch()
-    write_atomic(place("s3://bucket/other/chapters/one.tex"), b"")
+    write_atomic(storage_path("s3://bucket/other/chapters/one.tex"), b"")
     for root in (tmp_path, "s3://bucket/other"):
         with pytest.raises(ConfigError, match="has other files"):
             RunDirectory(root).create({}, local.plan())

@@ -12,7 +12,7 @@ import pytest
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs import lease as lease_module
 from peagle.runs.lease import hold_lease, read_lease
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 
 def hold(root, *, expiry_s=30.0, announce=lambda _: None):
@@ -225,12 +225,12 @@ def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 
 def test_lease_survives_a_lost_store_answer(s3):
     s3.fail("lost", method="PUT", times=2)
-    with hold(place("s3://bucket/run")) as mine:
+    with hold(storage_path("s3://bucket/run")) as mine:
         assert mine.number == 1
 
 
 def test_lease_survives_short_store_failures(s3):
-    root = place("s3://bucket/run")
+    root = storage_path("s3://bucket/run")
     with hold(root, expiry_s=1.0) as mine:
         before = read_lease(root).beat
         s3.fail(403, method="PUT", times=2)
@@ -243,7 +243,7 @@ def test_lease_survives_short_store_failures(s3):
 
 
 def test_trial_objects_of_killed_drivers_are_removed(s3):
-    root = place("s3://bucket/run")
+    root = storage_path("s3://bucket/run")
     write_atomic(root / ".lease" / "0.0123.json", b"{}")
     with hold(root):
         assert [path.name for path in (root / ".lease").iterdir()] == ["1.json"]

@@ -8,7 +8,7 @@ from peagle.economics.ledger import sessions_bytes, sessions_of, write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -137,7 +137,7 @@ def test_price_for_another_device_is_refused(month):
 
 
 def test_ledgers_on_s3(month, s3):
-    here = place("s3://bucket/month")
+    here = storage_path("s3://bucket/month")
     for path in (path for path in month.rglob("*") if path.is_file()):
         target = here
         for part in path.relative_to(month).parts:

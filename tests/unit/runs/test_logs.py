@@ -4,9 +4,9 @@ import pytest
 
 from peagle.runs import logs
 from peagle.runs.logs import LogCopy, copied, logs_folder
-from peagle.storage import place
+from peagle.storage import storage_path
 
-ROOT = place("s3://bucket/run")
+ROOT = storage_path("s3://bucket/run")
 
 
 def copy_of(name):
@@ -17,7 +17,7 @@ def test_logs_folder(tmp_path):
     assert logs_folder(tmp_path) == tmp_path / "logs"
     here = logs_folder(ROOT)
     assert here.is_absolute()
-    assert here != logs_folder(place("s3://bucket/other"))
+    assert here != logs_folder(storage_path("s3://bucket/other"))
 
 
 def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):
