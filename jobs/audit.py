@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 HELP = """\
-Audit a run: its files against its plan, and a sample of its rows against the target alone.
+Audit a run: compare its files with its plan, and a sample of its rows with answers of the target without a drafter.
 
 Files: every unit is there, every id is in exactly one row or dead letter, usage is the sum of the rows, the ledger
 agrees, nothing is left over and the input is unchanged. Rows: the sample is generated again without the drafter, on the

@@ -11,7 +11,7 @@ from jobs.output import console
 
 HELP = """\
 Run the main job on the embedded model. It answers HumanEval prompts one at a time with the P-EAGLE drafter, and the
-first of them again without it, and says what each cost. It needs no accelerator, no account and no network.
+first of them again without it, and compares the costs. It runs without accelerator, account and network.
 """
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 5

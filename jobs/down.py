@@ -7,13 +7,13 @@ from jobs.output import say
 from jobs.up import describe, format_cost
 
 HELP = """\
-Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: requests under way get --drain-s.
+Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: running requests get --drain-s.
 
   peagle down                      the only one that is up
   peagle down smollm2-135m
   peagle up --list                 all endpoints
 
-It says what the endpoint cost. Its log and its ledger stay, in $PEAGLE_HOME/endpoints/NAME.
+It prints the cost of the endpoint. The log and ledger stay in $PEAGLE_HOME/endpoints/NAME.
 """
 
 

@@ -95,7 +95,7 @@ def load(
 
 
 def load_file(model: type[Model], path: Path) -> Model:
-    """Return the configuration of a YAML file alone; raises as `load`."""
+    """Return the configuration of only a YAML file; raises as `load`."""
     return _validate(model, _from_yaml(path, model.model_fields), {})
 
 

@@ -20,7 +20,7 @@ Generate text in bulk: shard a corpus over engines, commit it unit by unit, and 
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
 The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
---budget-usd and --deadline stop it: units under way get --grace-s to be committed, and the command that continues it
+--budget-usd and --deadline stop it: running units get --grace-s to be committed, and the command that continues it
 is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job
 continues. RAY_ADDRESS names the cluster to run on. It must require a token, unless RAY_AUTH_MODE=disabled says
 otherwise. Without RAY_ADDRESS a cluster is started on this machine, and stopped at the end.

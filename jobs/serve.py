@@ -36,7 +36,7 @@ Serve models through OpenAI's API: keys, limits, usage and cost by key, engines 
 Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models are
 listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
 RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
-the endpoint: new requests are refused, those under way get --drain-s; a second one stops it at once.
+the endpoint: new requests are refused, running ones get --drain-s; a second signal stops it immediately.
 `serve deploy deploy/serve.yaml` runs the same without this command. With PEAGLE_SAGEMAKER=true it follows SageMaker's
 contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 HELP = """\
-Show a run's progress from its directory alone, without its driver or its cluster.
+Show a run's progress from its directory, without its driver or cluster.
 
   peagle status runs/first
   peagle status runs/first --watch 5

@@ -1,4 +1,4 @@
-"""Measuring without models: targets and heads of which only `config.json` is read, and no waiting."""
+"""Measurements without models: targets and heads with only `config.json`, and no waiting."""
 
 import json
 from pathlib import Path
@@ -18,17 +18,17 @@ HEAD = {
 
 
 def write_target(folder: Path) -> Path:
-    """A target whose context is 512 tokens."""
+    """Write a target with a context of 512 tokens."""
     return _write(folder, TARGET)
 
 
 def write_head(folder: Path, kind: str = "peagle", **changes: Any) -> Path:
-    """A head of that target; what is changed sets it apart from others."""
+    """Write a head of that target; `changes` make it differ from others."""
     return _write(folder, HEAD | {"speculators_model_type": kind} | changes)
 
 
 def measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No waiting for counters; what a measurement sets in the environment is put back afterwards."""
+    """Do not wait for counters, and restore the environment afterwards."""
     monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a Ray cluster, an S3 server, the embedded target, tiny ones, and files to read."""
+"""Fixtures shared by all tests: a Ray cluster, an S3 server, targets, heads and input files."""
 
 import functools
 import json
@@ -13,18 +13,18 @@ import pytest
 from peagle.catalog.folders import peagle_home
 from peagle.storage import s3_client, storage_path
 
-# Tests say what they use; what the shell of whoever runs them has set must not change them.
+# Variables of the user's shell must not change tests.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
-# Nor must heads that they have added to their catalog. The home of the tests is kept: it has the converted target.
+# Nor must heads in the user's catalog. The tests' home is kept, because it has the converted target.
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
-# A shell without job control has what it starts in the background ignore Ctrl-C; the commands under test inherit that.
+# Shells without job control let background processes ignore Ctrl-C, and commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
 os.umask(_UMASK)
 
 
-# Engines of vLLM bind their threads to cores: two at once would compute on the same ones.
+# vLLM binds its threads to cores; two engines at a time would use the same ones.
 _ENGINES = tuple(
     f"integration/test_{name}.py"
     for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
@@ -32,12 +32,12 @@ _ENGINES = tuple(
 
 
 def pytest_collection_modifyitems(items):
-    """What takes longest begins first."""
+    """Start the slowest files first."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(_ENGINES))
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """A worker takes a whole file, and one of them all files with engines."""
+    """Give whole files to workers, and all files with engines to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class EnginesInTurn(LoadFileScheduling):
@@ -49,19 +49,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
-    """Each test begins with the process as it was: commands set these for good (`peagle/private.py`).
+def restored_process():
+    """Restore the umask and temporary folder, which commands change (`peagle/private.py`).
 
-    A command that a module's fixture runs has set them before the first test of that module.
+    This also happens before a test, because a module's fixtures may have run commands.
     """
-    _set_back()
+    _restore()
     yield
-    _set_back()
+    _restore()
 
 
-def _set_back():
+def _restore():
     os.umask(_UMASK)
-    tempfile.tempdir = None  # found anew
+    tempfile.tempdir = None
     if _TMPDIR is None:
         os.environ.pop("TMPDIR", None)
     else:
@@ -70,7 +70,7 @@ def _set_back():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A real local Ray with four logical CPUs, whatever the machine has."""
+    """A local Ray with four logical CPUs on any machine."""
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
@@ -80,7 +80,6 @@ def ray_cluster():
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """An S3 server of this process."""
     from faulty_s3 import FaultyS3
 
     server = FaultyS3()
@@ -90,7 +89,7 @@ def s3_server():
 
 @pytest.fixture
 def s3(s3_server, monkeypatch):
-    """The S3 server, which this process and its children are pointed to, without faults and with an empty bucket."""
+    """The S3 server without faults and with an empty bucket, set in the AWS variables."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     values = {
@@ -102,7 +101,7 @@ def s3(s3_server, monkeypatch):
     for name, value in values.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     s3_client.forget_store()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # one of a test without credentials would be found there
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it may have one without credentials
     s3_server.reset()
     client = s3_client.store().api
     client.create_bucket(Bucket="bucket")
@@ -113,7 +112,7 @@ def s3(s3_server, monkeypatch):
 
 @pytest.fixture
 def moving_hub(tmp_path, monkeypatch):
-    """A Hugging Face hub of the test's own, and an empty cache."""
+    """A Hugging Face hub for this test, with an empty cache."""
     from moving_hub import MovingHub
 
     return MovingHub(tmp_path / "hub", monkeypatch)
@@ -121,7 +120,7 @@ def moving_hub(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["disk", "s3"])
 def root(request, tmp_path):
-    """Where a run may lie: a folder on a disk, and one in a store."""
+    """The folder of a run, on disk and on S3."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         return storage_path("s3://bucket/some/run")
@@ -138,7 +137,7 @@ def embedded_target():
 
 @pytest.fixture(scope="session")
 def shipped_head():
-    """Folder of the P-EAGLE head that ships, with all its weights."""
+    """Folder of the shipped P-EAGLE head, with all its weights."""
     from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 
     return whole_head(HEADS_FOLDER / "smollm2-135m-peagle")
@@ -146,7 +145,7 @@ def shipped_head():
 
 @pytest.fixture(scope="session")
 def shipped_eagle3():
-    """Folder of the EAGLE-3 head that ships, with all its weights."""
+    """Folder of the shipped EAGLE-3 head, with all its weights."""
     from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 
     return whole_head(HEADS_FOLDER / "smollm2-135m-eagle3")
@@ -166,10 +165,10 @@ def target(tmp_path_factory):
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        head_dim=32,  # the smallest for vLLM's CPU attention
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        eos_token_id=95,  # as of its tokenizer, where it has one
+        eos_token_id=95,
         initializer_range=0.2,
     )
     folder = tmp_path_factory.mktemp("target")
@@ -196,7 +195,7 @@ def speaking_target(target, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def foreign_target(tmp_path_factory, speaking_target):
-    """The folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
+    """Return the folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
     from foreign_targets import save_foreign_target
 
     @functools.cache
@@ -212,7 +211,7 @@ def foreign_target(tmp_path_factory, speaking_target):
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """Write rows (or raw lines) as JSON lines; the path."""
+    """Write rows (or raw lines) as JSON lines; return the path."""
 
     def write(rows, name="prompts.jsonl"):
         path = tmp_path / name

@@ -1,6 +1,6 @@
-"""Drafts of vLLM's own proposers, held token by token against those of a head as training has it.
+"""Compare the drafts of vLLM's proposers token by token with those of a head in training.
 
-Two tokens may change places only where they tie: our logits of the two are at most TIE apart.
+Two tokens may only be exchanged if they tie: our logits of both differ by at most TIE.
 """
 
 import functools
@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).parent / "integration" / "recorded_drafts.py"
 
 
 def run_jobs(jobs, environment, folder):
-    """Answers of recorded_drafts.py to its jobs, from one process with these variables and files in the folder."""
+    """Return the answers of recorded_drafts.py to its jobs, from one process with these variables."""
     asked, answers = folder / "jobs.json", folder / "answers.pt"
     asked.write_text(json.dumps(jobs))
     done = subprocess.run(
@@ -36,7 +36,7 @@ def run_jobs(jobs, environment, folder):
 
 
 def document_reader(target, aux_layers):
-    """Read a text and the length of its prompt with the states of a target of transformers, each text once."""
+    """Return a function that reads a text once with the hidden states of a target of transformers."""
     reader = HiddenStateReader(target, aux_layers)
 
     @functools.cache
@@ -50,14 +50,14 @@ def document_reader(target, aux_layers):
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What was compared, and what differed.
+    """What was compared, and the differences.
 
     Attributes:
-        contexts: (request, place of the last known token).
-        drafts: by K, of vLLM, those that were compared.
-        num_chunks: unfinished prefills, whose drafts vLLM throws away.
-        ties: places where two tokens with nearly the same logit stood in each other's place.
-        states_apart: the largest distance of a context's last states, relative to their length.
+        contexts: (request, position of the last known token).
+        drafts: vLLM's drafts that were compared, by K.
+        num_chunks: unfinished prefills, whose drafts vLLM discards.
+        ties: positions where two tokens with nearly the same logit were exchanged.
+        states_apart: the largest distance of a context's last states, relative to their norm.
     """
 
     contexts: set = field(default_factory=set)
@@ -68,14 +68,14 @@ class Comparison:
 
 
 def compare(answer, num_prompt_tokens, head, document_of):
-    """Hold every recorded draft against ours; fails at the first token that differs without a tie."""
+    """Compare every recorded draft with ours; fail at the first token that differs without a tie."""
     found = Comparison()
     documents, finished = _documents(answer, num_prompt_tokens, document_of), []
     for context in answer["contexts"]:
         request, known = _request(context), context["known"]
         if known < num_prompt_tokens[request]:
             found.num_chunks += 1
-        elif known < len(answer["tokens"][request]):  # behind the last token of the answer there is no text
+        elif known < len(answer["tokens"][request]):  # there is no text after the answer's last token
             finished.append((request, known, context))
     drafted = {}
     for request, known, context in finished:
@@ -94,7 +94,7 @@ def compare(answer, num_prompt_tokens, head, document_of):
 
 
 def _documents(answer, num_prompt_tokens, document_of):
-    """The text of each request, read at the end of a chunk of its prompt as the proposer did."""
+    """Return the text of each request, as the proposer read it at the end of each prompt chunk."""
     documents = [document_of(tokens, n) for tokens, n in zip(answer["tokens"], num_prompt_tokens, strict=True)]
     documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
     for context in answer["contexts"]:
@@ -118,12 +118,12 @@ def _count_ties(head, document, known, ours, theirs):
         assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
         ties += 1
         if head.config.speculators_model_type == "eagle3":
-            break  # from here on the two draft behind different tokens
+            break  # from here on both draft after different tokens
     return ties
 
 
 def _margin(head, document, known, k, depth, token):
-    """By how much our logit of a token stays behind the largest."""
+    """Return by how much our logit of a token is below the largest."""
     anchor, depths, states = _draft_states(head, document, k)
     row = states[(anchor == known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
     ids = torch.arange(len(row)) + (0 if head.d2t is None else head.d2t)

@@ -1,6 +1,6 @@
-"""An S3 server in a thread (moto's), whose requests can be made to fail in the ways that real ones do.
+"""An S3 server in a thread (moto's), whose requests can fail in the ways that real ones do.
 
-Requests are done one at a time: moto looks for a name and takes it in two steps.
+Requests run one at a time, because moto's check and use of a name are not atomic.
 """
 
 import io
@@ -25,12 +25,12 @@ class _Fault:
 
 
 class FaultyS3:
-    """The server, and the requests that it had.
+    """The server, and its requests.
 
     Attributes:
-        requests: of each its method and its path.
-        is_simple: whether it knows no conditional writes.
-        upload_age_s: how long ago uploads began that are not whole, as a listing has it.
+        requests: method and path of each.
+        is_simple: whether it ignores conditional writes.
+        upload_age_s: age of unfinished uploads in listings.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class FaultyS3:
         self._thread.join()
 
     def reset(self):
-        """No object, no fault."""
+        """Remove all objects and faults."""
         with self._lock:
             for account in get_backend("s3").values():
                 for backend in account.values():
@@ -60,7 +60,6 @@ class FaultyS3:
             self._faults = []
 
     def reset_faults(self):
-        """No fault from now on."""
         with self._lock:
             self._faults = []
 
@@ -68,19 +67,19 @@ class FaultyS3:
         """Let the next requests fail.
 
         Args:
-            how: a status; cut: the connection ends before anything is done; lost: after it; half: within the answer.
-            method, path: of the requests that fail, or parts of these; all by default.
+            how: a status; cut: the connection ends before the operation; lost: after it; half: within the answer.
+            method, path: parts of those of the requests that fail; all by default.
         """
         self._add(how, lambda m, p: method in m and path in p, times)
 
     def fail_often(self, share, seed):
-        """Let requests fail by chance from now on, in all ways."""
+        """Let requests fail at random from now on, in all ways."""
         chance = random.Random(seed)
         for how in (500, 503, "cut", "lost"):
             self._add(how, lambda m, p: chance.random() < share / 4, float("inf"))
 
     def count(self, method, path=""):
-        """The number of requests that it had of a kind."""
+        """Return how many requests of a kind there were."""
         return sum(method == m and path in p for m, p in self.requests)
 
     def _add(self, how, wanted, times):
@@ -95,7 +94,7 @@ class FaultyS3:
         return None
 
     def _serve(self, environ, start_response):
-        # Read before the lock is taken: a client may be stopped in the middle of its request.
+        # Read before taking the lock: a client may be stopped in the middle of its request.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         with self._lock:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]

@@ -1,4 +1,4 @@
-"""Tiny random targets of other architectures than Llama's, of the sizes of the tiny target in conftest.py."""
+"""Tiny random targets of other architectures than Llama, with the sizes of the tiny target in conftest.py."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 
 def save_foreign_target(model_type: str, folder: Path) -> None:
-    """Save one of them."""
     config = AutoConfig.for_model(
         model_type,
         vocab_size=VOCABULARY,
@@ -48,7 +47,7 @@ def save_foreign_target(model_type: str, folder: Path) -> None:
 
 
 def random_target(config: Any, *, std: float = 0.2) -> Any:
-    """A float32 target; norms and biases, which begin as ones and zeros, are random as well."""
+    """Return a float32 target whose norms and biases are also random."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

@@ -1,7 +1,6 @@
-"""The endpoint in this process behind a real HTTP server: gate, routes, batches and ledger, without Ray Serve between.
+"""The endpoint in this process behind a real HTTP server: gate, routes, batches and ledger, without Ray Serve.
 
-The fake engine answers. It has keys, without which nothing of what keys may is ever seen, and the lag of its event loop
-is measured.
+The fake engine answers. It has keys, so that their rules apply, and the delay of its event loop is measured.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _TICK_S = 0.002
 
 
 class Handle:
-    """A deployment's handle as the ingress uses it, with the engine right behind it."""
+    """A deployment's handle for the ingress, directly connected to the engine."""
 
     deployment_name = "m"
 
@@ -75,7 +74,7 @@ class _Method:
 
 
 class _Response:
-    """As Ray's of a stream."""
+    """Like Ray's response of a stream."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -88,7 +87,7 @@ class _Response:
 
 
 async def _in_lists(parts):
-    """As Ray's batching of streams."""
+    """Like Ray's batching of streams."""
     async for part in parts:
         yield [part] if isinstance(part, str) else part
 
@@ -107,10 +106,10 @@ class NoRunner:
 
 
 class Served:
-    """An endpoint that runs.
+    """A running endpoint.
 
     Attributes:
-        keys: by the names of their records.
+        keys: by name.
     """
 
     def __init__(self, url, keys, ledger):
@@ -118,22 +117,22 @@ class Served:
         self._lag_s = 0.0
 
     def client(self, name, **options):
-        """Requests of a key."""
+        """Return a client with a key."""
         headers = {"authorization": f"Bearer {self.keys[name]}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=60, **options)
 
     def answered(self):
-        """Requests in the ledger: those that an engine has answered."""
+        """Return the requests in the ledger, which are those that an engine has answered."""
         return RequestReader(self._ledger).new()
 
     @contextlib.contextmanager
     def lag(self):
-        """Measures how late the event loop was at most; called afterwards, it says so in seconds."""
+        """Measure the longest delay of the event loop; the yielded function returns it in seconds."""
         self._lag_s = 0.0
         yield lambda: self._lag_s
 
     async def watch(self):
-        """In the endpoint's loop."""
+        """Run in the endpoint's loop."""
         while True:
             due = time.perf_counter() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -142,7 +141,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving_here(folder, limits, *, max_model_len=256, **settings):
-    """Until the end of the `with`.
+    """Run the endpoint.
 
     Args:
         limits: by the name of a key.

@@ -1,4 +1,4 @@
-"""A Hugging Face hub whose main branches move, behind the client's own `hf_hub_download` and its cache on disk."""
+"""A Hugging Face hub whose main branches move, behind the client's `hf_hub_download` and its cache on disk."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ FIRST, SECOND = "a" * 40, "c" * 40  # commits
 
 
 class MovingHub:
-    """In the place of huggingface.co.
+    """Replaces huggingface.co.
 
     Attributes:
         is_online: whether it can be reached.
@@ -28,7 +28,7 @@ class MovingHub:
             monkeypatch.delenv(name, raising=False)
 
     def push(self, model_id, commit, config, branch="main"):
-        """Move a branch of a repository, new or there already, to a commit."""
+        """Move a branch of a new or existing repository to a commit."""
         self._branches[model_id, branch] = commit
         self._configs[model_id, commit] = json.dumps(config)
 
@@ -46,7 +46,7 @@ class MovingHub:
         snapshot, reference = repository / "snapshots" / commit, repository / "refs" / revision
         snapshot.mkdir(parents=True, exist_ok=True)
         (snapshot / name).write_text(self._configs[model_id, commit])
-        if revision != commit:  # the client notes where branches were, and a commit is where it is
+        if revision != commit:  # the client stores the commits of branches
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(commit)
 

@@ -1,4 +1,4 @@
-"""Where a report or measurement comes from (command, revision, machine), and the two files of a report."""
+"""The origin of a report (command, revision, machine), and its two files."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from peagle.provenance import git_revision, versions
 
 
 def origin(command: str) -> dict[str, Any]:
-    """The report's first entries."""
+    """Return the report's first entries."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -21,7 +21,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def origin_text(data: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the same in Markdown."""
     return (
         f"`{data['command']}` at revision {data['git_revision']}.\nMachine: {data['machine']}. Versions: "
         + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
@@ -30,7 +30,7 @@ def origin_text(data: dict[str, Any]) -> str:
 
 
 def write_report(path: Path, data: dict[str, Any], text: str) -> Path:
-    """Write the Markdown, and JSON beside it; the Markdown's path."""
+    """Write Markdown, and JSON beside it; return the Markdown's path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n")
     path.write_text(text)

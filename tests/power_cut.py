@@ -1,11 +1,10 @@
-"""What a power cut may leave of a folder: a model of a file system that keeps only what it was told to.
+"""What a power cut may leave of a folder: a model of a file system that keeps only what was synced.
 
-While `recording(folder)` lasts, each `fsync` is noted: of a file, the bytes that it has then; of a folder, the names
-that are in it then and the files behind them. `Disk.images` makes folders that the disk may hold after a cut at this
-moment. The worst one has nothing that was not synced: no name, no deletion, and no byte. In others some of it got there
-by itself, each name and each file by chance, in any order.
+`recording(folder)` records each `fsync`: of a file, its bytes at that moment; of a folder, its names and the files
+behind them. `Disk.images` creates folders that the disk may hold after a cut at this moment. The worst one has
+nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is there by chance.
 
-Real file systems keep more. So what holds here holds on them; and a real ext4 is in `test_power_cut.py`, too.
+Real file systems keep more, so code that is correct here is correct there; `test_power_cut.py` also uses a real ext4.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ File = int
 
 
 class Disk:
-    """What is on the disk below a folder, which is on it itself."""
+    """What is on disk below a folder, which is itself synced."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -29,7 +28,7 @@ class Disk:
         self._note_folder(root)
 
     def synced(self, descriptor: int) -> None:
-        """A file or a folder was synced."""
+        """Record the sync of a file or folder."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if self._root not in (path, *path.parents):
             return
@@ -40,7 +39,7 @@ class Disk:
             self._bytes[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def images(self, where: Path, *, num_chances: int = 6, seed: int = 0) -> Iterator[Path]:
-        """Folders that may be there after a cut at this moment, one after the other."""
+        """Yield folders that may exist after a power cut at this moment."""
         rng = random.Random(seed)
         for number in range(1 + num_chances):
             image = where / f"image-{number}"
@@ -48,7 +47,6 @@ class Disk:
             yield image
 
     def close(self) -> None:
-        """Forget it."""
         for descriptor in self._held.values():
             os.close(descriptor)
 
@@ -65,7 +63,7 @@ class Disk:
             self._held[inode] = os.open(path, os.O_PATH)
 
     def _copy(self, folder: Path, image: Path, by_itself: Callable[[], bool]) -> None:
-        """A folder as it is on the disk; whatever differs now may have got there by itself."""
+        """Copy a folder as it is on disk; unsynced changes may be there by chance."""
         image.mkdir(parents=True)
         now = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
         kept = self._names.get(folder.stat().st_ino, {})
@@ -89,7 +87,7 @@ class Disk:
 
 @contextlib.contextmanager
 def recording(root: Path) -> Iterator[Disk]:
-    """Note what is synced below a folder, by this process."""
+    """Record what this process syncs below a folder."""
     disk, names = Disk(root), ("fsync", "fdatasync")
     true = {name: getattr(os, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""`ray job` as its user has it: a command line, an address and a token."""
+"""`ray job` with an address and a token."""
 
 import re
 import subprocess
@@ -18,25 +18,24 @@ class RayJobs:
     """The jobs of one cluster.
 
     Attributes:
-        environment: it has the token, and RAY_API_SERVER_ADDRESS.
+        environment: has the token and RAY_API_SERVER_ADDRESS.
     """
 
     environment: Mapping[str, str]
 
     @property
     def address(self) -> str:
-        """Of the job server."""
         return self.environment["RAY_API_SERVER_ADDRESS"]
 
     def call(self, action: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """`ray job ACTION ARGUMENTS`, run in the checkout."""
+        """Run `ray job ACTION ARGUMENTS` in the checkout."""
         return subprocess.run(
             [RAY, "job", action, *arguments], cwd=ROOT, env={**self.environment, "PYTHONPATH": str(ROOT)},
             capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
 
     def submit(self, *arguments: str) -> str:
-        """What `ray job submit` prints; without `--no-wait` that is all that the job prints too."""
+        """Return the output of `ray job submit`, which without `--no-wait` includes the job's."""
         while True:
             done = self.call("submit", *arguments)
             if "No available agent" not in done.stderr:
@@ -46,7 +45,7 @@ class RayJobs:
         return done.stdout
 
     def ended(self, name: str) -> str:
-        """How Ray says that a job ended, with its message."""
+        """Wait until a job has ended, and return Ray's message."""
         while True:
             said = self.call("status", name).stdout
             if re.search(rf"Job '{name}' ({_ENDS})", said):

@@ -13,7 +13,7 @@ COMMAND = ["peagle", "generate"]
 
 
 def corpus_plan(columns=("prompt",), *, file_format="csv", num_units=1, rows_per_unit=3):
-    """The plan of a corpus that does not exist."""
+    """Return the plan of a corpus that does not exist."""
     span = Span(path="in.csv", format=file_format, first_row=0, num_rows=rows_per_unit)
     return Plan(
         units=tuple(WorkUnit(unit=n, first_id=rows_per_unit * n, span=span) for n in range(num_units)),
@@ -24,7 +24,7 @@ def corpus_plan(columns=("prompt",), *, file_format="csv", num_units=1, rows_per
 
 
 def resolve_run(config, plan=None, machine=None, *, num_nodes=1, **request):
-    """The run of a configuration; nothing is written."""
+    """Return the run of a configuration, without writing it."""
     return resolve(
         RunRequest(config=config, command=COMMAND, **request),
         RunDirectory(config.output),

@@ -18,5 +18,5 @@ MODULES = {
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The modules by name. Parsing takes seconds, which a worker without these tests is spared."""
+    """Return the modules by name. Parsing takes seconds, so it happens on first use."""
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}

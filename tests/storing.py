@@ -1,4 +1,4 @@
-"""Folders put into the test's S3 server."""
+"""Upload folders to the test's S3 server."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ from peagle.storage import storage_path, write_atomic
 
 
 def upload(folder: Path, name: str, **replaced: bytes) -> None:
-    """Put a folder's files into the bucket under `name`, some with other contents."""
+    """Upload a folder's files to the bucket under `name`, some with other contents."""
     for file in folder.iterdir():
         write_atomic(storage_path(f"s3://bucket/{name}") / file.name, replaced.get(file.name, file.read_bytes()))

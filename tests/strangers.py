@@ -1,4 +1,4 @@
-"""Somebody who reaches a port of Ray and has no token."""
+"""Access to Ray's ports without the token."""
 
 import http.client
 import urllib.error
@@ -19,7 +19,7 @@ CALLS = (
 
 
 def grpc_status(address, call):
-    """What a call without the token gets."""
+    """Return the status of a call without the token."""
     with grpc.insecure_channel(address) as channel:
         ask = channel.unary_unary(call, request_serializer=bytes, response_deserializer=bytes)
         try:
@@ -30,7 +30,7 @@ def grpc_status(address, call):
 
 
 def http_answer(host, port, path):
-    """Status and body; status 0 where the port does not speak HTTP/1."""
+    """Return status and body; status 0 if the port does not speak HTTP/1."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read(100_000)
@@ -41,7 +41,7 @@ def http_answer(host, port, path):
 
 
 def seen_by_a_stranger(host, port):
-    """`metrics`, `token` or `open`: what a port gives to somebody without the token."""
+    """Return what a port gives without the token: `metrics`, `token` or `open`."""
     metrics, api = http_answer(host, port, "/metrics"), http_answer(host, port, "/api/version")
     if b"# HELP" in metrics[1]:
         return "metrics"

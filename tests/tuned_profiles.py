@@ -1,4 +1,4 @@
-"""Cells and a profile as a tuning leaves them."""
+"""Cells and a profile as tuning writes them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from peagle.profiles.profile import MeasuredCell, Profile, Tuned
 
 @pytest.fixture
 def cell() -> Callable[..., MeasuredCell]:
-    """Make a cell of a method, a K, a concurrency and a speed."""
+    """Make a cell from a method, a K, a concurrency and a speed."""
 
     def make(method: str, k: int, concurrency: int, speed: float, length: float | None = None) -> MeasuredCell:
         return MeasuredCell(
@@ -23,7 +23,7 @@ def cell() -> Callable[..., MeasuredCell]:
 
 @pytest.fixture
 def cells(cell: Any) -> list[MeasuredCell]:
-    """P-EAGLE ahead with 1 and 4 requests at once, no speculation with 16."""
+    """P-EAGLE is faster with 1 and 4 concurrent requests, no speculation with 16."""
     return [
         cell("peagle", 3, 4, 50.0, 1.6), cell("peagle", 5, 4, 48.0, 1.75), cell("none", 0, 4, 40.0),
         cell("peagle", 3, 1, 20.0, 1.6), cell("none", 0, 1, 15.0),
@@ -33,7 +33,7 @@ def cells(cell: Any) -> list[MeasuredCell]:
 
 @pytest.fixture
 def profile(cells: list[MeasuredCell]) -> Profile:
-    """P-EAGLE K=3 with 4 at once."""
+    """P-EAGLE K=3 with 4 concurrent requests."""
     return Profile(
         peagle_profile=1,
         decision="P-EAGLE K=3: 50.0 output tokens/s, 4 at once.",

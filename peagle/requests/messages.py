@@ -32,7 +32,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
     if isinstance(value, str):
         value = _json_list(value)
     if not isinstance(value, list) or not value:
-        return f" has {kind_of(value)}, not a list of messages"
+        return f" must be a list of messages, not {kind_of(value)}"
     messages = []
     for index, message in enumerate(value):
         parsed = _parse(message, keep_parts)
@@ -58,11 +58,11 @@ def kind_of(value: Any) -> str:
     """Describe a value for an error message.
 
     >>> kind_of(None), kind_of(7)
-    ('nothing', 'a int')
+    ('null', 'int')
     """
     if value is None:
-        return "nothing"
-    return "an empty list" if value == [] else f"a {type(value).__name__}"
+        return "null"
+    return "an empty list" if value == [] else type(value).__name__
 
 
 def _json_list(text: str) -> Any:

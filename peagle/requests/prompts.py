@@ -154,7 +154,9 @@ class PromptBuilder:
             return self._tokens(body)
         if isinstance(content, list) and content and all(map(_is_token_id, content)):
             return self._fitting(content)
-        return RowError(reason="invalid_prompt", message=f"body.prompt has {kind_of(content)}, not text or token ids")
+        return RowError(
+            reason="invalid_prompt", message=f"body.prompt must be text or token ids, not {kind_of(content)}"
+        )
 
     def _tokens(self, body: Body) -> list[int] | RowError:
         try:
@@ -184,7 +186,9 @@ class PromptBuilder:
                 return RowError(reason="template_error", message=f"prompt_template: {error}")
         value = columns.get(spec.column or "")
         if not isinstance(value, str):
-            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} has {kind_of(value)}, not text")
+            return RowError(
+                reason="invalid_prompt", message=f"column {spec.column!r} must be text, not {kind_of(value)}"
+            )
         return value
 
     def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:

@@ -1,1 +1,1 @@
-"""The page of the endpoint in a real browser."""
+"""The endpoint's page in a real browser."""

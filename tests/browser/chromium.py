@@ -1,7 +1,4 @@
-"""A headless Chromium, driven by its own DevTools protocol over one WebSocket: no driver to install.
-
-It knows pages, keys and what a page asked the network and said to the console; it knows nothing of ours.
-"""
+"""A headless Chromium, driven by its DevTools protocol over one WebSocket, without a driver to install."""
 
 import base64
 import json
@@ -34,13 +31,11 @@ _MODIFIERS = {"Control": 2, "Shift": 8}
 
 
 def executable() -> str | None:
-    """The browser of this machine."""
+    """Return the browser of this machine."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Chromium:
-    """One browser process."""
-
     def __init__(self, profile: Path) -> None:
         path = executable()
         assert path is not None, "the caller looks first"
@@ -61,7 +56,7 @@ class Chromium:
         return f"ws://127.0.0.1:{port}{path}"
 
     def page(self) -> "Page":
-        """A tab that shares nothing with others."""
+        """Open a tab that shares nothing with others."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -71,7 +66,7 @@ class Chromium:
         return self._pages[session]
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """One command; events that come meanwhile go to their pages."""
+        """Send a command; events that arrive meanwhile go to their pages."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params}
@@ -85,15 +80,12 @@ class Chromium:
                 page.hear(answer["method"], answer["params"])
 
     def close(self) -> None:
-        """End the process."""
         self._open.close()
         self._process.terminate()
         self._process.wait(_WAIT_S)
 
 
 class Page:
-    """One tab."""
-
     def __init__(self, browser: Chromium, session: str, context: str) -> None:
         self._browser = browser
         self._session = session
@@ -102,11 +94,10 @@ class Page:
         self.urls: list[str] = []
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command to this tab."""
         return self._browser.call(method, self._session, **params)
 
     def hear(self, method: str, params: dict[str, Any]) -> None:
-        """An event of this tab."""
+        """Handle an event of this tab."""
         if method == "Network.requestWillBeSent":
             self.urls.append(params["request"]["url"])
         elif method == "Log.entryAdded":
@@ -117,11 +108,11 @@ class Page:
             self.console.append(f"exception: {params['exceptionDetails']}")
 
     def close(self) -> None:
-        """And all that it stored."""
+        """Close it with all its storage."""
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def show(self, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
-        """The size of the screen and the colours that the system prefers."""
+        """Set the screen size and the preferred colour scheme."""
         mobile = width < 640
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
@@ -130,18 +121,18 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def go(self, url: str) -> None:
-        """Open an address; back when it is loaded."""
+        """Open an address, and wait until it has loaded."""
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, expression: str) -> Any:
-        """The value of JavaScript; a promise's when it is there."""
+        """Return the value of JavaScript, or of its promise."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, condition: str, within_s: float = _WAIT_S) -> Any:
-        """The first true value of JavaScript."""
+        """Wait for a true value of JavaScript."""
         until = time.monotonic() + within_s
         while not (value := self.run(condition)):
             assert time.monotonic() < until, f"never true: {condition}\n{self.run('document.body.innerText')}"
@@ -149,15 +140,15 @@ class Page:
         return value
 
     def text(self, element_id: str) -> str:
-        """What an element says."""
+        """Return the text of an element."""
         return str(self.run(f"document.getElementById({json.dumps(element_id)}).textContent"))
 
     def says(self, element_id: str, text: str) -> None:
-        """Wait until an element says this, among other things."""
+        """Wait until an element contains a text."""
         self.wait(f"document.getElementById({json.dumps(element_id)}).textContent.includes({json.dumps(text)})")
 
     def press(self, *keys: str) -> None:
-        """Keys on the keyboard, held together: `press("Control", "Enter")`."""
+        """Press keys together, such as `press("Control", "Enter")`."""
         *held, key = keys
         text, code = _KEYS[key]
         modifiers = sum(_MODIFIERS[name] for name in held)
@@ -166,11 +157,10 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
+        """Type into the element with the focus."""
         self.call("Input.insertText", text=text)
 
     def click(self, selector: str) -> None:
-        """The mouse on an element."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
         at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2, "button": "left", "clickCount": 1}
@@ -178,12 +168,12 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseReleased", **at)
 
     def go_offline(self, offline: bool) -> None:
-        """Take the network away, or give it back."""
+        """Disconnect or reconnect the network."""
         self.call(
             "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
 
     def picture(self, path: Path, *, is_whole: bool = False) -> None:
-        """A PNG of what is seen, or of the whole page."""
+        """Return a PNG of the viewport or the whole page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         path.write_bytes(base64.b64decode(data))

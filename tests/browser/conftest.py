@@ -1,4 +1,4 @@
-"""One browser for all tests of a worker; a tab and a server for each."""
+"""One browser for all tests of a worker; a tab and a server for each test."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def page(chromium):
 
 @pytest.fixture
 def serve(tmp_path):
-    """Start a stand-in; its arguments are those of `StandIn`."""
+    """Start a `StandIn` with these arguments."""
     started = []
 
     def start(**kwargs):

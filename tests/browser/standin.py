@@ -1,6 +1,6 @@
-"""An endpoint without Ray and engines for the page: the real gate, page, ledger and figures; only answers are canned.
+"""An endpoint without Ray and engines: the real gate, page, ledger and figures, but prewritten answers.
 
-What a prompt says decides its answer: "busy", "break", "slow", "html", "differ", else the same text from each model.
+The prompt decides the answer: "busy", "break", "slow", "html", "differ", else the same text from each model.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ HTML = '<img src="https://example.org/x.png" onerror="alert(1)"> <script>alert(2
 
 
 def text_of(prompt: str, model: str) -> str:
-    """What a model answers."""
+    """Return a model's answer."""
     if prompt.startswith("html"):
         return HTML
     if prompt.startswith("slow"):
@@ -72,9 +72,9 @@ class StandIn:
 
     Args:
         folder: for its ledger.
-        num_requests: of each engine in the ledger, ended in the last minutes.
+        num_requests: of each engine in the ledger, within the last minutes.
         models: as clients call them.
-        budgets: keys that have one.
+        budgets: keys with a budget.
         access: of `GateSettings`: keys, or none.
     """
 
@@ -109,7 +109,7 @@ class StandIn:
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
 
     def close(self) -> None:
-        """Stop it, with what it is still sending."""
+        """Stop it, also while it still sends."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
@@ -186,7 +186,7 @@ class StandIn:
         yield "data: [DONE]\n\n"
 
     def _write_history(self, num_requests: int, lived_s: float = 400.0) -> None:
-        """Each engine's requests one after the other until now, and its heartbeat."""
+        """Write each engine's requests up to now, and its heartbeat."""
         chance, now = random.Random(5), time.time()
         for index, (model, session_id) in enumerate(self._sessions.items()):
             ends, busy_s = now - 1.0, 0.0

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person sees, does and is told."""
+"""The endpoint's page in a real browser."""
 
 import os
 import re

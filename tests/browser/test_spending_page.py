@@ -1,4 +1,4 @@
-"""The page of `peagle cost` in a real browser: the month that docs/cost.md works by hand."""
+"""The page of `peagle cost` in a real browser, with the month that docs/cost.md computes by hand."""
 
 import pytest
 

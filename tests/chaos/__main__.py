@@ -1,6 +1,6 @@
-"""`python -m tests.chaos`: play the runs that are not played yet, the faults and the pauses, and write the report.
+"""`python -m tests.chaos`: play the runs, faults and pauses that are missing, and write the report.
 
-What was played is kept under --folder, run by run, so an interrupted campaign goes on with the same command.
+Results are kept under --folder, so the same command continues an interrupted campaign.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from tests.chaos.ray_nodes import ROOT, RayNodes
 from tests.chaos.schedule import schedule
 
 _NUM_NODES = _NUM_ENGINES = 3
-_OWN_CLUSTER_EVERY = 5  # every fifth run has no cluster but its driver's own
+_OWN_CLUSTER_EVERY = 5  # every fifth run uses only its driver's cluster
 _NUM_KILLS = 4
 _FAKE_LIMIT_S, _REAL_LIMIT_S = 600.0, 1800.0
 
 
 def main() -> int:
-    """The command; its exit code is 1 when a run or a fault did not go as it has to."""
+    """Run the command; the exit code is 1 if there were problems."""
     args = _parser().parse_args()
     campaign = Campaign(args)
     campaign.play_all()
@@ -45,7 +45,7 @@ class Campaign:
         self.folder: Path = args.folder / f"seed-{args.seed}"
 
     def play_all(self) -> None:
-        """The runs that are not played yet, on one cluster of several nodes."""
+        """Play the missing runs on one cluster of several nodes."""
         num_fake, num_all = self._args.runs, self._args.runs + self._args.real_runs
         numbers = [n for n in range(num_all) if self._is_wanted(_name(n, n < num_fake))]
         if not numbers:
@@ -55,7 +55,7 @@ class Campaign:
                 self._play(number, number < num_fake, nodes)
 
     def inject_all(self) -> None:
-        """The faults that were not tried yet."""
+        """Inject the missing faults."""
         for fault in faults.FAULTS:
             if self._is_wanted(name := f"fault-{fault}"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -63,7 +63,7 @@ class Campaign:
                 self._keep(name, {"engine": "fault", **faults.inject(fault, self.folder / name)})
 
     def pause_all(self) -> None:
-        """The scenes with drivers that are stopped, on the disk and in a store."""
+        """Play the missing scenes with stopped drivers, on disk and on S3."""
         for where in ("disk", "s3"):
             for scene in pauses.SCENES:
                 if self._is_wanted(name := f"pauses-{where}-{scene}"):
@@ -86,7 +86,6 @@ class Campaign:
         self._keep(name, {"engine": "fake" if is_fake else "real", "own_cluster": own_cluster, **played.to_dict()})
 
     def results(self) -> list[dict[str, Any]]:
-        """All that were played, in the order of their names."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
 
     def _job(self, name: str, is_fake: bool, own_cluster: bool) -> Job:
@@ -105,16 +104,15 @@ class Campaign:
         )
 
     def _is_wanted(self, name: str) -> bool:
-        """Whether it was not played before, and is not left out."""
         return not (self.folder / f"{name}.json").exists() and name in (self._args.only or [name])
 
     def _keep(self, name: str, result: dict[str, Any]) -> None:
-        """A result; the files of a run that went well are not needed any more."""
+        """Save a result, and delete the files of a run without problems."""
         text = json.dumps({"name": name, **result}, indent=2)
-        (self.folder / f"{name}.json").write_text(text.replace(f"{self.folder}/", ""))  # the report is for everybody
+        (self.folder / f"{name}.json").write_text(text.replace(f"{self.folder}/", ""))  # no local paths in reports
         for problem in result["problems"]:
             _say(f"  PROBLEM {problem}")
-        _say(f"{name}: {'as it has to be' if not result['problems'] else 'its files are kept'}")
+        _say(f"{name}: {'no problems' if not result['problems'] else 'its files are kept'}")
         if not result["problems"]:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -131,16 +129,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--real-runs", type=int, default=int(env("CHAOS_REAL_RUNS", "2")), help="CHAOS_REAL_RUNS; default 2"
     )
-    parser.add_argument("--rows", type=int, default=600, help="of a run with the fake engine; default 600")
-    parser.add_argument("--real-rows", type=int, default=48, help="of a run with the real engine; default 48")
+    parser.add_argument("--rows", type=int, default=600, help="rows of a run with the fake engine; default 600")
+    parser.add_argument("--real-rows", type=int, default=48, help="rows of a run with the real engine; default 48")
     parser.add_argument(
         "--every",
         type=int,
         default=int(env("CHAOS_EVERY", "1")),
-        help="drivers are stopped at each so-manieth step, in a store at each fourth of these; CHAOS_EVERY; default 1",
+        help="stop drivers at every Nth step, on S3 at every fourth of these; CHAOS_EVERY; default 1",
     )
-    parser.add_argument("--crossed", type=int, default=20, help="plays of a scene with both stopped; default 20")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these, such as fake-004 or fault-full-disk")
+    parser.add_argument(
+        "--crossed", type=int, default=20, help="plays of each scene in which both drivers are stopped; default 20"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only these, such as fake-004 or fault-full-disk")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "chaos", help="where runs are kept")
     parser.add_argument(
         "--report", type=Path, default=ROOT / "benchmarks" / "reliability", help="where the report goes"

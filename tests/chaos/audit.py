@@ -1,7 +1,4 @@
-"""What has to be true of a run directory when its run is done, whatever was killed on the way.
-
-It reads the files by itself wherever that is possible: what it checks is what wrote them.
-"""
+"""Checks of a finished run directory. They read the files themselves where possible, not with the code under test."""
 
 import asyncio
 import json
@@ -24,17 +21,14 @@ _TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was found.
+    """The result of an audit.
 
     Attributes:
-        num_lost: ids that are nowhere.
-        num_doubled: ids that are in more than one place.
-        num_dead_letters: rows that were set aside.
-        num_regenerated_tokens: generated and never committed, as far as heartbeats told.
-        regenerated_usd: the dollars of engine time that was busy for nothing.
-        total_usd: all dollars of the run.
-        num_sessions: engine processes that the run had.
-        problems: what is not as it has to be, in words; empty when all is well.
+        num_lost: ids that are missing.
+        num_doubled: ids that occur more than once.
+        num_regenerated_tokens: generated and never committed, as far as heartbeats show.
+        regenerated_usd: cost of engine time that was lost.
+        num_sessions: engine processes of the run.
     """
 
     num_rows: int
@@ -49,12 +43,11 @@ class Audit:
     problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return asdict(self)
 
 
 def audit(job: Job) -> Audit:
-    """Look at every file of a finished run."""
+    """Check every file of a finished run."""
     run = RunDirectory(job.output)
     letters = list(run.dead_letters())
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
@@ -63,9 +56,9 @@ def audit(job: Job) -> Audit:
     doubled = sorted(row for row, count in found.items() if count > 1)
     paid = report_of(job)["account"]
     problems = [
-        *(f"row {row} is in no committed unit and no dead letter" for row in lost),
-        *(f"row {row} is there {found[row]} times" for row in doubled),
-        *(f"row {row} was never in the corpus" for row in sorted(found.keys() - set(range(job.num_rows)))),
+        *(f"row {row} is in no committed unit or dead letter" for row in lost),
+        *(f"row {row} occurs {found[row]} times" for row in doubled),
+        *(f"row {row} is not in the corpus" for row in sorted(found.keys() - set(range(job.num_rows)))),
         *(f"row {letter['id']} is a dead letter: {letter['reason']}, {letter['message']}" for letter in letters),
         *_wrong_rows(job, rows),
         *_wrong_usage(run, rows, paid),
@@ -86,11 +79,11 @@ def audit(job: Job) -> Audit:
 
 
 def _wrong_rows(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Each row carries its own prompt, and the answer to it where the engine's answers are known."""
+    """Check that each row has its own prompt, and its own answer if the engine's answers are known."""
     expected = asyncio.run(_answers([job.prompt(int(row["id"])) for row in rows])) if job.is_fake else None
     for number, row in enumerate(rows):
         if row["prompt"] != job.prompt(int(row["id"])):
-            yield f"row {row['id']} carries another row's prompt"
+            yield f"row {row['id']} has another row's prompt"
         elif expected is not None and row["response"] != expected[number]:
             yield f"row {row['id']} has another row's response"
         elif not row["num_output_tokens"]:
@@ -105,7 +98,7 @@ async def _answers(prompts: list[str]) -> list[str]:
 
 
 def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, Any]) -> Iterator[str]:
-    """The usage of a unit is the sum of its rows, the account that of its units, and lost tokens are counted."""
+    """Check that usage is the sum of the rows, and the account the sum of usages and lost tokens."""
     committed: defaultdict[str, int] = defaultdict(int)
     for unit in sorted(run.committed()):
         usage = run.usage(unit)
@@ -113,16 +106,16 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
         own = pq.read_table(run.unit_path(unit), columns=list(_TOKENS)).to_pylist()
         for name in _TOKENS:
             if getattr(usage, name) != sum(row[name] or 0 for row in own):
-                yield f"unit {unit}: {name} of its usage is not the sum of its rows"
+                yield f"unit {unit}: {name} in its usage is not the sum of its rows"
     for name in _TOKENS:
         if paid[name] != sum(row[name] or 0 for row in rows):
-            yield f"{name} of the account is {paid[name]}, not the sum of the rows"
+            yield f"{name} in the account is {paid[name]}, not the sum of the rows"
     sessions = run.sessions()
     lost = sum(max(0, one.num_output_tokens - committed[one.session_id]) for one in sessions)
     if paid["num_lost_tokens"] != lost:
         yield f"the account has {paid['num_lost_tokens']} lost tokens; the sessions have {lost}"
     again = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))
-    # Engines on a cluster of others may beat once more, idle, while the report is made.
+    # Engines on a shared cluster may send one more idle heartbeat while the report is written.
     if again.total_usd < paid["usd"]["total"] - 1e-9 or again.usd.busy != paid["usd"]["busy"]:
         yield f"the report says {paid['usd']}, and the ledger {again.usd}"
 
@@ -130,10 +123,10 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
 def _leftovers(run: RunDirectory) -> Iterator[str]:
     lease = read_lease(run.root)
     if lease is None or lease.outcome is None:
-        yield "the lease is held"
+        yield "the lease is not released"
     for path in run.root.rglob("*"):
         if path.is_file() and (path.name.endswith((".tmp", ".stop.json")) or path.parent == run.suspects):
-            yield f"{path.relative_to(run.root)} was left behind"
+            yield f"{path.relative_to(run.root)} is left over"
     named = {pq.read_schema(path).metadata[b"peagle.failed"].decode() for path in run.data.glob("unit-*.parquet")}
     for path in run.failed.iterdir():
         if path.name not in named:

@@ -1,7 +1,4 @@
-"""`peagle generate` as a process of its own, and the corpus that it reads.
-
-The same command starts a run and continues it; who kills it, and when, is not known here.
-"""
+"""`peagle generate` as a process, and its corpus. The same command starts and continues a run."""
 
 import json
 import os
@@ -19,11 +16,7 @@ REAL_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run: its folder, its corpus, and the flags that every attempt has.
-
-    Attributes:
-        is_fake: the stand-in engine, whose answers are known.
-    """
+    """A run: its folder, corpus and flags."""
 
     folder: Path
     num_rows: int
@@ -32,20 +25,17 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """The run directory."""
         return self.folder / "run"
 
     @property
     def corpus(self) -> Path:
-        """The input."""
         return self.folder / "prompts.jsonl"
 
     def prompt(self, row: int) -> str:
-        """The prompt of one row; no two are alike."""
+        """Return the unique prompt of a row."""
         return f"Say the number {row}."
 
     def write_corpus(self) -> None:
-        """Write the input."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"prompt": self.prompt(row)}) + "\n" for row in range(self.num_rows))
         self.corpus.write_text("".join(lines))
@@ -59,11 +49,11 @@ class Job:
 
 
 class Driver:
-    """One attempt, started at once.
+    """A running attempt.
 
     Args:
-        number: of the attempt; what it prints goes to `driver-NUMBER.log`.
-        environment: for the process, instead of this one's; its own local cluster where RAY_ADDRESS is not in it.
+        number: of the attempt; output goes to `driver-NUMBER.log`.
+        environment: of the process. Without RAY_ADDRESS it starts a local cluster.
     """
 
     def __init__(self, job: Job, number: int, environment: Mapping[str, str] | None = None) -> None:
@@ -74,7 +64,6 @@ class Driver:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self.process.pid
 
     def exit_code(self) -> int | None:
@@ -82,7 +71,7 @@ class Driver:
         return self.process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code; it is killed when it takes longer, which gives -9."""
+        """Return the exit code; kill it after the timeout (-9)."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -90,23 +79,21 @@ class Driver:
             return self.process.wait()
 
     def end(self) -> None:
-        """Kill it if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
     def said(self) -> str:
-        """All that it printed."""
+        """Return its output."""
         return self._log.read_text(errors="replace")
 
     def last_words(self) -> str:
-        """The line in which it says why it ended, else its last one."""
+        """Return the line with its error, or else the last line."""
         lines = [line.strip() for line in self.said().splitlines() if line.strip()]
         named = [line for line in lines if line.startswith("peagle generate:")]
         return (named or lines or [""])[-1][:300]
 
 
 def report_of(job: Job) -> dict[str, Any]:
-    """The report of a finished run."""
     report: dict[str, Any] = json.loads((job.output / "report.json").read_text())
     return report

@@ -1,8 +1,7 @@
-"""Faults that kill nobody: a full disk, a read-only output, two drivers, a driver that hangs, a clock that jumps.
+"""Faults without kills: a full disk, a read-only output, two drivers, a driver that hangs, clock jumps.
 
-Each is a scene with the fake engine on clusters of the drivers' own. Where a scene needs a file system of its own, it
-runs in a user and mount namespace, which a Linux user may have without being root; where that is forbidden it is
-skipped, and the report says so.
+Each scene uses the fake engine on clusters of its drivers. A scene that needs its own file system runs in a user and
+mount namespace, which needs no root; where namespaces are forbidden, it is skipped.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ _FLAGS = ("--rows-per-unit", "4", "--max-num-seqs", "4", "--heartbeat-s", "0.5")
 
 
 class Scene:
-    """A run that faults happen to, and what went otherwise than it has to."""
+    """A run with faults, and its problems."""
 
     def __init__(self, folder: Path, *flags: str, num_rows: int = 100) -> None:
         self.job = Job(folder=folder, num_rows=num_rows, is_fake=True, flags=(*_FLAGS, *flags))
@@ -38,20 +37,18 @@ class Scene:
         self._drivers: list[Driver] = []
 
     def start(self, environment: dict[str, str] | None = None) -> Driver:
-        """The same command, once more."""
+        """Start the same command again."""
         driver = Driver(self.job, len(self._drivers), environment)
         self._drivers.append(driver)
         return driver
 
     def wait_for_units(self, driver: Driver, count: int) -> None:
-        """Until so many units are committed."""
         deadline = time.monotonic() + _END_S
         while len(self.run.committed()) < count and driver.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_words()}")
 
     def expect_end(self, driver: Driver, code: int, words: str) -> None:
-        """It ends with that exit code, and says so."""
         found = driver.wait(_END_S)
         self.facts.append(f"exit code {found}: {driver.last_words()}")
         self.expect(found == code, f"a driver ended with {found} instead of {code}: {driver.last_words()}")
@@ -59,30 +56,28 @@ class Scene:
         self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
-        """Note a problem unless it is as it has to be."""
         if not condition:
             self.problems.append(problem)
 
     def finish(self, environment: dict[str, str] | None = None) -> None:
-        """The same command finishes the run, and the audit finds nothing."""
+        """Finish the run with the same command, and audit it."""
         self.expect_end(self.start(environment), 0, "report:")
         self.audit()
 
     def audit(self) -> None:
-        """Look at the finished run."""
         if not self.problems:
             found = audit(self.job)
             self.problems += found.problems
             self.facts.append(f"{found.num_rows} rows, lost {found.num_lost}, doubled {found.num_doubled}")
 
     def end(self) -> None:
-        """Leave no driver behind."""
+        """Kill remaining drivers."""
         for driver in self._drivers:
             driver.end()
 
 
 def full_disk(folder: Path) -> Scene:
-    """The disk is full while units are committed; room is made; run the same command to continue."""
+    """The disk fills up while units are committed. With space again, the same command finishes the run."""
     scene = Scene(folder)
     with _mounted(scene.job.output, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         driver = scene.start()
@@ -101,7 +96,7 @@ def full_disk(folder: Path) -> Scene:
 
 
 def read_only_output(folder: Path) -> Scene:
-    """The output cannot be written when the run starts, then when it is under way."""
+    """The output is read-only when the run starts, later when it is running."""
     scene = Scene(folder)
     output = scene.job.output
     with _mounted(output, "-t", "tmpfs", "-o", "ro", "tmpfs"):
@@ -118,7 +113,7 @@ def read_only_output(folder: Path) -> Scene:
 
 
 def two_drivers(folder: Path) -> Scene:
-    """Two drivers are started at once on one new run directory: one drives, the other is refused."""
+    """Of two drivers that start at once in a new run directory, one is refused."""
     scene = Scene(folder)
     drivers = [scene.start(), scene.start()]
     codes = [driver.wait(_END_S) for driver in drivers]
@@ -131,7 +126,7 @@ def two_drivers(folder: Path) -> Scene:
 
 
 def hanging_driver(folder: Path) -> Scene:
-    """A driver hangs for longer than its lease and is replaced; it comes back while the other drives."""
+    """A driver hangs past its lease, is replaced, and resumes while its replacement runs."""
     scene = Scene(folder, "--lease-s", "2", num_rows=200)
     first = scene.start()
     scene.wait_for_units(first, 3)
@@ -149,7 +144,7 @@ def hanging_driver(folder: Path) -> Scene:
 
 
 def jumping_clock(folder: Path) -> Scene:
-    """The wall clock jumps by up to two hours, every two seconds; the driver is killed and goes on."""
+    """The wall clock jumps by up to two hours every two seconds; the driver is killed and restarted."""
     scene = Scene(folder)
     path = f"{ROOT / 'tests' / 'chaos' / 'jumping_clock'}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path}
@@ -161,7 +156,7 @@ def jumping_clock(folder: Path) -> Scene:
     starts = [session.started_at for session in scene.run.sessions()]
     scene.expect(any(start < began or start > time.time() for start in starts), "no clock jumped")
     off_s = ", ".join(f"{start - began:.0f}" for start in starts)
-    scene.facts.append(f"by their clocks, engines started so many seconds after the scene: {off_s}")
+    scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {off_s}")
     return scene
 
 
@@ -176,7 +171,7 @@ _NEED_MOUNTS = {"full-disk", "read-only-output"}
 
 
 def inject(name: str, folder: Path) -> dict[str, Any]:
-    """Play a scene; what it was, what was seen, and its problems, or why it was skipped."""
+    """Play a scene; return what happened, its problems, or why it was skipped."""
     folder.mkdir(parents=True)
     what = " ".join((FAULTS[name].__doc__ or "").split())
     if name in _NEED_MOUNTS and (reason := _why_no_namespace()):
@@ -195,8 +190,8 @@ def _why_no_namespace() -> str:
         command = [*_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        return f"no file system of its own can be had here: {error}"
-    return f"no file system of its own can be had here: {done.stderr.strip()}" if done.returncode else ""
+        return f"a private file system is not possible here: {error}"
+    return f"a private file system is not possible here: {done.stderr.strip()}" if done.returncode else ""
 
 
 @contextlib.contextmanager
@@ -210,7 +205,7 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
 
 
 def _remount(folder: Path, mode: str) -> None:
-    """A mount on which a file is open for writing at this moment is busy."""
+    """Remount; retry while a file is open for writing."""
     deadline = time.monotonic() + _END_S
     command = ["mount", "-o", f"remount,{mode}", str(folder)]
     while subprocess.run(command, capture_output=True, check=False).returncode:

@@ -1,12 +1,12 @@
-"""Drivers that are stopped at each of their durable steps while another one does all the work, and then go on.
+"""Stop a driver at each durable step while another one does all the work, and then resume it.
 
     python -m tests.chaos.pauses FOLDER RESULT.json              every step of every scene
-    python -m tests.chaos.pauses FOLDER RESULT.json --every 7    each seventh step
+    python -m tests.chaos.pauses FOLDER RESULT.json --every 7    every seventh step
 
-A play: the first driver runs until a step and is stopped (SIGSTOP). The second runs the same command to its end, since
-the first one's lease expires. The first goes on. In a crossed play both are stopped several times, in turns. Then the
-command is repeated once more, and every id has to be in one row or one dead letter, whatever report and export say has
-to be true, and nothing may be left behind. `stepping.py` knows what a step is.
+A play: the first driver runs to a step and is stopped (SIGSTOP). Its lease expires, and a second one runs the same
+command to its end. The first one resumes. In a crossed play, both are stopped several times, in turns. Then the command
+is repeated once more; afterwards every id must be in exactly one row or dead letter, the report and export must be
+correct, and no temporary file may be left. `stepping.py` defines steps.
 """
 
 import argparse
@@ -43,8 +43,8 @@ _FLAGS = (
     "--output-format", "jsonl",
 )  # fmt: skip
 _RETRY = "--retry-failed"
-_STOPPED_AT = 35  # a step of a run between its first unit and its last one, on the disk; in a store a third of that
-_MOST_STEPS = 400
+_STOPPED_AT = 35  # between the first and the last unit on disk; a third of that on S3
+_MAX_STEPS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class Scene:
     """A situation in which a driver is stopped.
 
     Attributes:
-        before: how far the run has come: nothing is there, it was killed midway, or it is finished with dead letters.
-        flags: of the first driver and of the second, beside those of all.
-        of_renewals: it is stopped at the steps of its lease's renewal.
+        before: state of the run: nothing exists, it was killed midway, or it is finished with dead letters.
+        flags: extra flags of the first and the second driver.
+        of_renewals: stop at the steps of the lease's renewal.
     """
 
     before: str
@@ -63,7 +63,7 @@ class Scene:
 
 
 SCENES = {
-    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # so that each has a plan of its own
+    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each makes its own plan
     "continue": Scene(before="killed"),
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
     "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
@@ -74,7 +74,7 @@ SCENES = {
 
 @dataclass(kw_only=True)
 class Plays:
-    """What was played of a scene, and what was not as it has to be."""
+    """The plays of a scene, and their problems."""
 
     scene: str
     num_plays: int = 0
@@ -83,15 +83,14 @@ class Plays:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return {**vars(self), "codes": dict(self.codes)}
 
 
 class Stage:
-    """Plays in one folder, each on a run directory of its own.
+    """Plays in one folder, each with its own run directory.
 
     Args:
-        bucket: where run directories lie, as `s3://bucket/folder`; on the disk if None.
+        bucket: where the run directories are, as `s3://bucket/folder`; None for the disk.
     """
 
     def __init__(self, folder: Path, bucket: str | None = None) -> None:
@@ -103,7 +102,7 @@ class Stage:
         self._corpus.write_text("".join(json.dumps({"prompt": f"Say {row}."}) + "\n" for row in range(_NUM_ROWS)))
 
     def each_step(self, name: str, steps: range) -> Plays:
-        """The scene at each of these steps, as far as it has so many."""
+        """Play the scene at each of these steps that it has."""
         plays = Plays(scene=name)
         for step in steps:
             if not self._play(plays, [(frozenset({step}), 0), (frozenset(), 1)]):
@@ -111,7 +110,7 @@ class Stage:
         return plays
 
     def crossed(self, name: str, rng: random.Random, num_plays: int, num_steps: int) -> Plays:
-        """The scene with both drivers stopped at several steps, which go on in turns."""
+        """Play the scene with both drivers stopped at several steps and resumed in turns."""
         plays = Plays(scene=f"{name}, crossed")
         for _ in range(num_plays):
             chosen = [(frozenset(rng.sample(range(1, num_steps), 4)), number) for number in range(2)]
@@ -119,7 +118,7 @@ class Stage:
         return plays
 
     def _play(self, plays: Plays, chosen: list[tuple[frozenset[int], int]]) -> bool:
-        """Play once; whether any driver was stopped."""
+        """Play once; return whether a driver was stopped."""
         scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
         folder = self._folder / f"play-{number:04d}"
         folder.mkdir()
@@ -151,7 +150,7 @@ class Stage:
         return ("generate", "--input", str(self._corpus), "--output", output, *_FLAGS)
 
     def _prepare(self, scene: Scene, output: str, folder: Path) -> None:
-        """Bring the run as far as it is when the scene begins."""
+        """Bring the run into the scene's first state."""
         if scene.before == "nothing":
             return
         under = f"/{folder.name}" if self._bucket else output
@@ -165,7 +164,7 @@ class Stage:
 
 
 def _take_turns(drivers: list[Driver]) -> None:
-    """Let those that are stopped go on, one after the other, until none is left."""
+    """Resume stopped drivers in turns until all have ended."""
     for driver in itertools.cycle(drivers):
         if all(one.exit_code is not None for one in drivers):
             return
@@ -178,7 +177,7 @@ _REFUSALS = ("is in use by", "was taken over by another driver", "has planned re
 
 
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
-    """Each driver has done it, or says that another one is at it."""
+    """Check that each driver finished, or reported that another one is running."""
     for driver in [*drivers, last]:
         said = driver.said()
         if "Traceback" in said:
@@ -192,7 +191,7 @@ def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
 
 
 def _wrong(output: str) -> list[str]:
-    """What is not as it has to be in a run that is finished."""
+    """Return the problems of a finished run."""
     run = RunDirectory(output)
     audit = audit_files(run, run.manifest())
     problems = [f"{one.where}: {one.kind}, {one.message}" for one in audit.findings]
@@ -241,7 +240,7 @@ def _unfinished(root: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def store(folder: Path) -> Iterator[str]:
-    """An S3 server in a process of its own, to which this process and its children are pointed; a bucket's folder."""
+    """Run an S3 server in a process, set the AWS variables, and return a bucket."""
     said = folder / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     server = os.fork()
@@ -275,7 +274,7 @@ def _serve(said: Path) -> None:
 
 
 def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
-    """The scenes, on the disk or in a store."""
+    """Play the scenes, on disk or S3."""
     played, rng = [], random.Random(args.seed)
     with store(folder / "s3") if args.s3 else contextlib.nullcontext() as bucket:
         stage = Stage(folder, bucket)
@@ -289,7 +288,7 @@ def play_all(folder: Path, args: argparse.Namespace) -> list[Plays]:
 
 
 def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
-    """Play a scene in a process of its own, which forks; what was seen."""
+    """Play a scene in a separate process, which forks."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     result = folder.with_suffix(".result")
     result.unlink(missing_ok=True)
@@ -303,17 +302,17 @@ def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command; its exit code is 1 when something was not as it has to be."""
+    """Run the command; the exit code is 1 if there were problems."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.pauses", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--every", type=int, default=1, help="stop at each so-manieth step; default 1")
-    parser.add_argument("--first", type=int, help="step; default one of the first EVERY, by the seed")
-    parser.add_argument("--last", type=int, default=_MOST_STEPS, help="step; default the last that there is")
-    parser.add_argument("--crossed", type=int, default=0, help="crossed plays of each scene; default 0")
+    parser.add_argument("--every", type=int, default=1, help="stop at every Nth step; default 1")
+    parser.add_argument("--first", type=int, help="first step; default one of the first EVERY, by the seed")
+    parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; default all")
+    parser.add_argument("--crossed", type=int, default=0, help="number of crossed plays of each scene; default 0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))
-    parser.add_argument("--s3", action="store_true", help="with run directories in a store")
+    parser.add_argument("--s3", action="store_true", help="with run directories on S3")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     played = play_all(args.folder, args)

@@ -19,7 +19,7 @@ _LEFT_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A kill that was carried out: what, which process (or node), when in the run, and in which attempt."""
+    """A kill that was carried out."""
 
     kind: str
     victim: int
@@ -30,8 +30,6 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """How one driver ended: -9 if it was killed."""
-
     exit_code: int
     wall_s: float
     last_words: str
@@ -48,7 +46,6 @@ class Played:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return asdict(self)
 
 
@@ -56,8 +53,8 @@ class Player:
     """Plays one run.
 
     Args:
-        nodes: the cluster; None for drivers that start clusters of their own, whose one raylet is the node then.
-        limit_s: a run that takes longer hangs, and has failed.
+        nodes: the cluster; None if drivers start their own, whose single raylet is then the node.
+        limit_s: a run that takes longer has failed.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class Player:
         self._played = Played()
 
     def play(self) -> Played:
-        """Until the run is done, or has failed."""
         self._job.write_corpus()
         while not self._is_over():
             began = time.monotonic()
@@ -116,7 +112,7 @@ class Player:
         return self._due_at is not None and now >= self._due_at
 
     def _try(self, kill: Kill, driver: Driver) -> None:
-        """Carry a kill out, if what it kills is there at this moment; else it stays the next one."""
+        """Carry out a kill if its target exists now; otherwise try again later."""
         num_committed = self._num_committed()
         victim = self._carry_out(kill, driver)
         if victim is None:
@@ -158,7 +154,7 @@ class Player:
         return victim if lost else None
 
     def _survivors(self) -> list[str]:
-        """Engines that a run left behind."""
+        """Return the engines that outlived the run."""
         deadline = time.monotonic() + _LEFT_AFTER_S
         while pids := processes.actors(self._job.output):
             if time.monotonic() > deadline:

@@ -1,7 +1,6 @@
-"""Who is who among the processes of a run, read from /proc; and how they are killed.
+"""The processes of a run, from /proc (Linux only).
 
-An engine actor and its children print into `OUT/logs/engine-SESSION.log`, so their standard output tells whose they
-are. Linux only.
+An engine actor and its children print into `OUT/logs/engine-SESSION.log`, so standard output identifies their run.
 """
 
 import contextlib
@@ -16,23 +15,23 @@ _CORE_NAMES = (CORE_NAME, "EngineCore")
 
 
 def actors(run_dir: Path) -> list[int]:
-    """The processes that hold the engines of a run: of each log's processes, the one whose parent is none of them."""
+    """Return the processes that hold a run's engines: in each log's group, the one whose parent is outside it."""
     groups = _by_log(run_dir).values()
     return [pid for group in groups for pid in group if _parent(pid) not in group]
 
 
 def of_engines(run_dir: Path) -> list[int]:
-    """All processes that print into the engines' logs of a run."""
+    """Return all processes that print into the engine logs of a run."""
     return [pid for group in _by_log(run_dir).values() for pid in group]
 
 
 def cores(run_dir: Path) -> list[int]:
-    """The engines' own processes."""
+    """Return the engines' own processes."""
     return [pid for pid in of_engines(run_dir) if any(name in command_line(pid) for name in _CORE_NAMES)]
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on; without `pid` itself."""
+    """Return children, their children, and so on."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for other in _pids():
         children[_parent(other)].append(other)
@@ -44,12 +43,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def raylets(pid: int) -> list[int]:
-    """Raylets among the descendants of a process."""
     return [one for one in descendants(pid) if command_line(one).partition(" ")[0].endswith("/raylet")]
 
 
 def kill(*pids: int) -> bool:
-    """SIGKILL; whether the first of them was there."""
+    """Send SIGKILL; return whether the first process existed."""
     for number, pid in enumerate(pids):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -60,7 +58,7 @@ def kill(*pids: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """The words of a process's command, with spaces between them; empty when it is gone."""
+    """Return the command line, or an empty string if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

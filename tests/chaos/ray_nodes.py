@@ -1,6 +1,6 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be lost and replaced.
+"""A Ray cluster of several nodes on this machine, which can be killed and replaced.
 
-The head has no CPUs: drivers join there, and engines run on the others. It knows `ray start`; it knows no run.
+The head has no CPUs: drivers join it, and engines run on the other nodes.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.chaos import processes
 
 ROOT = Path(__file__).parents[2]
 _RAY = str(Path(sys.executable).with_name("ray"))
-# A lost node is noticed within seconds rather than the half minute that is Ray's default; else nothing is another's.
+# Detect a lost node within seconds instead of Ray's half minute.
 _SYSTEM_CONFIG = (
     '{"health_check_initial_delay_ms": 3000, "health_check_period_ms": 1000, "health_check_timeout_ms": 5000}'
 )
@@ -26,15 +26,14 @@ _STARTED = b"Ray runtime started."
 
 
 class RayNodes:
-    """The cluster, from enter to exit.
+    """A cluster, as a context manager.
 
     Args:
-        num_nodes: those that can be lost, beside the head.
+        num_nodes: nodes beside the head.
         num_cpus: logical CPUs of each.
-        logs: folder for what `ray start` prints.
+        logs: folder for the output of `ray start`.
         environment: variables for each node.
-        has_jobs: there is a job server, and each node has a loopback address of its own. Drivers come by `ray job
-            submit`.
+        has_jobs: start a job server, and give each node its own loopback address. Drivers come by `ray job submit`.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class RayNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a driver's process needs to join."""
+        """Variables of a driver that joins."""
         return {**self._environment, "RAY_ADDRESS": self.address}
 
     @property
     def jobs_environment(self) -> dict[str, str]:
-        """What `ray job` needs."""
+        """Variables for `ray job`."""
         return {**self._environment, "RAY_API_SERVER_ADDRESS": f"http://{self._head_host}:{self._dashboard_port}"}
 
     def __enter__(self) -> Self:
@@ -90,20 +89,20 @@ class RayNodes:
             node.wait()
 
     def replace_lost(self) -> None:
-        """Start as many nodes as are missing; they join a few seconds later."""
+        """Start the missing nodes; they join a few seconds later."""
         self._nodes = [node for node in self._nodes if node.poll() is None]
         while len(self._nodes) < self._num_nodes:
             self._nodes.append(self._start_node())
 
     def add(self) -> None:
-        """Start one node, and wait for it: of two that start at once, one may give up."""
+        """Start one node and wait for it; of two that start at once, one may fail."""
         self._nodes.append(self._start_node())
         self._wait_for(self._nodes[-1])
 
     def replace_head(self) -> None:
-        """Kill the head and start it again on the same address.
+        """Kill the head and restart it on the same address.
 
-        Ray refuses a head on the address that its file names while a node of this machine still uses that.
+        Ray refuses to start a head on the address in its file while another local node uses it.
         """
         from ray._common.utils import reset_ray_address
 
@@ -111,25 +110,25 @@ class RayNodes:
         processes.kill(*tree)
         self._head.wait()
         deadline = time.monotonic() + _START_S
-        while any(map(processes.command_line, tree)):  # one of them has the port until it is gone
+        while any(map(processes.command_line, tree)):  # one of them has the port until it ends
             if time.monotonic() > deadline:
-                raise TimeoutError("processes of the killed head are there still")
+                raise TimeoutError("processes of the killed head still run")
             time.sleep(0.1)
         reset_ray_address()
         self._head = self._start_head()
         self._wait_for(self._head)
 
     def num_there(self) -> int:
-        """Nodes whose processes have not ended, beside the head."""
+        """Return how many nodes run, without the head."""
         return sum(node.poll() is None for node in self._nodes)
 
     def hosts_of(self, pids: list[int]) -> list[int]:
-        """Nodes (their numbers) on which one of these processes runs."""
+        """Return the numbers of the nodes that run one of these processes."""
         trees = enumerate(set(_tree(node)) for node in self._nodes)
         return [number for number, tree in trees if tree.intersection(pids)]
 
     def lose(self, number: int) -> bool:
-        """Kill a node, raylet first, as if its machine was taken away; False if it was gone already."""
+        """Kill a node, raylet first, as if its machine had gone; return False if it was gone already."""
         node = self._nodes[number]
         tree = _tree(node)
         first = processes.raylets(node.pid)
@@ -154,7 +153,7 @@ class RayNodes:
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         log = self._logs / f"ray-{time.monotonic_ns()}.log"
-        # Ports are any that are free: on Ray's own defaults another cluster of this machine may listen.
+        # Any free ports: another cluster of this machine may use Ray's defaults.
         command = [
             _RAY, "start", "--block", *arguments, "--min-worker-port=0", "--max-worker-port=0",
             f"--dashboard-agent-listen-port={free_port()}", "--object-store-memory=100000000", "--disable-usage-stats",

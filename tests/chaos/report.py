@@ -1,7 +1,4 @@
-"""The report of a campaign: Markdown for people, the same as JSON, under benchmarks/reliability/.
-
-It adds up what was played; it knows nothing of how.
-"""
+"""The report of a campaign as Markdown and JSON."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,20 +20,19 @@ _SUMS = (
 )
 
 _WHAT = """\
-Each run is killed by its schedule, continued with the same command until it is done, and audited: every id in one
-committed row or one dead letter, every row with its own prompt and (fake engine) the known answer, usage equal to the
-sum of its rows, no file left behind, the lease free, no engine alive."""
+Each run is killed by its schedule, continued with the same command until it is done, and audited: every id is in one
+committed row or one dead letter, every row has its own prompt and (fake engine) the known answer, usage is the sum of
+the rows, no temporary file is left, the lease is free, and no engine is alive."""
 
 
 _PAUSES = """\
-A driver is stopped (SIGSTOP) before one of the operations with which it changes the run directory. A second one runs
-the same command to its end; the first one goes on; the command is repeated. Crossed: both are stopped several times and
-go on in turns. Then every id is in one committed row or one dead letter, audit, report and export agree, and nothing is
-left behind. "1, 0" is a first driver that was told that another has taken over, and a second one that has done it."""
+A driver is stopped (SIGSTOP) before it changes the run directory. A second one runs the same command to its end; the
+first one resumes; the command is repeated. Crossed: both are stopped several times and resume in turns. Then every id
+is in one committed row or one dead letter, audit, report and export agree, and no temporary file is left. "1, 0": the
+first driver reports that another has taken over, and the second one has finished the run."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: str) -> Path:
-    """Write both files; the Markdown's path."""
     data = {
         **origin(command),
         "seed": seed,
@@ -47,7 +43,7 @@ def write(folder: Path, results: list[dict[str, Any]], *, seed: int, command: st
 
 
 def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
-    """All runs of one kind of engine, added up."""
+    """Return the totals of all runs with an engine."""
     runs = [result for result in results if result["engine"] == engine]
     audits = [run["audit"] for run in runs if run["audit"] is not None]
     kills = Counter(kill["kind"] for run in runs for kill in run["kills"])
@@ -63,14 +59,13 @@ def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    """The report, for people."""
     parts = [f"# Chaos: {data['date']}, seed {data['seed']}", origin_text(data)]
     if runs := [result for result in data["results"] if result["engine"] in ("fake", "real")]:
         parts += [_WHAT, _totals(data["engines"]), "## Runs", _runs(runs)]
     if faults := [result for result in data["results"] if result["engine"] == "fault"]:
-        parts += ["## Faults that kill nobody", _faults(faults)]
+        parts += ["## Faults without kills", _faults(faults)]
     if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
-        parts += ["## Drivers that are stopped", _PAUSES, _pauses(scenes)]
+        parts += ["## Stopped drivers", _PAUSES, _pauses(scenes)]
     if problems := [f"- {one['name']}: {problem}" for one in data["results"] for problem in one["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
@@ -79,19 +74,19 @@ def to_markdown(data: dict[str, Any]) -> str:
 def _totals(engines: dict[str, dict[str, Any]]) -> str:
     rows = [
         ("runs", lambda one: one["num_runs"]),
-        ("runs that failed the audit or were not done", lambda one: one["num_failed_runs"]),
+        ("runs that failed", lambda one: one["num_failed_runs"]),
         ("drivers started", lambda one: one["num_attempts"]),
         ("kills", lambda one: one["num_kills"]),
-        *((f"- of them {kind}", lambda one, kind=kind: one["kills"][kind]) for kind in KINDS),
+        *((f"- {kind}", lambda one, kind=kind: one["kills"][kind]) for kind in KINDS),
         ("engine processes", lambda one: one["num_sessions"]),
         ("rows committed", lambda one: f"{one['num_rows']:,}"),
         ("rows lost", lambda one: one["num_lost"]),
         ("rows doubled", lambda one: one["num_doubled"]),
         ("dead letters", lambda one: one["num_dead_letters"]),
         ("tokens committed", lambda one: f"{one['num_output_tokens']:,}"),
-        ("tokens generated again (known from heartbeats)", lambda one: f"{one['num_regenerated_tokens']:,}"),
-        ("dollars of work that was lost", lambda one: f"{one['regenerated_usd']:.6f}"),
-        ("dollars in all", lambda one: f"{one['total_usd']:.6f}"),
+        ("tokens generated again (from heartbeats)", lambda one: f"{one['num_regenerated_tokens']:,}"),
+        ("dollars of lost work", lambda one: f"{one['regenerated_usd']:.6f}"),
+        ("dollars in total", lambda one: f"{one['total_usd']:.6f}"),
     ]
     lines = ["| | fake engine | real engine |", "|---|---|---|"]
     lines += [f"| {name} | {value(engines['fake'])} | {value(engines['real'])} |" for name, value in rows]
@@ -108,7 +103,7 @@ def _runs(results: list[dict[str, Any]]) -> str:
         figures = " | ".join(
             str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")
         )
-        cluster = "the driver's own" if run["own_cluster"] else "several nodes"
+        cluster = "the driver's" if run["own_cluster"] else "several nodes"
         lines.append(f"| {run['name']} | {cluster} | {kills} | {codes} | {run['wall_s']:.0f} | {figures} |")
     return "\n".join(lines)
 

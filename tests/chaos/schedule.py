@@ -1,4 +1,4 @@
-"""What is killed when. Pure: a seed in, a schedule out; it knows no process."""
+"""What is killed when, by the seed."""
 
 import random
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Kill:
     Attributes:
         kind: engine: the engine's own process (vLLM's EngineCore); actor: the process that holds it; node: a raylet
             with all its workers; driver: `peagle generate`.
-        after_units: units that have to be committed since the kill before; 0 also hits engines that still start.
-        wait_s: from then on.
-        pick: which of those that there are, from 0 to 1.
+        after_units: units committed since the kill before; 0 also hits engines that still start.
+        wait_s: delay after that.
+        pick: which of the candidates, from 0 to 1.
     """
 
     kind: Kind
@@ -27,12 +27,11 @@ class Kill:
     pick: float
 
     def choose(self, candidates: list[int]) -> int:
-        """The candidate at this kill's place; there must be one."""
         return sorted(candidates)[int(self.pick * len(candidates))]
 
 
 def schedule(seed: int, run: int, *, num_kills: int, max_wait_s: float) -> list[Kill]:
-    """The kills of one run: every kind as often as another, give or take one, in a random order at random moments."""
+    """Return the kills of a run: all kinds about equally often, in random order at random moments."""
     rng = random.Random(f"{seed}:{run}")
     kinds: list[Kind] = []
     while len(kinds) < num_kills:

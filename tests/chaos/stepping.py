@@ -1,9 +1,8 @@
-"""`peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps, and the engine within it.
+"""`peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps, with its engine.
 
-A step is whatever changes the run directory: an audit hook of the interpreter sees every link, rename, deletion and new
-folder below it, and every PUT, POST and DELETE that goes to a store. So no step has to be named by hand, and one that
-is added to the code is found. Ray is left out: a driver is forked from this process, which has everything loaded, and
-takes part of a second.
+A step is any change of the run directory. An audit hook of the interpreter sees every link, rename, deletion and new
+folder below it, and every PUT, POST and DELETE to S3, so new steps in the code are found automatically. Ray is left
+out: a driver is forked from this process, which has loaded everything, and takes part of a second.
 """
 
 import asyncio
@@ -38,12 +37,12 @@ _UNIQUE = re.compile(r"[0-9a-f]{12,32}|\d{8}T\d{6}-[0-9a-f]{8}|(?<=\d\.)[0-9a-f]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """At which steps a driver stops.
+    """The steps at which a driver stops.
 
     Attributes:
-        under: what the names of the run directory's files contain.
-        of_renewals: steps of the thread that renews the lease count, instead of all others.
-        log: file to which each step at which it stops is added.
+        under: part of the names of files in the run directory.
+        of_renewals: count only the steps of the thread that renews the lease, instead of all others.
+        log: file that gets each step at which it stopped.
     """
 
     at: frozenset[int]
@@ -52,7 +51,7 @@ class Steps:
     of_renewals: bool = False
 
     def install(self) -> None:
-        """From now on this process stops at these steps."""
+        """Let this process stop at these steps from now on."""
         sink = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         count, counting = 0, threading.Lock()
 
@@ -69,7 +68,7 @@ class Steps:
         sys.addaudithook(hook)
 
     def _step(self, event: str, arguments: tuple[Any, ...]) -> str | None:
-        """What is about to be done, if it is a step that counts."""
+        """Return the step that an event is, or None."""
         if event in _CHANGES:
             what, where = event.removeprefix("os."), os.fspath(arguments[event in ("os.link", "os.rename")])
         elif event == "http.client.send" and bytes(arguments[1][:8]).startswith(_REQUESTS):
@@ -81,17 +80,16 @@ class Steps:
         return f"{what} {_UNIQUE.sub('ID', str(where).partition(self.under)[2].partition('?')[0]) or '/'}"
 
     def _is_renewal(self) -> bool:
-        """Heartbeats of the engine count with the renewals: neither comes at a fixed place among the other steps."""
+        """Whether this thread renews the lease or sends heartbeats. These steps come at random moments."""
         name = threading.current_thread().name
         return "(_renew)" in name or "(_keep_beating)" in name
 
 
 class Driver:
-    """One driver, forked from this process and started at once.
+    """A driver, forked from this process.
 
     Args:
-        arguments: of `peagle`.
-        log: what it prints.
+        log: file for its output.
         refused: ids of rows that its engine refuses.
     """
 
@@ -105,7 +103,7 @@ class Driver:
         self.exit_code: int | None = None
 
     def wait(self) -> bool:
-        """Until it stops itself, which gives True, or has ended."""
+        """Return True when it stops itself, False when it has ended."""
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
             return True
@@ -113,23 +111,20 @@ class Driver:
         return False
 
     def resume(self) -> None:
-        """Go on."""
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it if it still runs."""
         if self.exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
             while self.wait():
                 pass
 
     def said(self) -> str:
-        """All that it printed."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
 
 def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: frozenset[int]) -> None:
-    """The driver's process; it does not return."""
+    """Run the driver; does not return."""
     code = 70
     try:
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -146,7 +141,7 @@ def _drive(arguments: Sequence[str], log: Path, steps: Steps | None, refused: fr
 
 
 def _leave_ray_out(refused: frozenset[int]) -> None:
-    """The engine's actor and the stage before it become objects of this process; a lease lasts a moment."""
+    """Run the engine actor and the stage before it in this process, with a short lease."""
     taken = lease._take
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
@@ -165,13 +160,12 @@ def _leave_ray_out(refused: frozenset[int]) -> None:
 
 
 class _InProcess:
-    """In place of a dataset: each unit is prepared, generated and committed in the driver's thread for receipts."""
+    """Replaces the dataset: prepares, generates and commits each unit in the driver's receipt thread."""
 
     def __init__(self, run: Run, units: Sequence[WorkUnit]) -> None:
         self._units, self._run = units, run
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
-        """The receipts."""
         loop = asyncio.new_event_loop()
         worker = EngineWorker(self._run.for_stages())
         builder = self._run.request_builder()
@@ -185,7 +179,7 @@ class _InProcess:
 
 
 def forked(check: Callable[[], list[str]], answer: Path) -> list[str]:
-    """What `check` returns in a process of its own: this one never has a connection or a thread that a fork copies."""
+    """Return the result of `check` from a fork, so that this process never has threads or connections."""
     pid = os.fork()
     if pid == 0:
         try:

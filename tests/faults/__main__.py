@@ -1,6 +1,6 @@
 """`python -m tests.faults`: kill each part under load, then overload the endpoint, and write the report.
 
-Its exit code is 1 when a client got what it must not get, something was billed twice, or a slot was lost.
+The exit code is 1 if a client got a wrong outcome, something was billed twice, or a slot was lost.
 """
 
 import argparse
@@ -23,7 +23,6 @@ _FAULTS = [VANISHING, *PARTS, OVERLOAD]
 
 
 def main() -> int:
-    """The command."""
     args = _parser().parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     size = Size()
@@ -39,7 +38,7 @@ async def _play(
     args: argparse.Namespace, endpoint: Endpoint, size: Size
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     if await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, args.start_s) is None:
-        raise SystemExit("the endpoint is not whole, and nothing was killed yet")
+        raise SystemExit("the endpoint is not complete before the first kill")
     results: list[dict[str, Any]] = []
     for fault in (name for name in (VANISHING, *PARTS) if name in args.only):
         _say(fault)
@@ -63,12 +62,14 @@ async def _play(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--clients", type=int, default=16, help="at once; default 16")
-    parser.add_argument("--seconds", type=float, default=10, help="of load before each kill, and after; default 10")
-    parser.add_argument("--overload-s", type=float, default=120, help="twice the capacity for so long; default 120")
-    parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent clients; default 16")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="seconds of load before and after each kill; default 10"
+    )
+    parser.add_argument("--overload-s", type=float, default=120, help="seconds of twice the capacity; default 120")
+    parser.add_argument("--start-s", type=float, default=300, help="limit of a start; default 300")
     parser.add_argument("--only", nargs="+", choices=_FAULTS, default=_FAULTS, metavar="FAULT", help=", ".join(_FAULTS))
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="of the endpoint's state")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="the endpoint's state")
     parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
     return parser
 

@@ -1,7 +1,4 @@
-"""Requests that come at a rate of their own, whether or not the earlier ones are answered: an overload.
-
-They come at random (Poisson, seeded), half of them streamed.
-"""
+"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streamed."""
 
 import asyncio
 import random
@@ -18,7 +15,7 @@ _TIMEOUT = httpx.Timeout(120.0, connect=30.0)
 
 
 async def overload(url: str, size: Size, *, factor: float, seconds: float, seed: int) -> dict[str, Any]:
-    """So many times the capacity for so long, and what came of it."""
+    """Send `factor` times the capacity; return the figures."""
     rate, chance, tally = factor * size.capacity_per_s, random.Random(seed), Tally()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http:
@@ -36,7 +33,6 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
 
 
 def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
-    """The overload in numbers."""
     latencies = [one.latency_s for one in tally.asked if one.outcome == "answered"]
     refusals = [one.latency_s for one in tally.asked if one.outcome == "refused"]
     return {

@@ -1,6 +1,6 @@
-"""Clients that ask one request after another, streamed and not in turn, and what becomes of each request.
+"""Clients that send one request after another, half of them streamed, and record each outcome.
 
-They count; they judge nothing. An answer is whole only with its last byte and its usage.
+An answer is complete only with its last byte and its usage.
 """
 
 import asyncio
@@ -27,9 +27,8 @@ class Asked:
 
     Attributes:
         outcome: one of `OUTCOMES`.
-        status: of the response; None where there was none.
-        request_id: as the endpoint named it.
-        seen: what was seen of an outcome that should not be.
+        status: of the response; None without one.
+        seen: details of an unexpected outcome.
     """
 
     is_stream: bool
@@ -42,7 +41,6 @@ class Asked:
 
     @property
     def latency_s(self) -> float:
-        """From its first byte to the answer's last."""
         return self.ended - self.began
 
 
@@ -53,24 +51,24 @@ class Tally:
     asked: list[Asked] = field(default_factory=list)
 
     def outcomes(self) -> dict[str, int]:
-        """How many of each."""
+        """Return the number of each outcome."""
         counts = Counter(one.outcome for one in self.asked)
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def longest_gap_s(self, since: float, until: float) -> float:
-        """The longest time in which no request was answered."""
+        """Return the longest time without an answer."""
         ends = sorted(one.ended for one in self.asked if one.outcome == "answered" and since <= one.ended <= until)
         return max(later - earlier for earlier, later in zip([since, *ends], [*ends, until], strict=True))
 
 
 def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> dict[str, Any]:
-    """A request whose answer has so many tokens."""
+    """Return a request whose answer has so many tokens."""
     messages = [{"role": "user", "content": text}]
     return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
 
 
 async def ask(http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> Asked:
-    """One request, to whatever end it comes."""
+    """Send one request."""
     began, status, request_id = time.monotonic(), None, None
     try:
         request = body(text, num_tokens, is_stream=is_stream, model=model)
@@ -89,7 +87,7 @@ async def ask(http: httpx.AsyncClient, text: str, num_tokens: int, *, is_stream:
 
 
 def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
-    """The outcome of a response that came whole, and what was seen of one that should not be."""
+    """Return the outcome of a complete response, and details if it is unexpected."""
     text = content.decode(errors="replace")
     if status != 200:
         is_clean = status in _REFUSALS and _error_of(text) is not None
@@ -114,10 +112,9 @@ def _error_of(text: str) -> dict[str, Any] | None:
 
 
 class Clients:
-    """So many clients at once, until `stop`.
+    """Concurrent clients, until `stop`.
 
     Args:
-        url: of the endpoint.
         num_tokens: of each answer.
     """
 
@@ -128,7 +125,7 @@ class Clients:
         self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(num_clients)]
 
     async def stop(self) -> None:
-        """No further requests; those under way end."""
+        """Send no further requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 
@@ -145,7 +142,7 @@ class Clients:
 
 
 async def vanish(url: str, num_clients: int, num_tokens: int) -> list[str]:
-    """So many clients that begin a stream and are gone with its first bytes; the requests' ids."""
+    """Start streams and disconnect at their first bytes; return the request ids."""
 
     async def leave(client: int) -> str:
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:

@@ -1,4 +1,4 @@
-"""`peagle serve` with the fake engine as a process of its own, and who is who among its processes. Linux only."""
+"""`peagle serve` with the fake engine as a process, and its parts (Linux only)."""
 
 import json
 import os
@@ -34,12 +34,12 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much the endpoint can take.
+    """The capacity of the endpoint.
 
     Attributes:
-        slots: requests that an engine decodes at once.
-        queued: requests that may wait for one.
-        token_s: seconds a token takes.
+        slots: requests that an engine decodes concurrently.
+        queued: requests that may wait for a slot.
+        token_s: seconds per token.
         tokens: output tokens of each request.
     """
 
@@ -52,16 +52,16 @@ class Size:
 
     @property
     def admitted(self) -> int:
-        """Requests that all engines take at once."""
+        """Requests that all engines accept concurrently."""
         return self.max_replicas * requests_in_flight(self.slots)
 
     @property
     def capacity_per_s(self) -> float:
-        """Requests that all engines can answer in a second."""
+        """Requests per second that all engines can answer."""
         return self.admitted / (self.tokens * self.token_s)
 
     def flags(self) -> list[str]:
-        """For `peagle serve`."""
+        """Return the flags of `peagle serve`."""
         return [
             "--engine", "fake", "--fake", json.dumps({"token_s": self.token_s, "has_core": True}),
             "--num-speculative-tokens", "3", "--usd-per-hour", "1",
@@ -72,11 +72,7 @@ class Size:
 
 
 class Endpoint:
-    """The process. It prints into `serve.log` in its folder.
-
-    Args:
-        flags: of `peagle serve`.
-    """
+    """The process, which prints into `serve.log` in its folder."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +88,7 @@ class Endpoint:
             )
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Until it says its address."""
+        """Wait until it prints its address."""
         deadline = time.monotonic() + timeout_s
         while f"{self.url}/v1" not in self._log.read_text(errors="replace"):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -100,11 +96,11 @@ class Endpoint:
             time.sleep(0.2)
 
     def pids(self, part: str) -> list[int]:
-        """The processes of one of `PARTS`, the oldest first."""
+        """Return the processes of one of `PARTS`, oldest first."""
         return sorted(pid for pid in descendants(self.process.pid) if PARTS[part] in command_line(pid))
 
     def load(self, model: str = MODEL) -> dict[str, Any] | None:
-        """Engines and requests now, as `/v1/live` has them; None where it does not answer."""
+        """Return the load in `/v1/live`, or None without an answer."""
         try:
             answer = httpx.get(f"{self.url}/v1/live", timeout=10)
             load: dict[str, Any] = answer.raise_for_status().json()["load"][model]
@@ -113,7 +109,7 @@ class Endpoint:
         return load
 
     def wait_until_whole(self, num_replicas: int, timeout_s: float) -> float | None:
-        """Until every part runs, and that many engines; the seconds that it took, None where it took too long."""
+        """Wait until every part and that many engines run; return the seconds, or None after the timeout."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
             load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]
@@ -124,7 +120,7 @@ class Endpoint:
         return None
 
     def stop(self) -> None:
-        """As a user does; killed where that takes too long."""
+        """Stop it with SIGTERM; kill it if that takes too long."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -136,7 +132,7 @@ class Endpoint:
 
 @contextmanager
 def serving(folder: Path, flags: list[str], *, start_s: float) -> Iterator[Endpoint]:
-    """An endpoint that is up, and stopped at the end."""
+    """Run an endpoint."""
     endpoint = Endpoint(folder, flags)
     try:
         endpoint.wait_until_up(start_s)

@@ -1,4 +1,4 @@
-"""The report of a campaign: Markdown for people, the same as JSON. It adds nothing to what was counted."""
+"""The report of a campaign as Markdown and JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,12 @@ from tests.faults.scenes import VANISHING
 from tests.origin import origin, origin_text, write_report
 
 _WHAT = """\
-Clients ask one request after another, streamed and not in turn. One process is killed with SIGKILL while they do, and
-they go on until the endpoint is whole again. "Gap" is the longest time in which no request was answered, "whole" the
-time until all parts ran again. Then every slot is asked for at once. The engine is the fake one: everything but the
-model is real, and its speed is not a measurement."""
+Clients send one request after another, half of them streamed. One process is killed with SIGKILL, and the clients
+continue until the endpoint is complete again. "Gap" is the longest time without an answer, "whole" the time until all
+parts ran again. Then all slots are used concurrently. Only the engine is fake, so its speed is not a measurement."""
 
 
 def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] | None, *, command: str) -> Path:
-    """Write both files; the Markdown's path."""
     data = {
         **origin(command),
         "faults": results,
@@ -25,7 +23,6 @@ def write(folder: Path, results: list[dict[str, Any]], overload: dict[str, Any] 
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    """The report, for people."""
     parts = [
         f"# Faults of the endpoint under load: {data['date']}",
         origin_text(data),
@@ -70,8 +67,8 @@ def _faults(results: list[dict[str, Any]]) -> str:
 
 def _vanished(one: dict[str, Any]) -> str:
     return (
-        f"{one['num_requests']} clients began a stream of {one['tokens_asked_for']} tokens and were gone with its first"
-        f" bytes: {one['cut']} of them are in the ledger as cut, with {one['most_tokens_made']} tokens at most;"
+        f"{one['num_requests']} clients started a stream of {one['tokens_asked_for']} tokens and disconnected at once:"
+        f" {one['cut']} of them are cut in the ledger, with at most {one['most_tokens_made']} tokens;"
         f" {one['slots_answered']} of {one['slots']} slots were free then, {one['num_billed_twice']} requests billed"
         " twice."
     )

@@ -1,4 +1,4 @@
-"""One fault: clients under way, one process killed, clients go on; then the ledger and the slots are looked at."""
+"""One fault: kill a process under load, let the clients continue, then check the ledger and the slots."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from tests.faults.endpoint import Endpoint, Size
 
 VANISHING = "clients that vanish"
 _ALLOWED = OUTCOMES[:3]
-# The socket that clients are connected to is in the proxy: nobody could answer them.
+# The proxy has the clients' sockets.
 _ALLOWED_WITHOUT_PROXY = OUTCOMES[:5]
 _SETTLE_S = 30.0
 
@@ -21,16 +21,16 @@ _SETTLE_S = 30.0
 async def kill_part(
     endpoint: Endpoint, size: Size, part: str, *, num_clients: int, before_s: float, after_s: float, whole_s: float
 ) -> dict[str, Any]:
-    """Load, a kill, load until the endpoint is whole again and `after_s` more.
+    """Kill a part under load, and continue until `after_s` after the endpoint is complete again.
 
     Args:
-        whole_s: how long it may take until every part runs again.
+        whole_s: limit until every part runs again.
     """
     clients = Clients(endpoint.url, num_clients, size.tokens)
     await asyncio.sleep(before_s)
     (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
     assert kill(victim), f"{part} was gone already"
-    await asyncio.sleep(1.0)  # what is dead may still be counted as running
+    await asyncio.sleep(1.0)  # a dead process may still count as running
     recovered_s = await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, whole_s)
     await asyncio.sleep(after_s)
     ended_at = time.monotonic()
@@ -51,12 +51,12 @@ async def kill_part(
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
     if recovered_s is None:
-        result["problems"].append(f"not whole again within {whole_s:g} s")
+        result["problems"].append(f"not complete again within {whole_s:g} s")
     return result
 
 
 async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) -> dict[str, Any]:
-    """Clients that begin a long stream and are gone; what the engines made for nobody is in the ledger."""
+    """Disconnect clients from long streams; the ledger has what the engines generated."""
     num_tokens = 20 * size.tokens
     ids = set(await vanish(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
@@ -74,14 +74,14 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     }
     result["problems"] = _problems(result)
     if result["cut"] != num_clients:
-        result["problems"].append(f"{result['cut']} of {num_clients} are in the ledger as cut")
+        result["problems"].append(f"{result['cut']} of {num_clients} are cut in the ledger")
     if made >= num_tokens:
-        result["problems"].append("an engine went on to the end of an answer that nobody took")
+        result["problems"].append("an engine finished an answer that nobody received")
     return result
 
 
 async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str]) -> dict[str, Any]:
-    """What the ledger has of these requests, and whether every slot is free again."""
+    """Return what the ledger has of these requests, and whether every slot is free again."""
     left = await asyncio.to_thread(_wait_until_idle, endpoint)
     probe_s, num_probed = await _fill_slots(endpoint, size)
     times = Counter(one.request_id for one in RequestReader(endpoint.state / "ledger").new())
@@ -107,7 +107,7 @@ def _wait_until_idle(endpoint: Endpoint) -> int:
 
 
 async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
-    """As many requests at once as there are slots: how long until all are answered, and how many are."""
+    """Send as many concurrent requests as there are slots; return the seconds and the number of answers."""
     import httpx
 
     started = time.monotonic()
@@ -120,9 +120,9 @@ async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
 def _problems(result: dict[str, Any]) -> list[str]:
     problems = []
     if result["num_billed_twice"]:
-        problems.append(f"{result['num_billed_twice']} requests are billed twice")
+        problems.append(f"{result['num_billed_twice']} requests were billed twice")
     if result["num_left_under_way"]:
-        problems.append(f"{result['num_left_under_way']} requests are still under way {_SETTLE_S:g} s later")
+        problems.append(f"{result['num_left_under_way']} requests are still running {_SETTLE_S:g} s later")
     if result["slots_answered"] < result["slots"]:
         problems.append(f"of {result['slots']} slots {result['slots_answered']} answer")
     return problems

@@ -1,12 +1,12 @@
-"""One key attacks the endpoint in every way that we know, while another key works; what the other one notices.
+"""One key attacks the endpoint while another key works; measure what the other one notices.
 
     make hostile                        every attack on a vLLM engine, and the report under benchmarks/online/
-    python -m tests.hostile --help      the fake engine, single attacks, shorter
+    python -m tests.hostile --help      the fake engine, single attacks, shorter runs
 
-    tenants.py    the endpoint with its keys, and the key that works
-    attacks.py    what the other key does, and what it must not get
-    scenes.py     quiet, then each attack, then all at once: latencies, memory, answers
+    tenants.py    the endpoint with its keys, and the working key's clients
+    attacks.py    the attacks, and what they must not achieve
+    scenes.py     quiet, each attack, all at once: latencies, memory, answers
     report.py     the table, as Markdown and JSON
 
-It is no part of `make test`.
+`make test` does not run it.
 """

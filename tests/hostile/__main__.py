@@ -1,6 +1,6 @@
 """`python -m tests.hostile`: attack the endpoint with one key while another works, and write the report.
 
-Its exit code is 1 when the attacker got what it must not get, or the neighbour noticed too much of it.
+The exit code is 1 if an attack succeeded or slowed the other key too much.
 """
 
 import argparse
@@ -21,7 +21,6 @@ _MODELS = {"fake": "fake", "vllm": "smollm2-135m"}
 
 
 def main() -> int:
-    """The command."""
     args = _parser().parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     names = list(args.only)
@@ -36,7 +35,7 @@ def main() -> int:
     ) as (endpoint, keys):
         _say(f"up at {endpoint.url}")
         rows = play(endpoint, keys, names, args.seconds, say=_say)
-    take_cores()  # so that the report tells of the whole machine
+    take_cores()  # the report describes the whole machine
     path = report.write(args.report, rows, engine=args.engine, command=_command(args))
     _say(f"report: {path}")
     return int(any(row["problems"] for row in rows))
@@ -45,18 +44,18 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--engine", choices=sorted(_MODELS), default="vllm", help="default vllm")
-    parser.add_argument("--seconds", type=float, default=30, help="of each scene; default 30")
+    parser.add_argument("--seconds", type=float, default=30, help="seconds of each scene; default 30")
     parser.add_argument("--tokens", type=int, default=8, help="output tokens of the neighbour's requests; default 8")
     parser.add_argument(
         "--shared-cores",
         action="store_true",
-        help="other processes may run on the cores of the vLLM engine, too; else it has them alone, as it has a GPU",
+        help="let other processes use the cores of the vLLM engine; by default it has them alone, like a GPU",
     )
-    parser.add_argument("--start-s", type=float, default=300, help="what a start may take; default 300")
+    parser.add_argument("--start-s", type=float, default=300, help="limit of a start; default 300")
     parser.add_argument(
         "--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="ATTACK", help=", ".join(ATTACKS)
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "hostile", help="of the endpoint's state")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "hostile", help="the endpoint's state")
     parser.add_argument("--report", type=Path, default=ROOT / "benchmarks" / "online", help="where the report goes")
     return parser
 

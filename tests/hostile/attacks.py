@@ -1,7 +1,7 @@
-"""Each attack on its own: what a hostile key sends, and what it must not get.
+"""The attacks of a hostile key, and what they must not achieve.
 
-An attack goes on for as long as it is told to, as fast as its clients are answered. It counts the statuses that it got
-and notes what should not have happened; what the neighbour notices is for `scenes.py`.
+An attack runs for a given time, as fast as its clients are answered. It counts statuses and notes problems;
+`scenes.py` measures what the neighbour notices.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ _DELIBERATE = (503, 504)
 _MIB = 2**20
 _FILE_MIB = 100
 _NUM_READERS = 12
-_LONGEST_REFUSAL_BYTES = 4096
+_MAX_REFUSAL_BYTES = 4096
 _NICE = 10
-_PAUSE_S = 0.02  # of each client between two requests: the load generator shares the machine
+_PAUSE_S = 0.02  # between two requests of a client: the load generator shares the machine
 
 
 @dataclass
 class Found:
-    """The end of an attack: how many answers of each status, and what should not have happened."""
+    """The result of an attack: answers by status, and problems."""
 
     statuses: Counter[int | str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     def note(self, problem: str) -> None:
-        """Keep a problem, once."""
+        """Add a problem once."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -51,7 +51,7 @@ Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 async def _hammer(
     tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
 ) -> Found:
-    """Send these requests in turn from several clients until the time is over."""
+    """Send these requests in turn from several clients for some seconds."""
     found, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
 
     async def go_on() -> None:
@@ -102,7 +102,7 @@ def _anything(_: httpx.Response) -> None:
 
 
 async def work(tenants: Tenants, seconds: float) -> Found:
-    """Work as the neighbour does, and attack nothing: what it costs the neighbour to share an engine."""
+    """Work like the neighbour, without an attack: the cost of sharing an engine."""
     sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
 
@@ -111,7 +111,7 @@ async def work(tenants: Tenants, seconds: float) -> Found:
 
 
 async def paths(tenants: Tenants, seconds: float) -> Found:
-    """A key that may use another model only asks by every spelling of the path, with small and huge bodies."""
+    """Use every spelling of the path with a key that is only allowed another model, with small and huge bodies."""
     marks = [
         "%0A",
         "%0D",
@@ -139,7 +139,7 @@ async def paths(tenants: Tenants, seconds: float) -> Found:
 
 
 async def headers(tenants: Tenants, seconds: float) -> Found:
-    """Headers that are the endpoint's own to say: another key's name, the operator's mark, a cheaper request."""
+    """Send headers that only the endpoint may set: another key's name, the operator's mark, a cheaper request."""
     context = Context(request_id="1", key=NEIGHBOUR, num_choices=0, cap_tokens=1, first_asked_at=0.0)
     forged = {
         **context.headers(), "x-peagle-key": NEIGHBOUR, "x-peagle-operator": "1", "x-vllm-priority": "9" * 31,
@@ -160,7 +160,7 @@ async def headers(tenants: Tenants, seconds: float) -> Found:
 
 
 async def budget(tenants: Tenants, seconds: float) -> Found:
-    """Sixty requests at once on a budget that is less than one of them costs."""
+    """Send sixty concurrent requests on a budget smaller than the cost of one."""
     found = Found()
     async with tenants.client(POOR) as http:
         began = time.monotonic()
@@ -175,7 +175,7 @@ async def budget(tenants: Tenants, seconds: float) -> Found:
 
 
 async def parallel(tenants: Tenants, seconds: float) -> Found:
-    """Forty long streams at once of a key that may have few."""
+    """Send forty concurrent long streams with a key that may have few."""
     found, under_way, most = Found(), 0, 0
 
     async def stream(number: int) -> None:
@@ -202,7 +202,7 @@ async def parallel(tenants: Tenants, seconds: float) -> Found:
 
 
 async def refusals(tenants: Tenants, seconds: float) -> Found:
-    """Bodies of a megabyte that are refused: wrong model, deep, broken. They count, and are echoed briefly."""
+    """Send bodies of a megabyte that are refused: wrong model, deep, broken. They count, and errors are short."""
     name = "m" * (_MIB - 200)
     bodies: list[Any] = [
         _chat(tenants, model=name), {"model": tenants.model, "messages": name}, b"[" * (_MIB - 10),
@@ -212,7 +212,7 @@ async def refusals(tenants: Tenants, seconds: float) -> Found:
     def judge(response: httpx.Response) -> str | None:
         if response.status_code == 200:
             return "answered"
-        is_long = len(response.content) > _LONGEST_REFUSAL_BYTES
+        is_long = len(response.content) > _MAX_REFUSAL_BYTES
         return f"a refusal of {len(response.content)} bytes" if is_long else None
 
     found = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
@@ -260,13 +260,13 @@ def _constraints() -> Iterator[dict[str, Any]]:
 
 
 async def schemas(tenants: Tenants, seconds: float) -> Found:
-    """Schemas, expressions, grammars and templates that take long to compile or to render."""
+    """Send schemas, expressions, grammars and templates that take long to compile or render."""
     sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything)
 
 
 async def answers(tenants: Tenants, seconds: float) -> Found:
-    """Small requests with huge answers: log-probabilities of many tokens of many prompts, in many choices."""
+    """Ask for huge answers with small requests: logprobs of many tokens of many prompts, in many choices."""
     prompt = "word " * 300
     bodies: list[dict[str, Any]] = [
         {"prompt": [prompt] * 100, "max_tokens": 1, "prompt_logprobs": 20},
@@ -282,14 +282,14 @@ _SECRET = "The password of the safe in the cellar is 4711. " * 12
 
 
 async def tell_secret(tenants: Tenants, seconds: float) -> Found:
-    """What `cache` guesses is asked by the neighbour, before anything is timed: it is no attack."""
+    """Send the neighbour's request that `cache` guesses. Not timed, and not an attack."""
     async with tenants.client(NEIGHBOUR) as http:
         (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
     return Found()
 
 
 async def cache(tenants: Tenants, seconds: float) -> Found:
-    """The neighbour's secret, guessed: an answer must not tell that somebody else has asked the same."""
+    """Guess the neighbour's secret: an answer must not reveal that another key has sent the same prompt."""
 
     def judge(response: httpx.Response) -> str | None:
         if response.status_code != 200:
@@ -301,14 +301,14 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
     salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
     found = Found()
     async with tenants.client(ATTACKER) as http:
-        # A guess is asked once: afterwards it is in the cache of the attacker's own.
+        # Each guess is sent once; afterwards it is in the attacker's own cache.
         _count(found, await http.post(CHAT, json=salted), judge)
         _count(found, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
     return found
 
 
 async def media(tenants: Tenants, seconds: float) -> Found:
-    """Content that an engine would fetch: nobody may knock at this listener."""
+    """Send content that an engine would fetch: nobody may connect to this listener."""
     knocks = 0
 
     async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -335,13 +335,13 @@ async def media(tenants: Tenants, seconds: float) -> Found:
 
 
 async def downloads(tenants: Tenants, seconds: float) -> Found:
-    """Clients that ask for a large file and do not read it."""
+    """Request a large file with clients that do not read it."""
     found = Found()
     async with tenants.client(ATTACKER) as http:
         content = b"x" * (_FILE_MIB * _MIB)
         try:
             uploaded = await http.post(FILES, files={"file": ("large.jsonl", content)}, data={"purpose": "batch"})
-        except httpx.HTTPError as error:  # it was refused, and the connection closed, before all of it was sent
+        except httpx.HTTPError as error:  # refused and closed before everything was sent
             found.statuses[type(error).__name__] += 1
             return found
         _count(found, uploaded, _anything)
@@ -361,7 +361,7 @@ async def downloads(tenants: Tenants, seconds: float) -> Found:
 
 
 async def connections(tenants: Tenants, seconds: float) -> Found:
-    """Connections that send half a header and wait, and strangers without a key."""
+    """Open connections that send half a header, and send requests without a key."""
     half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
     sockets = [await _knock(tenants, half) for _ in range(200)]
     strangers = {**tenants.keys, ATTACKER: "pk-nobody"}
@@ -373,7 +373,7 @@ async def connections(tenants: Tenants, seconds: float) -> Found:
 
 
 async def batches(tenants: Tenants, seconds: float) -> Found:
-    """As many orders as go in, of a file that does not hold; the neighbour's order must be taken all the same."""
+    """Create as many batches as possible with an invalid file; the neighbour's batch must still be accepted."""
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": "nobody", "messages": []}}
     order = {"endpoint": CHAT, "completion_window": "24h"}
 
@@ -394,7 +394,7 @@ async def batches(tenants: Tenants, seconds: float) -> Found:
 
 async def _knock(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
     host, port = tenants.url.removeprefix("http://").split(":")
-    # A small window: what is sent to a client that does not read waits in the endpoint, not in the kernel.
+    # A small window: unread bytes wait in the endpoint, not in the kernel.
     reader, writer = await asyncio.open_connection(host, int(port), limit=1)
     del reader
     writer.write(data)
@@ -419,9 +419,9 @@ ATTACKS: dict[str, Attack] = {
 
 
 def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
-    """Carry out these attacks, `WORK` or `TELL` at the same time, in a process that yields to those it attacks.
+    """Run these attacks, `WORK` or `TELL` concurrently, at a low priority.
 
-    An attacker has a machine of its own; here its clients would take the processor from the endpoint.
+    A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 

@@ -1,28 +1,26 @@
-"""The report of a campaign: Markdown for people, the same as JSON. It adds nothing to what was counted."""
+"""The report of a campaign as Markdown and JSON."""
 
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.scenes import MOST_TIMES_QUIET
+from tests.hostile.scenes import MAX_TIMES_QUIET
 from tests.origin import origin, origin_text, write_report
 
 _INTRODUCTION = """\
 One key works: two clients, one request after another. Another key attacks. A scene is one attack, or all of them;
-in "a second key works" it works as the first one does, which shows the price of sharing an engine.
-Both load generators run on the endpoint's machine. The attacker's has a process of its own, which yields to all others
-(nice 10). A vLLM engine has its cores alone, as it has a GPU; with --shared-cores others run there, too.
-"Statuses" are those that the attacker got. Memory is the highest resident size of the ingress and of Serve's proxy."""
+in "a second key works" it works like the first one, which shows the price of sharing an engine.
+Both load generators run on the endpoint's machine. The attacker's is a separate process at a low priority (nice 10).
+A vLLM engine has its cores alone, like a GPU; with --shared-cores other processes use them, too.
+"Statuses" are the attacker's. Memory is the peak resident size of the ingress and of Serve's proxy."""
 
 
 def write(folder: Path, rows: list[dict[str, Any]], *, engine: str, command: str) -> Path:
-    """Write both files; the Markdown's path."""
     data = {**origin(command), "engine": engine, "scenes": rows}
     return write_report(folder / f"{data['date']}-hostile-{engine}-engine.md", data, to_markdown(data))
 
 
 def to_markdown(data: dict[str, Any]) -> str:
-    """The report, for people."""
-    limit = f"The limit is {MOST_TIMES_QUIET:g} times the quiet p95."
+    limit = f"The limit is {MAX_TIMES_QUIET:g} times the quiet p95."
     parts = [
         f"# A hostile key beside a working one: {data['date']}",
         origin_text(data),

@@ -1,4 +1,4 @@
-"""The neighbour alone, then beside each attack, then beside all of them."""
+"""The neighbour alone, beside each attack, and beside all of them."""
 
 import asyncio
 import multiprocessing
@@ -17,14 +17,14 @@ from tests.hostile.attacks import TELL, WORK, Found, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
 QUIET, ALL = "quiet", "all at once"
-MOST_TIMES_QUIET = 1.5
-_MOST_GROWTH_MIB = 512
+MAX_TIMES_QUIET = 1.5
+_MAX_GROWTH_MIB = 512
 
 
 def play(
     endpoint: Endpoint, tenants: Tenants, names: list[str], seconds: float, *, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A row a scene; the attackers have a process of their own."""
+    """Play the scenes, with the attackers in a separate process; return a row for each."""
     scenes = {QUIET: [], WORK: [WORK], **{name: [name] for name in names}, **({ALL: names} if len(names) > 1 else {})}
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as attackers:
@@ -87,8 +87,8 @@ def _compare(row: dict[str, Any], quiet: dict[str, Any], *, is_attack: bool) -> 
         row["problems"].append("the neighbour was not answered")
         return
     row["times_quiet_p95"] = row["latency_p95_s"] / quiet["latency_p95_s"]
-    if is_attack and row["times_quiet_p95"] > MOST_TIMES_QUIET:
+    if is_attack and row["times_quiet_p95"] > MAX_TIMES_QUIET:
         row["problems"].append(f"p95 is {row['times_quiet_p95']:.2f} times the quiet one")
     for part, mib in row["grown_mib"].items():
-        if mib > _MOST_GROWTH_MIB:
+        if mib > _MAX_GROWTH_MIB:
             row["problems"].append(f"{part} grew by {mib:.0f} MiB")

@@ -1,4 +1,4 @@
-"""An endpoint with keys, the client of the key that works, and what the endpoint's processes hold."""
+"""An endpoint with keys, the clients of the working key, and the memory of the endpoint's processes."""
 
 import asyncio
 import os
@@ -31,10 +31,9 @@ class Tenants:
     """The endpoint and its keys.
 
     Attributes:
-        url: where the endpoint listens.
-        model: the name that clients use.
+        model: its name for clients.
         tokens: output tokens of each request of the neighbour.
-        keys: the key of each name.
+        keys: by name.
     """
 
     url: str
@@ -43,18 +42,18 @@ class Tenants:
     keys: dict[str, str]
 
     def attacked_by(self, scene: str) -> Self:
-        """The same endpoint, attacked with a key of this scene's own: no scene uses up another's limits."""
+        """Return the tenants with a scene's own attacker key, so that no scene uses up another's limits."""
         return replace(self, keys={**self.keys, ATTACKER: self.keys[attacker(scene)]})
 
     def client(self, name: str) -> httpx.AsyncClient:
-        """Whoever holds the key of this name."""
+        """Return a client with the key of this name."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {"authorization": f"Bearer {self.keys[name]}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT, limits=limits)
 
 
 def attacker(scene: str) -> str:
-    """The name of a scene's attacker."""
+    """Return the name of a scene's attacker."""
     return f"{ATTACKER}-{scene.replace(' ', '-')}"
 
 
@@ -69,11 +68,11 @@ def tenants(
     start_s: float,
     has_own_cores: bool = False,
 ) -> Iterator[tuple[Endpoint, Tenants]]:
-    """The endpoint, up, with its keys: a neighbour, an attacker a scene, and two that may do hardly anything.
+    """Run the endpoint with its keys: a neighbour, an attacker per scene, and two with tight limits.
 
     Args:
-        has_own_cores: all else leaves the cores that a vLLM engine computes on. With batches the endpoint's engine
-            is bound to its share of the cores, and the rest is kept for the engine of the batches.
+        has_own_cores: keep all other processes off the cores of a vLLM engine. With batches, the endpoint's engine is
+            bound to its share of the cores, and the rest is reserved for the engine of the batches.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key_file, keys = folder / "keys.json", {}
@@ -92,7 +91,7 @@ def tenants(
         "--engine", engine, "--max-num-seqs", "4", "--usd-per-hour", "1", "--heartbeat-s", "1",
         "--keys", str(key_file), "--batches", str(folder / "batches"),
     ]  # fmt: skip
-    # Short steps: one key's prompt keeps others for a step, and one of 2,048 tokens takes seconds on CPUs.
+    # Short steps: a key's prompt delays others by a step, and one of 2,048 tokens takes seconds on CPUs.
     real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
     flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else real
     with serving(folder, flags, start_s=start_s) as endpoint:
@@ -102,13 +101,13 @@ def tenants(
 
 
 def _cores_of_engine() -> list[int]:
-    """The cores that vLLM's worker is bound to."""
+    """Return the cores that vLLM's worker is bound to."""
     below = psutil.Process().children(recursive=True)
     return next(process.cpu_affinity() for process in below if "VLLM::Worker" in " ".join(process.cmdline()))
 
 
 class Neighbour:
-    """Two clients of the key that works, one request after another, until `stop`."""
+    """Two clients of the working key, one request after another, until `stop`."""
 
     def __init__(self, tenants: Tenants, endpoint: Endpoint) -> None:
         self.tally = Tally()
@@ -120,7 +119,7 @@ class Neighbour:
         self._tasks.append(asyncio.create_task(self._watch()))
 
     async def stop(self) -> None:
-        """No further requests; those under way end."""
+        """Send no further requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 

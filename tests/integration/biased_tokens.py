@@ -1,8 +1,8 @@
-"""A process of its own with one engine, for requests that vLLM cannot draft for: `biased_tokens.py JOB.json OUT.json`.
+"""Run one engine with requests that vLLM cannot draft for: `biased_tokens.py JOB.json OUT.json`.
 
-The job holds a drafter's `method` ("none" for no drafter), whether there is a `lookup` next to it, `prompts` (texts),
-and `sampling`: named parameters. Every prompt runs with each of them, all at the same time. The answer has, by name,
-each prompt's text, log-probabilities and number of drafts.
+The job has a drafter's `method` ("none" for no drafter), whether there is also a `lookup`, `prompts` (texts), and
+`sampling`: named parameters. Every prompt runs with each of them, all concurrently. The answer has, by name, each
+prompt's text, logprobs and number of drafts.
 """
 
 import asyncio

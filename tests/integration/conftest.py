@@ -1,4 +1,4 @@
-"""The `peagle` command as a process of its own."""
+"""The `peagle` command as a process."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def peagle():
-    """Start `peagle ARGUMENTS` in a process group of its own; whatever a test leaves behind is killed."""
+    """Start `peagle ARGUMENTS` in its own process group; processes that a test leaves are killed."""
     started = []
 
     def start(*arguments):
@@ -31,9 +31,9 @@ def peagle():
 
 @pytest.fixture
 def leftover_processes():
-    """Command lines that mention a path, of processes that are there still, 75 seconds later.
+    """Return command lines that mention a path, of processes that still exist 75 seconds later.
 
-    A Ray worker that is still starting when its raylet is killed tries for half a minute to reach it.
+    A Ray worker that starts while its raylet is killed tries for half a minute to reach it.
     """
 
     def find(path):

@@ -1,8 +1,8 @@
-"""A process that starts one engine and writes its whole answers: `drafted_answers.py JOB.json OUT.json`.
+"""Start one engine and write its complete answers: `drafted_answers.py JOB.json OUT.json`.
 
 The job has `spec` (of the engine), `bulk` (by name: a prompt's token ids and sampling parameters) and `online` (by
-name: a path of the API and a body). `bulk` is answered as in a run, `online` by vLLM's own API server around the same
-engine, as in a replica of Ray Serve. A streamed answer is the list of its events.
+name: an API path and a body). `bulk` is answered as in a run, `online` by vLLM's API server around the same engine, as
+in a replica of Ray Serve. A streamed answer is the list of its events.
 """
 
 import asyncio

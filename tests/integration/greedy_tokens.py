@@ -1,6 +1,6 @@
-"""A process of its own that runs one vLLM engine and writes its greedy tokens: `greedy_tokens.py JOB.json OUT.json`.
+"""Run one vLLM engine and write its greedy tokens: `greedy_tokens.py JOB.json OUT.json`.
 
-The job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids) and `max_tokens`. For each prompt the answer has
+The job has `engine` (arguments of `vllm.LLM`), `prompts` (token ids) and `max_tokens`. For each prompt the answer has
 the tokens, and how many of them were drafts.
 """
 

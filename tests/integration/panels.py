@@ -34,7 +34,7 @@ Query = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
 def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
-    """The dashboard's rows: title and panels."""
+    """Return the dashboard's rows: title and panels."""
     panels = dashboard["panels"]
     begins = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
     for begin, end in zip(begins, [*begins[1:], len(panels)], strict=True):
@@ -42,11 +42,11 @@ def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
 
 
 def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
-    """The panels as one file.
+    """Return the panels as one file.
 
     Args:
-        query: an expression's series, as `/api/v1/query_range` has them.
-        begin: Unix time at which the horizontal axis begins.
+        query: returns an expression's series, like `/api/v1/query_range`.
+        begin: Unix time at the start of the horizontal axis.
     """
     series = [_series(panel, query, begin) for panel in panels]
     end_s = max(at for one in series for _, points in one for at, _ in points)

@@ -1,17 +1,17 @@
-"""A process of its own that runs vLLM engines one after the other and keeps what their proposers draft:
+"""Run vLLM engines one after the other and record the drafts of their proposers:
 `recorded_drafts.py JOBS.json OUT.pt`.
 
-A job holds `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer holds the
-`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`: for each time that the proposer was
-asked about a request, the place of the last known token, that token, the target's states one place before it as the
-proposer got them, and the `drafts` by K. An engine without a drafter has no contexts.
+A job has `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `max_tokens` and `every_k`. Its answer has the
+`tokens` of each request, `num_cached_tokens` from the prefix cache, and `contexts`: for each call of the proposer for a
+request, the position of the last known token, that token, the target's states one position before it, and the
+`drafts` by K. An engine without a drafter has no contexts.
 
-With `sinks_in_bf16` the sinks of its attention are handed to vLLM's kernel in bf16, the one type that it takes on CPUs.
-A job with `fails` has the `error` that ends it for an answer.
+With `sinks_in_bf16`, vLLM's kernel gets the attention sinks in bf16, the only dtype that it supports on CPUs.
+The answer of a job with `fails` is the `error` that ends it.
 
-With `every_k` each context is drafted for K from 1 to the engine's own, by the real `propose`: the smaller K first, on
-a copy of what it changes, and the engine goes on with its own K. What a parallel drafter lays its slots out for is set
-as its constructor sets it for that K.
+With `every_k`, each context is drafted for K from 1 to the engine's own, by the real `propose`: smaller K first, on a
+copy of what it changes, and the engine continues with its own K. What a parallel drafter allocates by K is set as its
+constructor would.
 """
 
 import copy
@@ -24,7 +24,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer has to be wit
 
 
 class Recorder:
-    """Stands before `runner.drafter.propose`."""
+    """Wraps `runner.drafter.propose`."""
 
     def __init__(self, runner, *, every_k):
         self.contexts = []

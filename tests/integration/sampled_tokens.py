@@ -1,11 +1,11 @@
-"""A process of its own that runs one vLLM engine and writes tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
+"""Run one vLLM engine and write tokens that it samples: `sampled_tokens.py JOB.json OUT.json`.
 
-The job holds a drafter's `method`, K, whether there is a `lookup` beside it, a `prompt` (token ids), `sampling`
-parameters, `num_samples`, how many `tokens` of each count, and `greedy` (texts). Half of the samples are drawn alone, half
-while the greedy texts are asked, again and again. The answer has the tokens of both halves, `alone` and `beside`; every
-answer to the greedy texts, the first of them alone; how many drafts were accepted, null without a drafter, and how many
-of those in sampled answers were looked up.
-"""  # noqa: E501
+The job has a drafter's `method`, K, whether there is also a `lookup`, a `prompt` (token ids), `sampling` parameters,
+`num_samples`, the number of compared `tokens` of each, and `greedy` (texts). Half of the samples are drawn alone, half
+while the greedy texts run repeatedly. The answer has the tokens of both halves, `alone` and `beside`; every answer to
+the greedy texts, the first of them alone; and how many drafts were accepted (null without a drafter), and how many of
+those in sampled answers came from the lookup.
+"""
 
 import asyncio
 import json

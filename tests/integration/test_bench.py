@@ -1,4 +1,4 @@
-"""`peagle bench` in the real engine: no speculation against the head that ships."""
+"""`peagle bench` with the real engine: no speculation against the shipped head."""
 
 import json
 
@@ -29,7 +29,7 @@ def check(report):
     assert len(drafted["acceptance_rates"]) == 3
 
 
-def test_both_methods_have_every_figure_and_the_same_command_starts_no_engine(peagle, embedded_target, tmp_path):
+def test_bench_is_complete_and_not_repeated(peagle, embedded_target, tmp_path):
     reports = []
     for _ in range(2):
         process = peagle(*COMMAND, "--output", tmp_path / "out")

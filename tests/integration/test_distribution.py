@@ -1,9 +1,9 @@
-"""Above temperature 0 the text is the target's own in distribution: with P-EAGLE, with EAGLE-3, with a prompt lookup
-beside either, and without a drafter.
+"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, a prompt lookup beside
+either, and without a drafter.
 
 Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
-held against what transformers computes for the same target. The first token comes of the prompt, the others are drafted
-and verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must stay as they are.
+compared with that of the same target in transformers. The first token comes from the prompt, the others are drafted and
+verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must not change.
 """
 
 import functools
@@ -44,7 +44,7 @@ def tokens_of(embedded_target):
 
 @pytest.fixture(scope="module")
 def chances(target, tokens_of):
-    """The chance of each sequence of four tokens of which some samples are expected, with this top-p."""
+    """Return the probability of each sequence of four tokens that is expected in the samples, with this top-p."""
 
     @functools.cache
     def of(text, top_p):
@@ -69,8 +69,7 @@ def joint(target, prompt, top_p, least):
 
 
 def nucleus(row, top_p):
-    """The likeliest tokens up to `top_p` with their shares among themselves; those below a ten-thousandth are left out,
-    as they lead to nothing that is looked at."""
+    """Return the likeliest tokens up to `top_p`, normalised, without those below a ten-thousandth."""
     values, tokens = row.sort(descending=True)
     kept = values.cumsum(0) - values < top_p
     values, tokens = values[kept] / values[kept].sum(), tokens[kept]
@@ -80,7 +79,7 @@ def nucleus(row, top_p):
 
 @pytest.fixture
 def sampled(tokens_of, tmp_path):
-    """What `sampled_tokens.py` says of a drafter."""
+    """Return the answer of `sampled_tokens.py` for a drafter."""
 
     def run(method, text, top_p, *, lookup):
         job = {
@@ -102,7 +101,7 @@ def sampled(tokens_of, tmp_path):
     ("method", "lookup"),
     [("peagle", False), ("eagle3", False), ("none", False), ("peagle", True), ("eagle3", True)],
 )
-def test_the_first_four_tokens_are_as_frequent_as_the_target_has_them(method, lookup, top_p, sampled, chances):
+def test_samples_follow_the_targets_distribution(method, lookup, top_p, sampled, chances):
     text = REPEATS if lookup else TEXT
     found, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
     assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None

@@ -1,14 +1,14 @@
-"""What is trained is what is served: our drafts equal those of vLLM's own proposers, token by token, in float32.
+"""The served drafter equals the trained one: our drafts equal those of vLLM's proposers, token by token, in float32.
 
-Served: real vLLM engines with the 135M-parameter target and a head folder, whose proposer is listened to
-(recorded_drafts.py): in batches, from the prefix cache, with rejected drafts behind the last token. Ours: the states
-that transformers computes for the finished text (as feature extraction does, before it rounds them to bf16), the head
-read back by `load_head`, and the forward passes of training and of the offline estimate.
+Served: real vLLM engines with the 135M-parameter target and a head folder, whose proposer is recorded
+(recorded_drafts.py): in batches, from the prefix cache, with rejected drafts after the last token. Ours: the states
+that transformers computes for the finished text (like feature extraction before it rounds them to bf16), the head as
+loaded by `load_head`, and the forward passes of training and of the offline estimate.
 
-Each context of an engine of K=10 is drafted for every K from 1 to 10 by the real `propose`. Engines that were started
-with a smaller K then show that their own layout drafts the same, with prompts in chunks: there vLLM 0.29 gives its head
-the prompt's last token in the place of the one behind the chunk (`prepare_next_token_ids_padded`), a row that it keeps.
-Training knows no such row; the comparison reads it as the proposer did, so that all else is held to be equal.
+Each context of an engine with K=10 is drafted for every K from 1 to 10 by the real `propose`. Engines started with a
+smaller K then show that their own layout drafts the same, with chunked prompts: there vLLM 0.29 gives its head the
+prompt's last token instead of the one after the chunk (`prepare_next_token_ids_padded`), and keeps that row. Training
+has no such row; the comparison reads it like the proposer, so that everything else is compared.
 """
 
 import functools
@@ -76,7 +76,7 @@ def heads(embedded_target, shipped_head, tmp_path_factory):
 
 @torch.no_grad()
 def _stir(head):
-    """Noise on every trained weight: a warm start leaves two of the three states and the mask state without weight."""
+    """Add noise to every trained weight, because a warm start gives no weight to some states."""
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         if parameter.requires_grad:
@@ -86,9 +86,9 @@ def _stir(head):
 
 @pytest.fixture(scope="module")
 def recorded(embedded_target, heads, prompts, tmp_path_factory):
-    """Answers of recorded_drafts.py, by (head, K, prompts); every K up to it is drafted where it is the largest.
+    """Return answers of recorded_drafts.py by (head, K, prompts); the largest K also drafts every smaller one.
 
-    The engines of the default suite are started together when one is asked for, and so are all others.
+    The engines of the default suite run together on first use, and so do all others.
     """
     here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
 
@@ -127,7 +127,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document_of(embedded_target):
-    """A text with the states that the head reads, computed once by transformers."""
+    """Return a text with the states that the head reads, computed once by transformers."""
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32).eval()
@@ -136,12 +136,12 @@ def document_of(embedded_target):
 
 @pytest.fixture(scope="module")
 def own_heads(heads, embedded_target):
-    """The heads as training has them."""
+    """The heads as in training."""
     return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
 
 
 def _some(prompts, number):
-    """The long prompt first and last, and short ones between them; without the first where they are few."""
+    """Return the long prompt first and last, and short ones between them; without the first if only few are needed."""
     return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
 
 
@@ -151,9 +151,7 @@ def _compare(name, k, number, recorded, prompts, own_heads, document_of):
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_every_k_from_1_to_10_drafts_what_vllm_drafts(
-    name, number, recorded, prompts, own_heads, document_of, record_property
-):
+def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_heads, document_of, record_property):
     found = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
     record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
     assert len(found.contexts) >= (200 if number > 6 else 40)
@@ -169,7 +167,7 @@ def test_every_k_from_1_to_10_drafts_what_vllm_drafts(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "k"), OWN_K)
-def test_an_engine_of_a_smaller_k_drafts_the_same_behind_a_prompt_in_chunks(
+def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
     name, k, recorded, prompts, own_heads, document_of, record_property
 ):
     found = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
@@ -180,7 +178,7 @@ def test_an_engine_of_a_smaller_k_drafts_the_same_behind_a_prompt_in_chunks(
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_states_that_come_one_token_late_are_noticed(name, number, recorded, prompts, own_heads, document_of):
+def test_comparison_detects_shifted_states(name, number, recorded, prompts, own_heads, document_of):
     def late(tokens, num_prompt_tokens):
         document = document_of(tokens, num_prompt_tokens)
         return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))

@@ -1,10 +1,10 @@
-"""Every reported field of an answer is the same with a drafter and without, for each parameter that can end an answer.
+"""Every field of an answer is the same with and without a drafter, for each parameter that can end an answer.
 
-Real engines in float32, where greedy text has no ties. Left out are times, names of requests, drafts, and two fields in
+Real engines in float32, where greedy text has no ties. Not compared are times, request names, drafts, and two fields in
 which vLLM's answers differ: `system_fingerprint` (it identifies the engine's settings) and, in streams with `stop`, the
-`text_offset` of legacy completions (vLLM counts the text sent so far, of which it holds back what may become a stop
-string; how much depends on the tokens per step). `num_cached_tokens` is compared for prompts that are not in the cache:
-with a drafter vLLM computes the last cached block again, and reports it so.
+`text_offset` of legacy completions (vLLM counts the text sent so far, and holds back what may become a stop string; how
+much depends on the tokens per step). `num_cached_tokens` is compared for prompts that are not in the cache: with a
+drafter vLLM computes the last cached block again, and reports that.
 """
 
 import dataclasses
@@ -122,14 +122,14 @@ def _answers(spec, here, tokenizer, folder):
     return json.loads(out.read_text())
 
 
-def test_every_field_is_as_without_a_drafter(answers):
+def test_every_field_is_equal_with_a_drafter(answers):
     alone, drafted = answers
     assert alone.keys() == drafted.keys()
     found = {name: list(differences(_whole(alone[name]), _whole(drafted[name]))) for name in alone}
     assert {name: different for name, different in found.items() if different} == {}
 
 
-def test_steps_accepted_several_tokens_and_answers_ended_in_every_way(answers):
+def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
     alone, drafted = answers
     told = [answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer]
     accepted = sum(sum(drafts["accepted_per_position"]) for drafts in told if drafts)
@@ -141,7 +141,7 @@ def test_steps_accepted_several_tokens_and_answers_ended_in_every_way(answers):
 
 
 def _whole(answer):
-    """A streamed answer joined to one; how its events are cut differs."""
+    """Join a streamed answer, because the division into events differs."""
     if isinstance(answer, dict):
         return answer
     choices, usage = {}, None

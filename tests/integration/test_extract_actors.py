@@ -1,4 +1,4 @@
-"""Features by Ray Data actors against those of one process, on the tiny target."""
+"""Features by Ray Data actors compared with those of one process, on the tiny target."""
 
 import json
 
@@ -42,7 +42,7 @@ def contents(folder):
 
 
 @pytest.mark.soak
-def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job, target, tmp_path):
+def test_two_actors_write_the_same_missing_shards_as_one_process(job, target, tmp_path):
     extract(job(tmp_path / "alone"), lambda done, total: None)
     seen = []
     together = job(tmp_path / "together")
@@ -64,6 +64,6 @@ def test_two_actors_write_the_bytes_of_one_process_and_only_what_is_missing(job,
     assert (tmp_path / "together" / "shard-00001.safetensors").stat().st_mtime_ns == kept
 
 
-def test_more_actors_than_the_cluster_holds_are_refused(job, target, tmp_path):
+def test_too_many_actors_are_refused(job, target, tmp_path):
     with pytest.raises(CapacityError, match="5 workers need a CPU each; the cluster has 4"):
         extract_on_actors(job(tmp_path), lambda done, total: None, reference=str(target), workers=5, device="cpu")

@@ -1,4 +1,4 @@
-"""The endpoint with the fake engine on real Ray Serve: clients that vanish, and an engine that is killed under load."""
+"""The endpoint with the fake engine on real Ray Serve: clients disconnect, and an engine is killed under load."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ FAULTS = ("clients that vanish", "the engine's process")
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_no_client_gets_what_it_must_not_get(tmp_path):
+def test_faults_have_only_allowed_outcomes(tmp_path):
     command = [
         sys.executable, "-m", "tests.faults", "--clients", "8", "--seconds", "3", "--folder", str(tmp_path / "state"),
         "--report", str(tmp_path / "report"), "--only", *FAULTS,

@@ -1,6 +1,6 @@
-"""An FP8 head in vLLM's own drafter class, on CPU: what loads is FP8, and computes what its values say.
+"""An FP8 head in vLLM's drafter class, on CPU: it is loaded in FP8, and computes with its values.
 
-In a process of its own, since vLLM's distributed state is one for each process. No engine is started.
+In a separate process, because vLLM's distributed state is global. No engine is started.
 """
 
 import json
@@ -42,9 +42,7 @@ print(json.dumps({"dtypes": dtypes, "distances": distances}))
 """
 
 
-def test_vllm_loads_an_fp8_head_and_its_values_are_those_of_the_head_made_bf16_again(
-    tmp_path, embedded_target, shipped_head
-):
+def test_fp8_head_in_vllm_equals_its_bf16_conversion(tmp_path, embedded_target, shipped_head):
     quantize_head(shipped_head, tmp_path / "fp8")
     dequantize_head(tmp_path / "fp8", tmp_path / "values")
     folders = [str(folder) for folder in (embedded_target, tmp_path / "values", tmp_path / "fp8", shipped_head)]

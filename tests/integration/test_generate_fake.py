@@ -1,4 +1,4 @@
-"""Bulk runs on a real Ray cluster with the engine's stand-in: every row once, whatever happens."""
+"""Bulk runs on a real Ray cluster with the fake engine: every row exactly once."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def rows_of(output):
     return ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
 
 
-def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
+def test_every_row_is_committed_or_a_dead_letter(write_jsonl, tmp_path, capsys):
     rows = [{"prompt": f"say {n}", "id": n, "tags": ["a"]} for n in range(20)]
     corpus = write_jsonl([*rows, "{not json", {"prompt": 7}, {"prompt": "x " * 5000}])
     output, result = tmp_path / "run", tmp_path / "result.json"
@@ -60,7 +60,7 @@ def test_every_row_is_committed_or_set_aside(write_jsonl, tmp_path, capsys):
     assert "acceptance" in capsys.readouterr().out
 
 
-def test_an_engine_whose_answers_are_not_its_targets_commits_nothing(write_jsonl, tmp_path, capsys):
+def test_engine_that_fails_its_self_check_commits_nothing(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake", '{"is_wrong": true}') == 1
     said = capsys.readouterr().err
@@ -72,7 +72,7 @@ def test_an_engine_whose_answers_are_not_its_targets_commits_nothing(write_jsonl
     assert generate(corpus, output, "--num-speculative-tokens", "3") == 0, "the run is there, and can be continued"
 
 
-def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, capsys):
+def test_parquet_folder_in_file_order(tmp_path, capsys):
     corpus, output = tmp_path / "corpus", tmp_path / "run"
     corpus.mkdir()
     nested = [{"tags": [f"t{n}"], "score": n / 2} for n in range(7)]
@@ -91,7 +91,7 @@ def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, cap
     assert "is already finished" in capsys.readouterr().out
 
 
-def test_a_damaged_parquet_file_is_named_before_an_engine_starts(tmp_path, capsys):
+def test_damaged_parquet_file_is_refused_before_an_engine_starts(tmp_path, capsys):
     corpus = tmp_path / "corpus.parquet"
     corpus.write_bytes(b"PAR1 not really PAR1")
     assert generate(corpus, tmp_path / "run") == 2
@@ -99,7 +99,7 @@ def test_a_damaged_parquet_file_is_named_before_an_engine_starts(tmp_path, capsy
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_a_finished_run_does_nothing_and_says_so(write_jsonl, tmp_path, capsys):
+def test_finished_run_is_not_repeated(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
     assert generate(corpus, output) == 0
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
@@ -110,7 +110,7 @@ def test_a_finished_run_does_nothing_and_says_so(write_jsonl, tmp_path, capsys):
     assert len(RunDirectory(output).sessions()) == sessions
 
 
-def test_a_resume_does_only_what_is_missing(write_jsonl, tmp_path):
+def test_resume_generates_only_missing_units(write_jsonl, tmp_path):
     corpus, output = write_jsonl([{"prompt": str(n)} for n in range(12)]), tmp_path / "run"
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
     expected = rows_of(output)
@@ -135,21 +135,21 @@ def test_a_resume_does_only_what_is_missing(write_jsonl, tmp_path):
         (["--prompt-template", "{{ prompt }}!"], "prompts.template"),
     ],
 )
-def test_another_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, named):
+def test_other_fingerprint_is_refused_with_the_difference(write_jsonl, tmp_path, capsys, flags, named):
     corpus, output = write_jsonl([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "run"
     assert generate(corpus, output) == 0
     assert generate(corpus, output, *flags) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_changed_corpus_is_another_fingerprint(write_jsonl, tmp_path, capsys):
+def test_changed_corpus_is_refused(write_jsonl, tmp_path, capsys):
     output = tmp_path / "run"
     assert generate(write_jsonl([{"prompt": "a"}]), output) == 0
     assert generate(write_jsonl([{"prompt": "b"}]), output) == 2
     assert "corpus.content" in capsys.readouterr().err
 
 
-def test_engines_come_within_their_range_and_go_when_there_is_nothing_left(write_jsonl, tmp_path):
+def test_engines_scale_within_their_range(write_jsonl, tmp_path):
     rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 + n % 40}} for n in range(400)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
     flags = ["--engines", "1:2", "--max-num-seqs", "2", "--fake", '{"token_s": 0.002}', "--ignore-eos"]
@@ -165,7 +165,7 @@ def test_engines_come_within_their_range_and_go_when_there_is_nothing_left(write
     assert min(sizes) == 1
 
 
-def test_several_engines_share_the_units(write_jsonl, tmp_path):
+def test_engines_share_the_units(write_jsonl, tmp_path):
     corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
     assert generate(corpus, output, "--engines", "2", "--rows-per-unit", "1", "--max-num-seqs", "1") == 0
     run = RunDirectory(output)
@@ -176,7 +176,7 @@ def test_several_engines_share_the_units(write_jsonl, tmp_path):
     assert {usage.session_id for usage in run.usages()} <= sessions
 
 
-def test_a_yaml_key_does_what_its_flag_does_and_the_flag_wins(write_jsonl, tmp_path):
+def test_yaml_keys_equal_flags_and_flags_win(write_jsonl, tmp_path):
     corpus, config = write_jsonl([{"prompt": "a"}]), tmp_path / "job.yaml"
     config.write_text(f"engine: fake\ninput: {corpus}\nmax_tokens: 1\ntemperature: 0.5\n")
     output = tmp_path / "run"
@@ -186,13 +186,13 @@ def test_a_yaml_key_does_what_its_flag_does_and_the_flag_wins(write_jsonl, tmp_p
     assert rows_of(output)[0]["num_output_tokens"] == 1
 
 
-def test_a_cluster_that_can_never_hold_the_engines_is_refused(write_jsonl, tmp_path, capsys):
+def test_too_small_cluster_is_refused(write_jsonl, tmp_path, capsys):
     corpus = write_jsonl([{"prompt": "a"}])
     assert generate(corpus, tmp_path / "run", "--engines", "64") in (1, 2)
     assert "--engines" in capsys.readouterr().err
 
 
-def test_an_openai_batch_becomes_openai_output_and_error_files(tmp_path, capsys):
+def test_openai_batch_has_openai_output_and_error_files(tmp_path, capsys):
     def request(custom_id, url="/v1/chat/completions", **body):
         source = {"messages": [{"role": "user", "content": custom_id}]} if "chat" in url else {"prompt": custom_id}
         return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "any", **source, **body}}
@@ -243,7 +243,7 @@ def test_an_openai_batch_becomes_openai_output_and_error_files(tmp_path, capsys)
     assert len(lines("output.jsonl")) == 9
 
 
-def test_csv_in_and_json_lines_out_with_templates_and_parameters_of_each_row(tmp_path):
+def test_csv_to_jsonl_with_template_and_row_parameters(tmp_path):
     corpus, output = tmp_path / "corpus.csv.zst", tmp_path / "run"
     text = b'word,sampling\none,\n"two\nlines","{""max_tokens"": 1}"\nthree,"{""n"": 0}"\n'
     with pa.CompressedOutputStream(str(corpus), "zstd") as stream:
@@ -257,7 +257,7 @@ def test_csv_in_and_json_lines_out_with_templates_and_parameters_of_each_row(tmp
     assert (letter["reason"], letter["row"]["word"]) == ("invalid", "three")
 
 
-def test_several_runs_compare_side_by_side(write_jsonl, tmp_path, capsys):
+def test_report_compares_runs(write_jsonl, tmp_path, capsys):
     corpus, a, b = write_jsonl([{"prompt": "a"}]), tmp_path / "a", tmp_path / "b"
     assert generate(corpus, a) == 0
     assert generate(corpus, b, "--num-speculative-tokens", "4") == 0

@@ -1,4 +1,4 @@
-"""A run whose corpus and directory are in an S3 store that fails all the time: kill -9, continue, every id once."""
+"""A run with its corpus and directory on a faulty S3 server: kill -9, continue, every id once."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_killed_run_in_a_failing_store_continues_until_every_row_is_there_once(s3, peagle, capsys):
+def test_killed_run_on_faulty_s3_resumes_without_loss(s3, peagle, capsys):
     prompts = [{"prompt": f"row {n}"} for n in range(NUM_ROWS)] + [{"prompt": 7}]
     write_atomic(
         storage_path("s3://bucket/corpus") / "a.jsonl", "".join(json.dumps(row) + "\n" for row in prompts).encode()

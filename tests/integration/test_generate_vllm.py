@@ -1,4 +1,4 @@
-"""The real engine, the real drafter, the real target: lossless, priced, and resumable after kill -9."""
+"""The real engine, drafter and target: lossless, priced, and resumable after kill -9."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def prompts(embedded_target):
 
 @pytest.fixture(scope="module")
 def greedy_tokens(prompts, tmp_path_factory):
-    """Greedy tokens in float32, with the shipped head or without, on otherwise equal engine settings."""
+    """Return greedy tokens in float32, with or without the shipped head, on otherwise equal engines."""
 
     def run(*, drafter, lookup=False):
         here, model = hardware.detect(), resolve_model(MODEL)
@@ -71,7 +71,7 @@ def greedy_tokens(prompts, tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_float32_greedy_text_is_the_targets_own(greedy_tokens):
+def test_greedy_float32_text_equals_the_targets(greedy_tokens):
     without, with_drafter = greedy_tokens(drafter=False), greedy_tokens(drafter=True)
     with_lookup = greedy_tokens(drafter=True, lookup=True)
     assert len(with_drafter) == NUM_PROMPTS
@@ -116,7 +116,7 @@ def check_rows(run, *, num_sessions):
     assert 0 < report["account"]["speculation"]["num_lookup_tokens"] < sum(row["num_accepted_tokens"] for row in rows)
 
 
-def test_a_run_is_priced_and_its_audit_finds_the_word_that_was_changed(tmp_path, peagle, arguments, leftover_processes):
+def test_audit_detects_a_changed_word(tmp_path, peagle, arguments, leftover_processes):
     run = RunDirectory(tmp_path / "run")
     finished(peagle(*arguments))
     check_rows(run, num_sessions=1)
@@ -129,7 +129,7 @@ def test_a_run_is_priced_and_its_audit_finds_the_word_that_was_changed(tmp_path,
 
 
 @pytest.mark.soak
-def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, arguments, leftover_processes):
+def test_killed_run_resumes_without_loss(tmp_path, peagle, arguments, leftover_processes):
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     deadline = time.monotonic() + 300
@@ -148,7 +148,7 @@ def test_a_run_killed_with_9_continues_and_has_every_row_once(tmp_path, peagle, 
 
 
 def audited(peagle, run):
-    """What the audit says of the run without the drafter, when a word was put into one of its responses."""
+    """Audit the run without the drafter after changing a word in a response."""
     path = run.unit_path(0)
     table = pq.read_table(path)
     texts = table["response"].to_pylist()

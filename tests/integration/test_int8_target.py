@@ -1,6 +1,6 @@
-"""A target in INT8 in vLLM's own classes, on CPU: what is loaded in INT8, and what its kernels compute.
+"""An INT8 target in vLLM's classes, on CPU: what is loaded in INT8, and what its kernels compute.
 
-In a process of its own, since vLLM's distributed state is one for each process. No engine is started.
+In a separate process, because vLLM's distributed state is global. No engine is started.
 """
 
 import json
@@ -59,17 +59,17 @@ def found(target, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_vllm_loads_the_linear_layers_in_int8_and_nothing_else(found):
+def test_only_linear_layers_are_loaded_in_int8(found):
     assert found["schemes"] == [["NoneType"] * 5, ["CompressedTensorsW8A8Int8"] * 4 + ["NoneType"]]
 
 
 @pytest.mark.skipif(not detect().supports_int8, reason="the CPU has no VNNI (avx512_vnni, avx_vnni)")
-def test_what_it_computes_is_near_the_target(found):
+def test_int8_outputs_are_close_to_the_target(found):
     assert 0 < found["distance"] < 0.05
     assert found["product"] == pytest.approx(64)
 
 
 @pytest.mark.skipif(detect().supports_int8, reason="the CPU has VNNI")
-def test_without_vnni_its_products_are_wrong(found):
-    """Once this fails, such a CPU need not be refused: decision 0016."""
+def test_int8_products_are_wrong_without_vnni(found):
+    """If this fails, such CPUs need not be refused any more: decision 0016."""
     assert found["product"] != pytest.approx(64, rel=0.05)

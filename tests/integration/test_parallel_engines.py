@@ -1,4 +1,4 @@
-"""One engine in two ranks: layers shared (tensor parallel) or divided (pipeline parallel), on one node or on two."""
+"""One engine in two ranks: tensor or pipeline parallel, on one node or on two."""
 
 import os
 import time
@@ -24,7 +24,7 @@ NUM_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def own_answers(speaking_target):
-    """What the target answers greedily in transformers."""
+    """Return the target's greedy answers in transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,7 +42,7 @@ def own_answers(speaking_target):
 
 @pytest.fixture
 def generate(peagle, speaking_target, write_jsonl, tmp_path):
-    """Start a run of the prompts, each so many times; its process and its directory."""
+    """Start a run of the prompts, each so many times; return its process and directory."""
 
     def start(*flags, times=1):
         corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * times), tmp_path / "run"
@@ -65,7 +65,7 @@ def require_answers(run, output, expected):
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_answer_as_the_target_itself(generate, own_answers, flags):
+def test_two_ranks_answer_like_the_target(generate, own_answers, flags):
     require_answers(*generate(*flags), own_answers)
 
 
@@ -80,7 +80,7 @@ def two_nodes(tmp_path_factory):
 
 
 def followers(output):
-    """The processes that follow on another node than their engine's."""
+    """Return the processes that follow an engine on another node."""
     return [pid for pid in processes.actors(output) if "-node-1.log" in str(Path(f"/proc/{pid}/fd/1").readlink())]
 
 
@@ -92,14 +92,14 @@ def require_end_of_engines(output):
 
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
-def test_two_ranks_on_two_nodes_answer_as_the_target_itself(two_nodes, generate, own_answers, flags):
+def test_two_ranks_on_two_nodes_answer_like_the_target(two_nodes, generate, own_answers, flags):
     run, output = generate("--nodes-per-engine", 2, *flags)
     require_answers(run, output, own_answers)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 1
     require_end_of_engines(output)
 
 
-def test_an_engine_whose_follower_is_killed_is_replaced_on_both_nodes(two_nodes, generate, own_answers):
+def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes, generate, own_answers):
     flags = ("--tensor-parallel-size", 2, "--enforce-eager", "--rows-per-unit", 2)
     run, output = generate("--nodes-per-engine", 2, *flags, times=20)
     while not list((output / "data").glob("*.parquet")):

@@ -1,4 +1,4 @@
-"""`ray job submit` of the jobs to a real local cluster with Ray's own job server."""
+"""`ray job submit` of the jobs to a real local cluster with Ray's job server."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.deploying import read_workload
-from peagle.deploy.kuberay import MOST_OF_NAME, KubeRayOptions, manifests
+from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, manifests
 from peagle.deploy.pods import PodOptions
 from peagle.ports import free_port
 from peagle.runs.directory import RunDirectory
@@ -41,8 +41,8 @@ def answers(url):
 def job_server():
     """The jobs of a cluster that lives as long as its head process.
 
-    Its ports are its own: on Ray's default port for the agent that starts jobs, the agent of another cluster on this
-    machine (the one of the session, in `conftest.py`) may listen, and this cluster would be left without one.
+    It has its own ports: on Ray's default port for the agent that starts jobs, the agent of the session's cluster
+    (`conftest.py`) may listen, and this cluster would have none.
     """
     port, dashboard, agent = free_port(), free_port(), free_port()
     head = subprocess.Popen(
@@ -65,7 +65,7 @@ def submit_module(job_server, module, config):
     return job_server.submit("--", sys.executable, "-m", module, "--config", str(config))
 
 
-def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
+def test_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
@@ -76,7 +76,7 @@ def test_a_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     assert len(run.sessions()) == 1
 
 
-def test_a_submitted_training_runs_on_the_cluster(job_server, speaking_target, write_jsonl, tmp_path):
+def test_submitted_training_runs_on_the_cluster(job_server, speaking_target, write_jsonl, tmp_path):
     rows = [{"prompt": f"count to {n}", "response": "1 2 3 " * (n % 7 + 2)} for n in range(12)]
     config, output = tmp_path / "train.yaml", tmp_path / "head"
     settings = {
@@ -91,13 +91,15 @@ def test_a_submitted_training_runs_on_the_cluster(job_server, speaking_target, w
 
 @pytest.fixture
 def kuberay_job(job_server, write_jsonl, tmp_path):
-    """Submits a run as KubeRay would: by the files that `peagle deploy kuberay` puts into the head's pod."""
+    """Submit a run like KubeRay: with the files that `peagle deploy kuberay` puts into the head's pod."""
     options = PodOptions(image="i", claim="c", env_secrets=[], service_account=None, token_secret="t")
     corpus = write_jsonl([{"prompt": str(n)} for n in range(40)])
     path = tmp_path / "run.yaml"
     # In a pod neither is a path of this machine.
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: c7a.large\n")
-    config, _ = manifests(read_workload(path, None, most_of_name=MOST_OF_NAME), KubeRayOptions(pods=options, env={}))
+    config, _ = manifests(
+        read_workload(path, None, max_name_length=MAX_NAME_LENGTH), KubeRayOptions(pods=options, env={})
+    )
     here = {
         "/etc/peagle": tmp_path,
         "/tmp/peagle.pid": tmp_path / "pid",
@@ -120,13 +122,13 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     return submitted
 
 
-def test_a_run_with_a_bad_configuration_stops_its_job_for_kuberay_retries_what_failed(kuberay_job, tmp_path):
+def test_bad_configuration_stops_the_kuberay_job(kuberay_job, tmp_path):
     assert "Job 'bad' was stopped" in kuberay_job("bad", temprature=1)()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.soak
-def test_a_run_whose_pod_ends_commits_its_units_and_fails_its_job_to_be_retried(kuberay_job, tmp_path):
+def test_run_of_an_ended_pod_commits_units_and_is_retried(kuberay_job, tmp_path):
     ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
     run = RunDirectory(tmp_path / "run")
     while not (run.exists and run.committed()):

@@ -1,7 +1,6 @@
-"""A cluster of several nodes on this machine, used by `ray job` alone: runs stop, nodes leave and join, heads restart.
+"""A cluster of several nodes on this machine, used through `ray job`: runs stop, nodes leave and join, heads restart.
 
-Each node has a loopback address of its own. Engines of bulk runs are stand-ins; a training and a benchmark have
-the real one.
+Each node has its own loopback address. Engines of bulk runs are fake; a training and a benchmark have the real one.
 """
 
 import json
@@ -29,7 +28,7 @@ NUM_CPUS = max(2, hardware.detect().num_cpus) + 1
 
 
 def node_environment():
-    """deploy/ray.env, as the documentation has nodes start."""
+    """deploy/ray.env, with which the documentation starts nodes."""
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -42,7 +41,7 @@ def cluster(tmp_path):
 
 @pytest.fixture
 def bulk(tmp_path):
-    """A run of the stand-in for two minutes or so, with an engine on each node."""
+    """A run of the fake engine for about two minutes, with an engine on each node."""
     flags = (
         f"--engines 2 --rows-per-unit {NUM_ROWS // NUM_UNITS} --max-num-seqs 4 --heartbeat-s 0.5 --grace-s {GRACE_S}"
     )
@@ -52,7 +51,7 @@ def bulk(tmp_path):
 
 
 def wait_for(what, condition, *, limit_s=180):
-    """Wait until a condition holds; the seconds that it took."""
+    """Wait until a condition holds; return the seconds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, what
@@ -61,7 +60,7 @@ def wait_for(what, condition, *, limit_s=180):
 
 
 def start(jobs, name, job, *flags, least=8):
-    """Submit a run, and wait until it has committed some units more."""
+    """Submit a run, and wait until it has committed some more units."""
     run = RunDirectory(job.output)
     before = len(run.committed()) if run.exists else 0
     jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
@@ -76,7 +75,7 @@ def require_whole(job):
     assert found.num_rows == job.num_rows
 
 
-def test_a_job_that_is_stopped_says_what_is_left_and_the_same_command_goes_on(cluster, bulk):
+def test_stopped_job_can_be_continued(cluster, bulk):
     _, jobs = cluster
     run = start(jobs, "stopped", bulk)
     began = time.monotonic()
@@ -94,7 +93,7 @@ def test_a_job_that_is_stopped_says_what_is_left_and_the_same_command_goes_on(cl
     require_whole(bulk)
 
 
-def test_a_node_leaves_and_another_joins_and_is_used(cluster, bulk):
+def test_nodes_can_leave_and_join(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "moved", bulk)
     wait_for("a node has no engine", lambda: nodes.hosts_of(processes.actors(bulk.output)) == [0, 1])
@@ -112,7 +111,7 @@ def test_a_node_leaves_and_another_joins_and_is_used(cluster, bulk):
     require_whole(bulk)
 
 
-def test_a_job_goes_with_a_head_that_keeps_nothing_and_the_same_command_goes_on(cluster, bulk):
+def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "lost", bulk)
     nodes.replace_head()
@@ -126,7 +125,7 @@ def test_a_job_goes_with_a_head_that_keeps_nothing_and_the_same_command_goes_on(
 
 
 def submit_timed(jobs, name, *arguments):
-    """Submit a job to its end; what it printed."""
+    """Run a job to its end; return its output."""
     began = time.monotonic()
     said = jobs.submit("--submission-id", name, *arguments)
     assert "succeeded" in said, said[-3000:]
@@ -139,7 +138,7 @@ def write_config(path, settings):
     return str(path)
 
 
-def test_a_training_has_its_responses_states_and_workers_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_path):
+def test_training_runs_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_path):
     _, jobs = cluster
     output = tmp_path / "trained"
     settings = {
@@ -155,7 +154,7 @@ def test_a_training_has_its_responses_states_and_workers_on_the_nodes(cluster, e
     assert json.loads((output / "run.json").read_text())["documents"] == 16
 
 
-def test_a_benchmark_runs_on_a_node_that_has_cpus(cluster, embedded_target, tmp_path):
+def test_benchmark_runs_on_a_node_with_cpus(cluster, embedded_target, tmp_path):
     _, jobs = cluster
     output = tmp_path / "measured"
     settings = {

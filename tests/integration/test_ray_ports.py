@@ -1,4 +1,4 @@
-"""Ray as the documentation starts it, seen by a stranger: what listens where, and what it does without the token."""
+"""Ray as the documentation starts it, accessed without the token: its ports and what they give."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ PROCESSES = {
 
 
 def environment_of(home, *, with_token=True):
-    """The environment in which deploy/ray.env is read."""
+    """Return the variables in deploy/ray.env."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**kept, "HOME": str(home), "PATH": f"{BIN}:{kept['PATH']}", "PYTHONPATH": str(ROOT)} | (
         {} if with_token else {"RAY_AUTH_MODE": "disabled"}
@@ -48,7 +48,7 @@ def environment_of(home, *, with_token=True):
 
 
 class Node:
-    """A head node with ports of its own."""
+    """A head node with its own ports."""
 
     def __init__(self, home, *, with_token):
         self.environment = environment_of(home, with_token=with_token)
@@ -96,7 +96,7 @@ class Node:
         return f"http://127.0.0.1:{self.ports['dashboard']}/api/jobs/"
 
     def answer(self, url, body=None):
-        """Status of an HTTP request without a token; None where nobody answers."""
+        """Return the status of an HTTP request without a token, or None without an answer."""
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
@@ -107,7 +107,7 @@ class Node:
             return None
 
     def sockets(self):
-        """(process, address, port) of each listening TCP socket of the node's processes."""
+        """Return (process, address, port) of each listening TCP socket of the node's processes."""
         found = set()
         for pid in descendants(self._shell.pid):
             with contextlib.suppress(psutil.Error):
@@ -139,13 +139,13 @@ def node(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_node(tmp_path_factory):
-    """The same without a token."""
+    """A node without a token."""
     with started(tmp_path_factory.mktemp("open"), with_token=False) as node:
         yield node
 
 
 def documented():
-    """{process: {(address, what a stranger gets)}} of the table in docs/security.md."""
+    """Return {process: {(address, what a stranger gets)}} from the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
     found = {}
@@ -156,7 +156,7 @@ def documented():
     return found
 
 
-def test_what_listens_is_what_the_documentation_says_and_asks_for_the_token(node):
+def test_listening_ports_are_documented_and_need_the_token(node):
     def address(ip):
         if ip in ("0.0.0.0", "::"):
             return "all"
@@ -173,7 +173,7 @@ def test_what_listens_is_what_the_documentation_says_and_asks_for_the_token(node
     }
 
 
-def test_nobody_runs_a_command_without_the_token(node, tmp_path):
+def test_commands_need_the_token(node, tmp_path):
     mark = tmp_path / "mark"
     job = json.dumps({"entrypoint": f"touch {mark}"}).encode()
     assert [node.answer(node.agent, job), node.answer(node.dashboard, job)] == [401, 401]
@@ -182,8 +182,8 @@ def test_nobody_runs_a_command_without_the_token(node, tmp_path):
     assert not mark.exists()
 
 
-def test_the_attack_works_on_a_node_without_one(open_node, tmp_path):
-    """Else the test above would prove nothing."""
+def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
+    """Otherwise the test above would prove nothing."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60
@@ -199,7 +199,7 @@ def generate(address, environment, corpus, output):
     )
 
 
-def test_a_run_on_a_cluster_without_a_token_is_refused_unless_that_is_wanted(open_node, write_jsonl, tmp_path):
+def test_cluster_without_a_token_is_refused_unless_allowed(open_node, write_jsonl, tmp_path):
     corpus, output = write_jsonl([{"prompt": "a"}]), tmp_path / "run"
     refused = generate(open_node.address, environment_of(tmp_path), corpus, output)
     assert refused.returncode == 2, refused.stdout + refused.stderr
@@ -209,14 +209,14 @@ def test_a_run_on_a_cluster_without_a_token_is_refused_unless_that_is_wanted(ope
     assert wanted.returncode == 0, wanted.stdout + wanted.stderr
 
 
-def test_a_run_presents_the_token_of_its_user(node, write_jsonl, tmp_path):
+def test_run_sends_the_users_token(node, write_jsonl, tmp_path):
     done = generate(node.address, node.environment, write_jsonl([{"prompt": "a"}]), tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     home = Path(node.environment["HOME"])
     assert [(home / ".ray" / name).stat().st_mode & 0o777 for name in ("", "auth_token")] == [0o700, 0o600]
 
 
-def test_a_run_without_the_token_of_the_cluster_is_told_about_it(node, write_jsonl, tmp_path):
+def test_run_without_the_clusters_token_is_refused(node, write_jsonl, tmp_path):
     done = generate(node.address, environment_of(tmp_path), write_jsonl([{"prompt": "a"}]), tmp_path / "run")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN)" in done.stderr
@@ -234,7 +234,7 @@ with ray_cluster():
 """
 
 
-def test_a_ray_that_peagle_starts_listens_on_this_machine_alone(tmp_path):
+def test_local_ray_listens_only_on_this_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LOCAL],
         cwd=ROOT,

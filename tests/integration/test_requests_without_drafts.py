@@ -1,6 +1,6 @@
-"""`logit_bias` and `min_p` in an engine with a drafter give what they give without one, next to requests with drafts.
+"""`logit_bias` and `min_p` in an engine with a drafter give the same as without one, beside requests with drafts.
 
-Real engines in float32: a request that vLLM cannot draft for has the target's own text, and so have the others of its
+Real engines in float32: a request that vLLM cannot draft for has the target's own text, and so have the others in its
 batch, whose drafts are verified in the same steps.
 """
 
@@ -41,7 +41,7 @@ def without_drafter(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
 
 
 @pytest.mark.parametrize(("method", "lookup"), [("peagle", False), ("peagle", True), ("eagle3", False)])
-def test_a_request_that_cannot_be_drafted_for_runs_without_drafts(method, lookup, without_drafter, tmp_path):
+def test_requests_without_draft_support_are_not_drafted(method, lookup, without_drafter, tmp_path):
     found = answers(tmp_path, method, lookup=lookup)
     for name in SAMPLING:
         texts = [[answer["text"] for answer in one[name]] for one in (found, without_drafter)]
@@ -52,7 +52,7 @@ def test_a_request_that_cannot_be_drafted_for_runs_without_drafts(method, lookup
         assert all(drafts) if name == "plain" else not any(drafts), name
 
 
-def test_the_parameters_change_what_they_are_for(without_drafter):
+def test_parameters_have_their_effect(without_drafter):
     texts = {name: [answer["text"] for answer in answers_] for name, answers_ in without_drafter.items()}
     assert texts["min_p"] == texts["plain"]
     assert all(biased != plain for biased, plain in zip(texts["biased"], texts["plain"], strict=True))

@@ -1,4 +1,4 @@
-"""A real engine passes its self-check, and one whose sampler is wrong does not."""
+"""A real engine passes its self-check, and one with a wrong sampler does not."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
     ("drafter", "fault", "num_tokens"),
     [("peagle", "go_wrong_in_verifying", 32), ("none", "go_wrong_in_sampling", 16)],
 )
-def test_a_wrong_kernel_is_found(drafter, fault, num_tokens, embedded_target, tmp_path):
+def test_wrong_kernel_is_detected(drafter, fault, num_tokens, embedded_target, tmp_path):
     script, out = Path(__file__).with_name("wrong_kernels.py"), tmp_path / "checks.json"
     command = [sys.executable, str(script), drafter, fault, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

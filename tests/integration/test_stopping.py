@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and kill -9 on a run of its own cluster: exit code 3, nothing lost, nothing left running."""
+"""Ctrl-C, SIGTERM and kill -9 on a run with its own cluster: exit code 3, no loss, no process left."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def wait_for_units(run, process, count):
 
 
 def ray_processes_of(pid):
-    """The processes of the local cluster that `pid` started: those of its session directory."""
+    """Return the processes of the local cluster that `pid` started, by its session directory."""
     sessions = [p for p in (temporary_folder() / "ray").glob(f"session_*_{pid}") if p.is_dir()]
     assert sessions, "the run started no cluster"
     return sessions[-1]
@@ -58,7 +58,7 @@ SOAK = pytest.mark.soak
         pytest.param(signal.SIGKILL, False, marks=SOAK),
     ],
 )
-def test_a_stopped_run_continues_with_the_same_command(
+def test_stopped_run_continues_with_the_same_command(
     peagle, leftover_processes, arguments, tmp_path, number, whole_group
 ):
     run = RunDirectory(tmp_path / "run")
@@ -88,7 +88,7 @@ def test_a_stopped_run_continues_with_the_same_command(
     assert not list(run.data.glob(".*"))
 
 
-def test_another_driver_is_refused_and_a_second_ctrl_c_stops_at_once(peagle, leftover_processes, arguments, tmp_path):
+def test_second_driver_is_refused_and_second_ctrl_c_stops_immediately(peagle, leftover_processes, arguments, tmp_path):
     run = RunDirectory(tmp_path / "run")
     process = peagle(*arguments, "--grace-s", 300, "--fake", '{"token_s": 30}')
     deadline = time.monotonic() + 200

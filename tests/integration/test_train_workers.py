@@ -1,4 +1,4 @@
-"""Two workers under Ray Train against one process, on the tiny target in float32."""
+"""Two workers under Ray Train compared with one process, on the tiny target in float32."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def curve(output):
     return [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
+def test_two_workers_train_like_one(ray_cluster, config, tmp_path):
     steps, on_interrupt = [], signal.getsignal(signal.SIGINT)
     alone = train_head(config(tmp_path / "alone"), Listener())
     together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
@@ -60,7 +60,7 @@ def test_two_workers_retrace_the_curve_of_one(ray_cluster, config, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_loss_that_is_not_finite_stops_the_workers_once_and_leaves_a_head(ray_cluster, config, tmp_path):
+def test_non_finite_loss_stops_the_workers_and_saves_a_head(ray_cluster, config, tmp_path):
     train_head(config(tmp_path, time_budget_s=1e-9), Listener())
     file = tmp_path / "training" / "checkpoint.pt"
     checkpoint = torch.load(file, weights_only=True)
@@ -73,7 +73,7 @@ def test_a_loss_that_is_not_finite_stops_the_workers_once_and_leaves_a_head(ray_
 
 
 def train_workers(of=None):
-    """Process ids of the Ray Train workers of a process's own cluster; of this one's, if none is named."""
+    """Return the process ids of the Ray Train workers of a process's own cluster; this one's by default."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     processes = {
         int(pid): (int(parent), args) for pid, parent, args in (line.split(None, 2) for line in listing.splitlines())
@@ -86,7 +86,7 @@ def train_workers(of=None):
 
 
 @pytest.mark.soak
-def test_an_interrupt_ends_the_training_and_its_workers(config, tmp_path):
+def test_interrupt_ends_training_and_workers(config, tmp_path):
     output, run = tmp_path / "cut", config(tmp_path / "cut", workers=2, epochs=400)
     settings = tmp_path / "train.yaml"
     settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
@@ -110,7 +110,7 @@ def test_an_interrupt_ends_the_training_and_its_workers(config, tmp_path):
 
 
 @pytest.mark.soak
-def test_two_workers_go_on_from_one_and_a_killed_one_leaves_no_mark_on_the_curve(ray_cluster, config, tmp_path):
+def test_training_continues_with_other_workers_and_after_a_kill(ray_cluster, config, tmp_path):
     killed = []
 
     def kill(progress):

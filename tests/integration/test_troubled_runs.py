@@ -1,4 +1,4 @@
-"""Runs in which rows, engines or money go wrong, on a real Ray cluster with the engine's stand-in."""
+"""Runs with failing rows and engines, timeouts and budgets, on a real Ray cluster with the fake engine."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ def generate(corpus, output, *flags):
 
 
 def outcomes(output):
-    """Where each id is: in a row, or in a dead letter with its reason; every id must be there once."""
+    """Return where each id is: in a row, or in a dead letter with its reason; every id must occur once."""
     table = ds.dataset(output / "data", format="parquet").to_table(columns=["id"])
     found = [(int(row["id"]), "done") for row in table.to_pylist()]
     found += [(int(letter["id"]), letter["reason"]) for letter in RunDirectory(output).dead_letters()]
@@ -26,7 +26,7 @@ def outcomes(output):
 
 
 @pytest.mark.parametrize("trait", ["die_on", "kill_on", "hang_on"])
-def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jsonl, tmp_path, trait):
+def test_row_that_kills_engines_becomes_a_dead_letter(write_jsonl, tmp_path, trait):
     corpus = write_jsonl([{"prompt": "arsenic" if n == 4 else f"bread {n}"} for n in range(12)])
     output = tmp_path / "run"
     flags = ["--rows-per-unit", 3, "--max-num-seqs", 4, "--engine-timeout-s", 3]
@@ -37,7 +37,7 @@ def test_a_row_that_kills_engines_is_set_aside_and_the_others_are_done(write_jso
     assert not list(run.suspects.iterdir())
 
 
-def test_engines_that_die_on_every_row_end_the_run_after_a_few_attempts(write_jsonl, tmp_path, capsys):
+def test_run_ends_after_repeated_engine_crashes(write_jsonl, tmp_path, capsys):
     corpus = write_jsonl([{"prompt": f"arsenic {n}"} for n in range(60)])
     output = tmp_path / "run"
     flags = ["--rows-per-unit", 2, "--max-num-seqs", 4]
@@ -48,7 +48,7 @@ def test_engines_that_die_on_every_row_end_the_run_after_a_few_attempts(write_js
     assert len(RunDirectory(output).sessions()) < 15
 
 
-def test_rows_out_of_time_are_set_aside_and_taken_up_again(write_jsonl, tmp_path, capsys):
+def test_timed_out_rows_are_dead_letters_and_can_be_retried(write_jsonl, tmp_path, capsys):
     rows = [{"prompt": str(n), "sampling": {"max_tokens": 1 if n % 3 else 30}} for n in range(9)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
     flags = ["--rows-per-unit", 2, "--output-format", "jsonl"]
@@ -68,7 +68,7 @@ def test_rows_out_of_time_are_set_aside_and_taken_up_again(write_jsonl, tmp_path
     assert "is already finished" in said
 
 
-def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(write_jsonl, tmp_path, capsys):
+def test_run_stops_at_its_budget_and_can_be_continued(write_jsonl, tmp_path, capsys):
     corpus, output = write_jsonl([{"prompt": str(n)} for n in range(60)]), tmp_path / "run"
     budget_usd, usd_per_s, heartbeat_s = 24.0, 1.0, 0.5
     flags = [
@@ -88,7 +88,7 @@ def test_a_budget_is_kept_with_its_end_and_the_command_that_is_named_continues(w
     assert outcomes(output) == dict.fromkeys(range(60), "done")
 
 
-def test_a_job_that_goes_wrong_everywhere_stops_with_the_reasons(write_jsonl, tmp_path, capsys):
+def test_run_with_too_many_failed_rows_stops(write_jsonl, tmp_path, capsys):
     rows = [{"prompt": f"row {n}" if n % 2 else n} for n in range(80)]
     corpus, output = write_jsonl(rows), tmp_path / "run"
     flags = ["--rows-per-unit", 1, "--max-num-seqs", 1, "--fake", '{"token_s": 0.1}', "--grace-s", 1]

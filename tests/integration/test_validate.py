@@ -1,4 +1,4 @@
-"""What a plan would have said of a run, against the folder that a run really leaves."""
+"""A plan's prediction compared with the folder of a real run."""
 
 import json
 
@@ -23,7 +23,7 @@ def cell(method, k, concurrency, speed):
     return Cell(method=method, k=k, concurrency=concurrency, output_tokens_per_s=speed, start_s=2.0)
 
 
-def test_a_run_is_predicted_from_the_cell_of_its_method_and_nearest_concurrency(run):
+def test_prediction_uses_the_nearest_cell(run):
     report = json.loads((run / "report.json").read_bytes())
     account, num_engines = report["account"], report["run"]["num_engines"]
     tokens, wall_s, speed = (account[name] for name in ("num_output_tokens", "wall_s", "output_tokens_per_s"))
@@ -43,6 +43,6 @@ def test_a_run_is_predicted_from_the_cell_of_its_method_and_nearest_concurrency(
     assert start.startswith("2.0 (+")
 
 
-def test_a_benchmark_without_the_runs_method_is_told(run):
+def test_benchmark_without_the_runs_method_is_refused(run):
     with pytest.raises(SystemExit, match="the benchmark has no peagle K=3"):
         compare(run, [cell("none", 0, 8, 100.0)])

@@ -1,6 +1,6 @@
-"""An engine whose worker has a kernel wrong, and what its self-checks find: `wrong_kernels.py DRAFTER FAULT OUT`.
+"""An engine whose worker has a wrong kernel, and the results of its self-checks: `wrong_kernels.py DRAFTER FAULT OUT`.
 
-Once as it started, once more, and once when the fault is there. It is a process of its own, as vLLM leaves sockets.
+One at the start, another, and one with the fault. It is a separate process, because vLLM leaves sockets open.
 """
 
 import json
@@ -14,7 +14,7 @@ class Wrong:
     """`worker_extension_cls` of an engine; each method is called by `collective_rpc`."""
 
     def go_wrong_in_verifying(self) -> None:
-        """Drafts are verified against logits that belong to other tokens."""
+        """Drafts are verified against logits of other tokens."""
         import vllm.v1.sample.rejection_sampler as sampler
 
         original = sampler.rejection_sample
@@ -26,7 +26,7 @@ class Wrong:
         sampler.rejection_sample = rejection_sample
 
     def go_wrong_in_sampling(self) -> None:
-        """A token of which nothing was drafted is any but the likeliest."""
+        """A token without a draft is any but the likeliest."""
         from vllm.v1.sample.sampler import Sampler
 
         Sampler.greedy_sample = staticmethod(lambda logits: logits.topk(2, dim=-1).indices[:, 1].view(-1))

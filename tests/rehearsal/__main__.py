@@ -1,4 +1,4 @@
-"""`make rehearsal`: the grid, a process for each card, and the page that it makes."""
+"""`make rehearsal`: the grid, with a process for each card, and its page."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def grid(card: Card, at_once: Sequence[int]) -> list[dict[str, Any]]:
-    """The cells of a card: every model, and again in INT8 those of 16 bits where the card computes it."""
+    """Return the cells of a card: every model, and 16-bit models again in INT8 where the card supports it."""
     models = [(model.name, {}) for model in load_catalog()]
     if card.hardware.supports_int8:
         in_16_bits = [model.name for model in load_catalog() if model.precision.native_quantization is None]
@@ -37,7 +37,7 @@ def grid(card: Card, at_once: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Some cells on a card, in a process of its own, which thinks it has eight of it.
+    """Rehearse some cells in a process that believes it has eight of a card.
 
     Args:
         cells: `model`, `drafter` and `at_once` of each, or `queue` for the commands of the GPU queue.
@@ -64,7 +64,7 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Rehearse, print what failed, and write the page where the whole grid was asked for."""
+    """Rehearse, print the failures, and write the page if the grid is complete."""
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--at-once", nargs="+", type=int, default=list(AT_ONCE))

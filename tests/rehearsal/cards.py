@@ -1,4 +1,4 @@
-"""The cards of the rehearsal, eight on a node, as `nvidia-smi` names and measures them."""
+"""The cards of the rehearsal, eight per node, with the names and memory that `nvidia-smi` prints."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Card:
     """A card.
 
     Attributes:
-        memory_mib: as `nvidia-smi --query-gpu=memory.total` says it.
+        memory_mib: `nvidia-smi --query-gpu=memory.total`.
         num_processors: streaming multiprocessors.
     """
 
@@ -22,7 +22,7 @@ class Card:
 
     @property
     def hardware(self) -> Hardware:
-        """A node with eight of them."""
+        """Return a node with eight of them."""
         return Hardware(
             platform="cuda",
             accelerator=self.name,

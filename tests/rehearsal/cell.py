@@ -1,9 +1,9 @@
 """One cell of the rehearsal: our decision, and what vLLM makes of it.
 
-A cell is a model, a drafter and a number of requests at once on the card of this process. `pretend` comes before.
+A cell is a model, a drafter and a number of concurrent requests on the card of this process; call `pretend` first.
 
-What vLLM decides in its workers, once the model is loaded, is asked of the same functions with
-layers that are described instead of loaded: attention back ends, the KV cache's groups, CUDA graphs.
+What vLLM decides in its workers after loading (attention back ends, KV cache groups, CUDA graphs) comes from the same
+functions, with descriptions of layers instead of loaded ones.
 """
 
 import re
@@ -33,7 +33,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A kind of attention layers: how many, and of what shape."""
+    """A kind of attention layers: their number and shape."""
 
     name: str
     count: int
@@ -50,13 +50,13 @@ class Accepted:
     """What vLLM makes of a cell.
 
     Attributes:
-        flags: what had to be asked for beside model, drafter and requests, for it to fit.
+        flags: flags beside model, drafter and requests that it needed to fit.
         back_ends, draft_back_ends: names, each once.
-        verify, draft: how the widest steps run: FULL, PIECEWISE, NONE (eagerly) or - where there is no such step.
-        graphs_to: requests at once up to which both run as graphs.
-        kv_cache_gib: of one request of full length, as vLLM reckons it; `estimated_gib` as we do.
-        cache_requests: requests of full length that the KV cache holds, by vLLM's arithmetic on what our estimate of
-            the rest leaves.
+        verify, draft: how the widest steps run: FULL, PIECEWISE, NONE (eagerly), or - without such a step.
+        graphs_to: concurrent requests up to which both run as graphs.
+        kv_cache_gib: of one request of full length, computed by vLLM; `estimated_gib` by us.
+        cache_requests: requests of full length in the KV cache, by vLLM's arithmetic on the memory that our estimate
+            leaves for it.
     """
 
     flags: list[str]
@@ -83,17 +83,17 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """What we say of a cell that cannot be, and how it can."""
+    """Our refusal of a cell, and its hint."""
 
     message: str
     hint: str
 
 
 def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more: Any) -> Accepted | Refused:
-    """One cell; where it is refused for want of memory, what our hint says would fit.
+    """Rehearse one cell; if it is refused for lack of memory, also what the hint suggests.
 
     Raises:
-        Exception: vLLM refuses what we decided, or our hint does not help.
+        Exception: vLLM refuses our decision, or the hint does not help.
     """
     flags: list[str] = []
     while True:
@@ -113,7 +113,7 @@ def rehearse(model: str, drafter: str, at_once: int, hardware: Hardware, **more:
 
 
 def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
-    """vLLM's configuration of an engine, and what follows from it.
+    """Return vLLM's configuration of an engine, and what follows from it.
 
     Raises:
         Exception: vLLM refuses it.
@@ -163,7 +163,7 @@ def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: li
 
 
 def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, str]:
-    """The target of an engine in INT8: what a converted folder says of it, without weights. Of another none."""
+    """Return the config of a converted INT8 target, without weights; None for other precisions."""
     if spec.precision != "int8":
         return {}
     write_json(folder, {**model.config, "quantization_config": quantization_config([])})
@@ -171,7 +171,6 @@ def _in_int8(spec: EngineSpec, model: ResolvedModel, folder: Path) -> dict[str, 
 
 
 def as_dict(cell: Accepted | Refused) -> dict[str, Any]:
-    """A cell as JSON-ready data."""
     return asdict(cell)
 
 
@@ -186,7 +185,7 @@ def _keys(flags: list[str]) -> dict[str, Any]:
 
 
 def _target_layers(config: Any) -> Iterator[Layer]:
-    """The attention layers of a target, each kind once."""
+    """Return the attention layers of a target, each kind once."""
     text = config.model_config.hf_text_config
     kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
     is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
@@ -222,7 +221,7 @@ def _draft_layers(config: Any) -> Iterator[Layer]:
 
 
 def _draft_config(config: Any) -> Any:
-    """The configuration that a drafter is loaded with, by the method that loads it."""
+    """Return the configuration with which a drafter is loaded."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     proposer = SimpleNamespace(vllm_config=config, speculative_config=config.speculative_config)
@@ -230,7 +229,7 @@ def _draft_config(config: Any) -> Any:
 
 
 def _dtype(layer: Layer, config: Any) -> str:
-    """The type of a layer's KV cache (`Attention.__init__`)."""
+    """Return the dtype of a layer's KV cache (`Attention.__init__`)."""
     cache = config.cache_config
     skips = layer.window is not None and "sliding_window" in cache.kv_cache_dtype_skip_layers
     return "auto" if skips else cache.cache_dtype
@@ -252,7 +251,7 @@ def _backend(layer: Layer, config: Any) -> Any:
 
 
 def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's KV cache specs, a layer each (`Attention.get_kv_cache_spec`)."""
+    """Return vLLM's KV cache spec of each layer (`Attention.get_kv_cache_spec`)."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
@@ -283,10 +282,10 @@ def _cache(
     draft_backends: dict[str, Any],
     need: Any,
 ) -> tuple[int, float]:
-    """Bytes of one request of full length on all cards, and how many requests the cache holds.
+    """Return the bytes of one request of full length on all cards, and how many requests fit into the cache.
 
     Raises:
-        ValueError: not one, by vLLM's own arithmetic on what our estimate leaves it.
+        ValueError: not even one fits, by vLLM's arithmetic on the memory that our estimate leaves.
     """
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
@@ -302,7 +301,7 @@ def _cache(
 
 
 def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
-    """How the widest verifying and drafting steps run, and up to how many requests as graphs: by vLLM's dispatchers."""
+    """Return how the widest verify and draft steps run, and up to how many requests as graphs, by vLLM's code."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -329,7 +328,7 @@ def _graphs(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple
 
 
 def _dispatch_v1(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
-    """How a step of so many decoding requests runs in model runner V1: the target's part, and the drafter's."""
+    """Return how a step with so many decoding requests runs in model runner V1: target and drafter."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
@@ -346,7 +345,7 @@ def _dispatch_v1(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
 
 
 def _dispatch_v2(config: Any, mode: Any, at_once: int) -> tuple[str, str]:
-    """Likewise in model runner V2, whose drafter takes a request's last token after its first pass."""
+    """Return the same for model runner V2, whose drafter handles a request's last token after its first pass."""
     width = 1 + config.num_speculative_tokens
     verify = _v2_mode(config, mode, width, at_once)
     return verify, "-" if config.speculative_config is None else _v2_mode(config, mode, 1, at_once)

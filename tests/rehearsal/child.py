@@ -12,7 +12,7 @@ from tests.rehearsal.pretend import pretend
 
 
 def main(name: str, asked: Path, told: Path) -> None:
-    """Rehearse the cells that are asked for, and tell what became of them."""
+    """Rehearse the cells in ASKED, and write the results to TOLD."""
     warnings.simplefilter("ignore")
     pretend(CARDS[name])
     from tests.rehearsal import queued, shapes

@@ -1,8 +1,8 @@
-"""vLLM's CUDA platform on a machine without a GPU, under its build for CPUs.
+"""vLLM's CUDA platform on a machine without a GPU, with its build for CPUs.
 
-Call `pretend` before anything of vLLM is used: it answers what vLLM asks of a card, and stands in for what the build
-lacks, which is imported and never called. It spoils the process for engines. V2 of the model runner is decided by what
-vLLM decides it by: Triton is there, as it is in the CUDA build.
+Call `pretend` before importing vLLM. It answers vLLM's questions about the card, and replaces modules that the build
+lacks, which are imported but never called. The process cannot run engines afterwards. vLLM chooses model runner V2 by
+whether Triton exists, so it is made to exist, as in the CUDA build.
 """
 
 import importlib.machinery
@@ -40,7 +40,7 @@ class _StandIn(types.ModuleType):
 
 
 def pretend(card: Card) -> None:
-    """Make eight of these cards the devices of vLLM's current platform."""
+    """Make eight of these cards the devices of vLLM's platform."""
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # as where flashinfer-cubin is installed: nothing is looked up
     import torch
 

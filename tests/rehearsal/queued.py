@@ -1,8 +1,8 @@
-"""The commands of benchmarks/GPU_QUEUE.md, as a shell reads them, and what each makes of a card.
+"""The commands of benchmarks/GPU_QUEUE.md, and what each does with a card.
 
-The page's blocks run in bash with a function in the place of `python3`: it writes down its words and does nothing. Each
-script then tells its benchmarks, trainings and commands. Their engines are resolved and given to vLLM as any other's,
-and a training is checked as far as it can be without its device.
+The page's blocks run in bash with `python3` replaced by a function that records its arguments. The scripts then list
+their benchmarks, trainings and commands. Their engines are resolved and given to vLLM like any other, and trainings are
+checked as far as possible without the device.
 """
 
 import argparse
@@ -31,10 +31,10 @@ python3() { printf '%q ' "$@" >> "$ASKED"; echo >> "$ASKED"; }
 
 
 def queued_commands(folder: Path) -> list[list[str]]:
-    """Return the words after `python3` of every command of the queue, in the page's order.
+    """Return the arguments after `python3` of every command of the queue, in the page's order.
 
     Raises:
-        CalledProcessError: a block is not understood by a shell.
+        CalledProcessError: bash cannot parse a block.
     """
     asked = folder / "asked"
     asked.touch()
@@ -46,7 +46,7 @@ def queued_commands(folder: Path) -> list[list[str]]:
 
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
-    """Every command of the queue on one of the cards: its engines, with their outcome."""
+    """Return every engine of the queue's commands on a card, with its outcome."""
     one = replace(hardware, num_accelerators=1)
     commands = queued_commands(folder)  # first: a block may leave out what is there
     _write_folders(folder)
@@ -55,7 +55,7 @@ def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
 
 
 def _write_folders(folder: Path) -> None:
-    """Write what the commands find on a host: the repository, and the shapes without weights."""
+    """Write what the commands need on a host: the repository, and the shapes without weights."""
     for name in ("peagle", "benchmarks"):
         (folder / name).symlink_to(_ROOT / name)
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
@@ -142,7 +142,7 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
 
 
 def _parsed(words: list[str]) -> Any:
-    """Return the configuration of a `peagle` command, as the command itself reads it."""
+    """Return the configuration of a `peagle` command."""
     from jobs import cli, flags
     from peagle.drafter.config import TrainConfig
     from pipelines.batch.config import GenerateConfig

@@ -1,15 +1,15 @@
 """`config.json` of the catalog's models and of heads, in the cache of Hugging Face's client and in folders.
 
-Sizes that the cards of the catalog have are taken from there; the others are the published ones:
+Sizes come from the catalog's cards where they have them; the others are the published ones:
 
-- Qwen3-Coder-30B-A3B: as `benchmarks/gpu/shapes.py` has it;
+- Qwen3-Coder-30B-A3B: as in `benchmarks/gpu/shapes.py`;
 - gpt-oss: config.json of openai/gpt-oss-20b and -120b (64 heads of 64, 8 for keys and values, a window of 128 in every
-  other layer, 32 and 128 experts);
-- Gemma 4 31B: text_config of google/gemma-4-31B-it, with which its parameters add up to the 30.7B of its card. It is
-  the text part alone: vLLM's class with images needs torchvision, which its build for CPUs does without.
+  second layer, 32 and 128 experts);
+- Gemma 4 31B: text_config of google/gemma-4-31B-it, whose parameters add up to the 30.7B of its card. Only the text
+  part: vLLM's class with images needs torchvision, which its build for CPUs does not have.
 
 P-EAGLE heads have 4 layers, `ptd_token_id` and the whole vocabulary, as Amazon publishes them. EAGLE-3 heads have one
-layer and a draft vocabulary of 32,000, in the layout of `speculators` or in the plain one. Layers are as the target's.
+layer and a draft vocabulary of 32,000, in the layout of `speculators` or the plain one. Layers are like the target's.
 """
 
 import json
@@ -25,7 +25,7 @@ _TOKENIZER_VOCABULARY = {"a": 0, "<end>": 1}
 
 
 def write_all(hub: Path, folders: Path) -> None:
-    """Every model of the catalog that is on the hub, its heads, and in `folders` those that nobody publishes."""
+    """Write every model of the catalog that is on the hub, its heads, and unpublished heads into `folders`."""
     for card in load_catalog():
         if card.source.kind != "huggingface":
             continue
@@ -42,12 +42,12 @@ def write_all(hub: Path, folders: Path) -> None:
 
 
 def head_folder(folders: Path, model: str, method: str) -> Path:
-    """Where a head is that is not on the hub."""
+    """Return the folder of a head that is not on the hub."""
     return folders / f"{model}-{method}"
 
 
 def target_config(card: ModelCard) -> dict[str, Any]:
-    """`config.json` of a model of the catalog."""
+    """Return `config.json` of a model of the catalog."""
     facts = card.architecture
     sizes = {
         "hidden_size": facts.hidden_size,
@@ -124,7 +124,7 @@ def _gemma4(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) -> dict[str, Any]:
-    """`config.json` of a head as it is published."""
+    """Return `config.json` of a published head."""
     text = target.get("text_config", target)
     num_layers = text["num_hidden_layers"]
     aux = [2, num_layers // 2, num_layers - 3]
@@ -170,7 +170,7 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer with a chat template: `resolve` asks for one, and nothing is written with it."""
+    """Write a tokenizer with a chat template, which `resolve` needs."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -181,7 +181,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _snapshot(hub: Path, model_id: str) -> Path:
-    """The folder of a model's files in the client's cache, its main branch at `COMMIT`."""
+    """Return the folder of a model's files in the client's cache, with main at `COMMIT`."""
     repository = hub / f"models--{model_id.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -189,6 +189,6 @@ def _snapshot(hub: Path, model_id: str) -> Path:
 
 
 def write_json(folder: Path, config: dict[str, Any]) -> None:
-    """A folder with a `config.json`."""
+    """Write a folder with a `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

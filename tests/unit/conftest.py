@@ -1,10 +1,10 @@
-"""A clock that tests move, and settings of the process."""
+"""A clock that tests set, and settings of the process."""
 
 import os
 
 import pytest
 
-# Else a call into Ray outside of a cluster joins any cluster that it finds on this machine, or starts one.
+# Otherwise calls of Ray without a cluster join any cluster on this machine, or start one.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores

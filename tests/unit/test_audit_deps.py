@@ -1,4 +1,4 @@
-"""`make audit-deps`, with a stand-in for pip-audit: a service that does not answer must not read as "no faults"."""
+"""`make audit-deps` with a fake pip-audit: an unreachable service must not count as "no faults"."""
 
 import subprocess
 from pathlib import Path

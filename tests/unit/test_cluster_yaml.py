@@ -1,4 +1,4 @@
-"""`cluster.yaml`: as `peagle deploy cluster` writes it, and by the schema of Ray's own autoscaler."""
+"""`cluster.yaml` is the output of `peagle deploy cluster`, and matches the schema of Ray's autoscaler."""
 
 import json
 import re
@@ -119,7 +119,7 @@ def test_instance_credentials_are_not_reachable_from_containers(node_configs):
 
 
 def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
-    """SSH open to everybody, all rights to EC2 and S3, disks that are not encrypted."""
+    """SSH open to everybody, all rights to EC2 and S3, unencrypted disks."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
         assert node["IamInstanceProfile"]["Arn"].endswith(("/peagle-head", "/peagle-worker"))
@@ -131,7 +131,7 @@ def test_no_storage_is_mounted_without_tls(cluster):
 
 
 def test_documented_commands_use_the_token():
-    """Wherever `ray start` is shown, the token is: by deploy/ray.env, or by the variable itself."""
+    """Every `ray start` in the docs uses the token, by deploy/ray.env or the variable."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.*"), ROOT / "cluster.yaml"]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     starts = [line for line in lines if re.search(r"ray start (--head|--address|\.\.\.)", line)]

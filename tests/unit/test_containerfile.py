@@ -1,4 +1,4 @@
-"""`deploy/Containerfile`: what it copies is there and carried, and what it runs is in the wheel and the lock files."""
+"""`deploy/Containerfile`: its sources exist, and what it runs is in the wheel and the lock files."""
 
 import json
 import re
@@ -15,7 +15,7 @@ LOCKS = ("cpu", "cuda")
 
 
 def instructions():
-    """Pairs of an instruction and its text, with continued lines joined."""
+    """Return pairs of an instruction and its text, with continued lines joined."""
     lines = "\n".join(line for line in TEXT.splitlines() if not line.startswith("#")).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in lines.splitlines() if line.strip()]
 

@@ -1,4 +1,4 @@
-"""The files under deploy/ are what their readers take."""
+"""The files under deploy/ are valid."""
 
 import json
 import subprocess

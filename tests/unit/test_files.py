@@ -202,7 +202,7 @@ def test_full_disk_is_reported_as_such(tmp_path, monkeypatch):
 
 
 class Disk:
-    """Counts what is synced, holds it up, and fails it."""
+    """Counts, delays and fails syncs."""
 
     def __init__(self, monkeypatch):
         self.num_syncs, self.error = 0, None

@@ -1,4 +1,4 @@
-"""FP8 heads against the format's own bounds, and against vLLM's reader of the configuration."""
+"""FP8 heads compared with the format's bounds and with vLLM's reader of the configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def kept(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
 
 
 def schemes(config: dict[str, Any]) -> dict[str, bool]:
-    """Which of a drafter's layers vLLM would load in FP8. Layers are numbered on from a target of 30."""
+    """Return the drafter layers that vLLM would load in FP8. Layer numbers continue from a target of 30."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     reader = CompressedTensorsConfig.from_config(config)

@@ -20,7 +20,7 @@ flags : fpu
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of 4 logical CPUs (2 cores of 2 threads, one a NUMA node), 8 GiB, no GPU."""
+    """A machine of 4 logical CPUs (2 cores of 2 threads, each a NUMA node), 8 GiB, no GPU."""
     write(tmp_path, "proc/cpuinfo", CPUINFO)
     write(tmp_path, "proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 6291456 kB\n")
     for cpu, (siblings, node) in enumerate([("0,2", 1), ("1,3", 0), ("0,2", 1), ("1,3", 0)]):

@@ -1,4 +1,4 @@
-"""A machine that says what it is: folders stand for the firmware's tables, a local server for the metadata server."""
+"""The machine's instance type; folders replace the firmware's tables, a local server the metadata server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,7 +25,7 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """A metadata server by its answers: path -> header that is wanted, status, text. It keeps what was asked."""
+    """A metadata server by its answers: path -> required header, status, text. It records requests."""
     started = []
 
     def start(answers):

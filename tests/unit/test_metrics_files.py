@@ -1,6 +1,6 @@
-"""The files for Prometheus and Grafana, and the table in docs/metrics.md, name the metrics that there are.
+"""The files for Prometheus and Grafana, and the table in docs/metrics.md, name existing metrics.
 
-Where promtool is on the PATH (Debian's package prometheus has it), it checks each expression and each alert.
+If promtool is installed (Debian's package prometheus), it checks each expression and each alert.
 """
 
 import json
@@ -36,7 +36,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def series():
-    """The labels of each series that Prometheus has: exported, or recorded by a rule."""
+    """Return the labels of each series in Prometheus: exported, or recorded by a rule."""
     found = {}
     for metric in METRICS.values():
         labels = set(metric.labels)

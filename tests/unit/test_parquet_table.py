@@ -33,8 +33,10 @@ def test_invalid_file():
 
 
 def test_file_is_released_after_reading():
-    """Not even for a moment: Arrow's own function leaves the file and its bytes to threads (12 of 60 processes ended
-    with 134 on a busy machine). In a process of its own, because threads of other tests may hold the file, too."""
+    """Arrow's own function leaves the file to threads (12 of 60 processes aborted on a busy machine).
+
+    In a separate process, because threads of other tests may hold the file, too.
+    """
     script = """if True:
         import sys
         from peagle.parquet_table import read_table

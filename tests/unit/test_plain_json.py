@@ -77,7 +77,7 @@ def test_logprob_number(logprob):
 
 
 def floats():
-    """Each key of each configuration that takes a float."""
+    """Return each float key of each configuration."""
     kinds = [GenerateConfig, ServeConfig, EvaluateConfig, BenchConfig, TuneConfig, TrainConfig, PlanConfig, KeyRecord]
     for kind in kinds:
         for name, field in kind.model_fields.items():

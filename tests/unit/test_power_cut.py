@@ -1,4 +1,4 @@
-"""What the disk holds when the power goes: everything that was promised, and nothing that is half there."""
+"""What is on disk after a power cut: everything that was promised, and nothing incomplete."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder whose disk can be looked at; what is in it at first is on the disk."""
+    """A folder whose disk can be inspected; its first contents are on disk."""
     (tmp_path / "disk").mkdir()
     with recording(tmp_path / "disk") as disk:
         disk.root = tmp_path / "disk"
@@ -43,7 +43,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def images(disk, tmp_path):
-    """What may be on the disk, looked at one after the other."""
+    """Return what may be on disk, one after the other."""
 
     def each():
         shutil.rmtree(tmp_path / "images", ignore_errors=True)
@@ -102,7 +102,7 @@ def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
 
 
 class Drive:
-    """A run that is started, done and retried; `promised` are the units that were said to be committed."""
+    """A run that is started, completed and retried; `promised` are the units that were reported as committed."""
 
     def __init__(self, root):
         self.run, self.promised, self.num_retries = RunDirectory(root), set(), 0
@@ -127,7 +127,7 @@ class Drive:
         self.promised.add(unit)
 
     def check(self, image):
-        """Whatever is there is whole, and all that was promised is there."""
+        """Check that files are complete and that all promised units exist."""
         run = RunDirectory(image)
         read_lease(run.root)
         assert run.exists or not self.is_created
@@ -265,7 +265,7 @@ def mounted(image, where):
 
 
 def ext4_after(call, tmp_path):
-    """What an ext4 holds when the power is cut right after `call`."""
+    """Return what an ext4 has after a power cut right after `call`."""
     if shutil.which("mkfs.ext4") is None or os.geteuid() != 0:
         pytest.skip("a file system of one's own needs root and mkfs.ext4")
     image, cut = tmp_path / "ext4", tmp_path / "ext4-cut"

@@ -15,7 +15,7 @@ from peagle.private import keep_private, require_short_sockets, temporary_folder
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
-    """A folder for temporary files that everybody can write to, and the user's own umask, all permissive."""
+    """A world-writable folder for temporary files, and a permissive umask."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -108,7 +108,7 @@ def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
 
 
 def test_command_writes_private_files(shared, tmp_path):
-    """`peagle` itself, under a umask that hides nothing."""
+    """`peagle` itself, under a permissive umask."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "made" / "result.json"
     command = [sys.executable, "-m", "jobs.cli", "serve", "keys", "add", "alice", "--keys", keys, "--json", result]

@@ -1,4 +1,4 @@
-"""Each promise of docs/security.md names tests that are there."""
+"""Each promise of docs/security.md names existing tests."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Signals that interrupt a command or ask it to stop, and those that come with them."""
+"""Signals that interrupt or stop a command, and repeated ones."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock by which signals are heard, in seconds."""
+    """The clock of the signal handlers, in seconds."""
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     return now
@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The exit codes with which the process would have ended at once."""
+    """The exit codes with which the process would have ended immediately."""
     codes = []
     monkeypatch.setattr(signals.os, "_exit", codes.append)
     return codes
@@ -149,7 +149,7 @@ cli.main([])
 
 @BOTH
 def test_simultaneous_signals_keep_exit_code(number):
-    """As `timeout` sends them: to its child, and to the group that both are in."""
+    """`timeout` signals its child, and the group of both."""
     process = subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""Private names of other packages: where they may stand, and that docs/upstream.md lists each use.
+"""Private names of other packages: where they may be used, and that docs/upstream.md lists each use.
 
-The table's own links are checked here too: the code and the tests that it names are there.
+It also checks that the code and tests in the table exist.
 """
 
 import ast
@@ -67,7 +67,7 @@ def is_internal(module: str) -> bool:
 
 
 def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
-    """Of an import of a foreign name: what it is called here, what it is, and whether it is private."""
+    """Return local name, target, and whether it is private, of each import of a foreign name."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if is_foreign(alias.name):
@@ -82,14 +82,14 @@ def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
 
 
 def root_of(node: ast.expr) -> str | None:
-    """The name at which a chain of attributes begins."""
+    """Return the first name in a chain of attributes."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def members(tree: ast.Module) -> set[str]:
-    """Private attributes and methods that the module itself defines."""
+    """Return private attributes and methods that the module defines itself."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_of(node) in ("self", "cls"):
@@ -100,10 +100,10 @@ def members(tree: ast.Module) -> set[str]:
 
 
 def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str]) -> Iterator[str]:
-    """What is private or changed of others in this very node.
+    """Return the private or replaced names of others in this node.
 
     Args:
-        foreign: names that stand for something of others in this module.
+        foreign: names of foreign objects in this module.
         private: those of them that are private.
         own: private members of this module's classes.
     """
@@ -127,7 +127,7 @@ def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str])
 
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The top-level function, class or name (none of an import), and what it uses."""
+    """Return the top-level function, class or name, and what it uses."""
     known = [one for node in ast.walk(tree) for one in imports(node)]
     foreign, private = {name for name, *_ in known}, {name for name, _, is_private_ in known if is_private_}
     own = members(tree)
@@ -154,14 +154,14 @@ def test_private_names_are_only_used_in_their_homes() -> None:
 
 
 def rows() -> list[dict[str, str]]:
-    """The table of docs/upstream.md, by column."""
+    """Return the table of docs/upstream.md, by column."""
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(head, cells, strict=True)) for cells in body]
 
 
 def named(column: str) -> list[tuple[str, str]]:
-    """Each `a:b` or `a::b` of a column."""
+    """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
     found = [(row["what"], pattern.findall(row[column])) for row in rows()]
     assert [what for what, names in found if not names] == []
@@ -169,7 +169,7 @@ def named(column: str) -> list[tuple[str, str]]:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Top-level names, and methods as Class.method."""
+    """Return top-level names, and methods as Class.method."""
     names = {name_of(statement) for statement in tree.body}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -208,6 +208,6 @@ def test_every_private_use_is_in_the_table() -> None:
 
 
 def test_every_workaround_module_is_in_the_table() -> None:
-    """That folder is for work-arounds; `pipelines.cluster` has modules without one."""
+    """Except `pipelines.cluster`, which also has other modules."""
     there = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
     assert there - {module for module, _ in named("where")} == set()

@@ -1,4 +1,4 @@
-"""The wheel: it has every file of the packages, by setuptools' own configuration."""
+"""The wheel has every file of the packages, according to setuptools."""
 
 import tomllib
 from fnmatch import fnmatch
@@ -9,7 +9,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 
 def files():
-    """Files of the packages, as `peagle/errors.py`; compiled ones are not in the wheel."""
+    """Return files of the packages, such as `peagle/errors.py`; the wheel has no compiled ones."""
     for name in SETUPTOOLS["packages"]["find"]["include"]:
         for path in (ROOT / name.removesuffix("*")).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:

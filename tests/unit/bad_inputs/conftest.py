@@ -1,6 +1,6 @@
-"""`docs/bad-inputs.md`: a section for each test module here, made from what really happens.
+"""`docs/bad-inputs.md`: a section for each test module here, with the real results.
 
-WRITE_DOCS=1 (`make docs-bad-inputs`) writes the sections, instead of comparing them.
+WRITE_DOCS=1 (`make docs-bad-inputs`) writes the sections instead of comparing them.
 """
 
 import os
@@ -24,7 +24,7 @@ MACHINE = Hardware(
 
 @pytest.fixture(scope="module")
 def machine():
-    """Every look at the hardware sees the same small machine; a Ray cluster that starts fails the test."""
+    """Detect always the same small machine; fail if a Ray cluster starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.hardware.detect", lambda: MACHINE)
         patch.setattr("pipelines.cluster.ray.ray_cluster", lambda **_: pytest.fail("a cluster was started"))
@@ -36,7 +36,7 @@ def machine():
 
 @pytest.fixture(scope="session")
 def shown():
-    """A message as the page has it: its first line, as code."""
+    """Return a message as the page shows it: its first line, as code."""
 
     def show(message):
         line = message.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Rows that cannot be done: the dead letter that each gets, and that the good row beside it is untouched."""
+"""Invalid rows: each becomes a dead letter, and the valid row beside it is unaffected."""
 
 import io
 import json
@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @dataclass(frozen=True)
 class Bad:
-    """One bad row: its line in a file of this name, behind a good row; what it gets; and keys of the run."""
+    """One invalid row (it follows a valid one in a file of this name), the expected result, and keys of the run."""
 
     what: str
     row: Any
@@ -64,57 +64,57 @@ CASES = [
     # no rows at all
     Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
     Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
-    Bad("a JSON text", "x", "invalid_row", "a JSON str, not an object"),
+    Bad("a JSON string", "x", "invalid_row", "a JSON str, not an object"),
     Bad("Latin-1 in JSON lines", b'{"prompt": "\xe9"}', "invalid_row", "'utf-8' codec can't decode"),
-    Bad("nulls in JSON lines, as UTF-16 has", '{"prompt": "x"}'.encode("utf-16-be"), "invalid_row", "not valid JSON"),
+    Bad("null bytes, like in UTF-16", '{"prompt": "x"}'.encode("utf-16-be"), "invalid_row", "not valid JSON"),
     Bad("half a surrogate pair", b'{"prompt": "\\ud83d"}', "invalid_row", "half a surrogate pair"),
-    Bad("JSON nested without end", b"[" * 100_000, "invalid_row", "not valid JSON"),
+    Bad("JSON nested too deeply", b"[" * 100_000, "invalid_row", "not valid JSON"),
     Bad("a number that is too large", b'{"prompt": "x", "n": [1e400]}', "invalid_row", "1e400 is too large"),
-    Bad("a number that would become 0", b'{"prompt": "x", "n": 1E-400}', "invalid_row", "1E-400 is too small for a"),
-    Bad("a key that is there twice", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "has the key 'a'"),
-    of_file("CSV with a field too few", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields, but"),
-    of_file("CSV with a field too many", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields, but"),
+    Bad("a number that rounds to 0", b'{"prompt": "x", "n": 1E-400}', "invalid_row", "1E-400 is too small for a"),
+    Bad("a duplicate key", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "has the key 'a'"),
+    of_file("CSV with a missing field", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields, but"),
+    of_file("CSV with an extra field", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields, but"),
     of_file("Latin-1 in CSV", "a.csv", b"prompt,n\na,1", b"\xe9,2", "invalid_row", "not valid UTF-8"),
     of_file("Latin-1 in text", "a.txt", b"a", b"\xe9", "invalid_row", "a.txt line 2: not valid UTF-8"),
     # prompts
-    Bad("no prompt", {"other": 1}, "invalid_prompt", "has nothing, not text"),
-    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "has a int, not text"),
-    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "has a list, not text"),
-    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "has nothing"),
-    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "has a bytes"),
+    Bad("no prompt", {"other": 1}, "invalid_prompt", "must be text, not null"),
+    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "must be text, not int"),
+    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "must be text, not list"),
+    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "must be text, not null"),
+    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "not bytes"),
     Bad("an empty prompt", {"prompt": ""}, "empty_prompt", "has no tokens", {"chat": False}),
     Bad("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the limit is 100",
         {"max_model_len": 100, "max_tokens": 8}),
-    messages("no message", [], "invalid_messages", "has an empty list"),
-    messages("messages that are text", "hi", "invalid_messages", "not a list of messages"),
+    messages("no messages", [], "invalid_messages", "not an empty list"),
+    messages("text for messages", "hi", "invalid_messages", "must be a list of messages, not str"),
     messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
     messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
     messages("an image", [{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages", "both text"),
-    messages("roles that the model's template refuses", CHAT * 2, "template_error", "roles must alternate"),
-    template("a template that needs what a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
+    messages("roles that the model's chat template refuses", CHAT * 2, "template_error", "roles must alternate"),
+    template("a template with a key that a row lacks", "{{ prompt }}{{ x.y }}", {"prompt": "x"}, "prompt_template"),
     template("a template that prints a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": None}, "'x' is null"),
     template("a template that prints a record with a null", "{{ prompt }}{{ x }}", {"prompt": "x", "x": {"y": None}},
              "'x.y' is null"),
     template("a template that prints a NaN", "{{ prompt }}{{ x }}", {"prompt": "x", "x": float("nan")}, "'x' is NaN"),
-    template("a template that divides by a row's 0", "{{ prompt }}{{ 1 / x.y }}", {"prompt": "x", "x": {"y": 0}},
+    template("a template that divides by 0", "{{ prompt }}{{ 1 / x.y }}", {"prompt": "x", "x": {"y": 0}},
              "division by zero"),
     template("a template that leaves its sandbox", "{{ prompt }}{% if not x %}{{ prompt.__class__.mro() }}{% endif %}",
              {"prompt": "x", "x": None}, "unsafe"),
     template("a filter that fails on a row", "{{ prompt }}{{ x | dictsort }}", {"prompt": "x", "x": "t"},
              "no attribute 'items'"),
     # a row's own parameters
-    parameters("parameters that are no JSON", "{", "not valid JSON"),
+    parameters("parameters that are not JSON", "{", "not valid JSON"),
     parameters("parameters that are a list", [1], "not an object of parameters"),
     parameters("an unknown parameter", {"temprature": 1}, "did you mean temperature?"),
-    parameters("a parameter of another type", {"temperature": "1"}, "temperature: "),
+    parameters("a parameter of a wrong type", {"temperature": "1"}, "temperature: "),
     parameters("a parameter out of range", {"top_p": 1.5}, "top_p: "),
     parameters("several greedy responses", {"n": 3}, "need a temperature above 0"),
-    parameters("more tokens than the context has", {"max_tokens": 9000}, "exceeds the context"),
+    parameters("more tokens than the context", {"max_tokens": 9000}, "exceeds the context"),
     parameters("an empty stop string", {"stop": [""]}, "an empty string cannot be a stop string"),
-    parameters("a JSON schema that is none", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
+    parameters("an invalid JSON schema", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
     # OpenAI batches
     envelope("an OpenAI request to another url", "url must be", url="/v1/embeddings"),
-    envelope("an OpenAI request by GET", "method must be POST", method="GET"),
+    envelope("an OpenAI request with GET", "method must be POST", method="GET"),
     envelope("an OpenAI request without a body", "the request has no body", body=None),
     envelope("an OpenAI request with a body of text", "body must be a JSON object", body="{}"),
     envelope("an OpenAI request with a number for its custom_id", "custom_id must be non-empty text", custom_id=7),
@@ -134,7 +134,7 @@ CASES = [
 
 
 class Strict(ByteTokenizer):
-    """A tokenizer whose chat template refuses two messages of one role in a row, as many models' do."""
+    """A tokenizer whose chat template refuses two consecutive messages of one role, like many models."""
 
     def apply_chat_template(self, conversation, **options):
         roles = [message["role"] for message in conversation]
@@ -144,7 +144,7 @@ class Strict(ByteTokenizer):
 
 
 def write(case, folder):
-    """The corpus: a good row, and the bad one."""
+    """Write the corpus: a valid row and the invalid one."""
     path = folder / case.name
     good = {"prompt": "a"} if case.good is None else case.good
     if path.suffix == ".parquet":
@@ -159,7 +159,7 @@ def write(case, folder):
 
 
 def prepared(case, folder, machine):
-    """The corpus as it comes to an engine."""
+    """Return the corpus as it reaches an engine."""
     config = GenerateConfig(
         input=str(write(case, folder)),
         output=folder / "run",
@@ -176,7 +176,7 @@ def prepared(case, folder, machine):
 
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
-    """Of each case its prompts and its dead letters."""
+    """Prompts and dead letters of each case."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: Strict())

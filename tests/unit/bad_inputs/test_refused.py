@@ -1,4 +1,4 @@
-"""Inputs that `peagle generate` refuses as a whole: what each gets, and that it leaves nothing behind."""
+"""Inputs that `peagle generate` refuses: exit code, message, and that no files are left."""
 
 import contextlib
 import gzip
@@ -33,7 +33,7 @@ def parquet(table=None, **columns):
 
 
 def int96_near_and_far():
-    """Two moments of 96 bits: one with a nanosecond, and one in the year 9999."""
+    """Two INT96 timestamps: one with a nanosecond, and one in the year 9999."""
     sink, options = io.BytesIO(), {"use_dictionary": False, "compression": "none"}
     at = pa.array([1, 2_000_000_001], pa.int64()).cast(pa.timestamp("ns"))
     pq.write_table(pa.table({"prompt": ["a", "b"], "at": at}), sink, use_deprecated_int96_timestamps=True, **options)
@@ -58,14 +58,14 @@ def zstd(data):
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """One bad input.
+    """One invalid input.
 
     Attributes:
-        flags: beside an input, an output, a price and the fake engine; what is named here replaces these.
-        files: beside `prompts.jsonl`, which has one good row. `PIPE` makes a named pipe, text a symbolic link.
-        says: what the message must contain.
+        flags: replace or extend input, output, price and the fake engine.
+        files: beside `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
+        says: part of the message.
         code: the exit code.
-        has_run: whether there is a run of `prompts.jsonl` in the same directory already.
+        has_run: whether the directory already has a run of `prompts.jsonl`.
     """
 
     what: str
@@ -90,143 +90,143 @@ def of_run(what, says, flags="", files=None):
 
 CASES = [
     # the corpus
-    bad("a file that is not there", "--input nothing.jsonl", "no such file"),
+    bad("a missing file", "--input nothing.jsonl", "no such file"),
     bad("a glob that matches nothing", "--input 'in/*.jsonl'", "no such file"),
     of_file("a folder without a corpus", "in/readme.md", b"x", "unknown format"),
-    bad("a folder with other files only", "--input in", "the folder has no", files={"in/readme.md": b"x"}),
-    bad("a folder without the format that is asked for", "--input in --input-format csv", "no .csv file",
+    bad("a folder with only other files", "--input in", "the folder has no", files={"in/readme.md": b"x"}),
+    bad("a folder without the requested format", "--input in --input-format csv", "no .csv file",
         files={"in/a.jsonl": GOOD}),
-    of_file("a suffix that is not known", "prompts.docx", b"x", "unknown format '.docx'"),
+    of_file("an unknown suffix", "prompts.docx", b"x", "unknown format '.docx'"),
     of_file("no suffix", "prompts", GOOD, "no suffix"),
     of_file("compressed Parquet", "a.parquet.gz", b"x", "Parquet compressed with gzip"),
-    bad("a store that is not S3", "--input gs://bucket/a.jsonl", "only local files and s3://"),
+    bad("an object store other than S3", "--input gs://bucket/a.jsonl", "only local files and s3://"),
     of_file("an empty file", "a.jsonl", b"", "the file is empty"),
     of_file("a named pipe, or the <(COMMAND) of a shell", "a.jsonl", PIPE, "a named pipe"),
     of_file("a symbolic link to nothing", "a.jsonl", "gone.jsonl", "which does not exist"),
     bad("a pipe in a folder", "--input in", "a named pipe", files={"in/a.jsonl": GOOD, "in/b.jsonl": PIPE}),
     bad("standard input", "--input -", "standard input is not supported"),
-    bad("Spark's marker under a glob, alone", "--input 'in/*'", "which have no rows", files={"in/_SUCCESS": b""}),
+    bad("a glob that matches only Spark's marker", "--input 'in/*'", "which have no rows", files={"in/_SUCCESS": b""}),
     of_file("blank lines only", "a.jsonl", b"\n \n", "it has no rows"),
-    of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row is valid"),
+    of_file("no line of JSON", "a.jsonl", b"hello\nworld\n", "no row is valid"),
     of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
-    of_file("a gzip file that is cut off", "a.jsonl.gz", gzip.compress(NOISE)[:4000], "damaged"),
+    of_file("a truncated gzip file", "a.jsonl.gz", gzip.compress(NOISE)[:4000], "damaged"),
     of_file("plain text named .gz", "a.jsonl.gz", GOOD, "damaged, or not gzip"),
-    of_file("a zstd file that is cut off", "a.jsonl.zst", zstd(NOISE)[:4000], "damaged"),
+    of_file("a truncated zstd file", "a.jsonl.zst", zstd(NOISE)[:4000], "damaged"),
     of_file("gzip named .jsonl", "a.jsonl", gzip.compress(GOOD), "this is gzip"),
     of_file("Parquet named .jsonl", "a.jsonl", parquet(prompt=["a"]), "this is Parquet"),
     of_file("text named .parquet", "a.parquet", GOOD, "not readable as Parquet"),
-    of_file("a Parquet file that is cut off", "a.parquet", parquet(prompt=["a"] * 99)[:-60], "not readable as Parquet"),
-    of_file("Parquet without a row", "a.parquet", parquet(prompt=pa.array([], pa.string())), "no row"),
+    of_file("a truncated Parquet file", "a.parquet", parquet(prompt=["a"] * 99)[:-60], "not readable as Parquet"),
+    of_file("Parquet without rows", "a.parquet", parquet(prompt=pa.array([], pa.string())), "no row"),
     of_file("Parquet without a column for prompts", "a.parquet", parquet(promt=["a"]), "it has: promt"),
-    of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
+    of_file("Parquet with a duplicate column", "a.parquet", parquet(TWICE), "two columns"),
     of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
         "to microseconds or text"),
-    of_file("Parquet of Spark's with nanoseconds and a moment too far away for them", "a.parquet", INT96_NEAR_AND_FAR,
+    of_file("Spark's Parquet with nanoseconds and a timestamp out of their range", "a.parquet", INT96_NEAR_AND_FAR,
         "a value out of range"),
-    of_file("Parquet with a type for which Arrow lacks functions", "a.parquet",
+    of_file("Parquet with a type that Arrow supports only partly", "a.parquet",
         parquet(prompt=["a"], x=pa.nulls(1, pa.list_view(pa.uuid()))), "which rows cannot hold"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
-    of_file("CSV with the index that pandas writes", "a.csv", b",prompt\n0,a\n", "index=False"),
-    of_file("CSV whose lines end with CR alone", "a.csv", b"prompt\ra\rb\r", "carriage return"),
-    of_file("CSV of which only the header ends with LF", "a.csv", b"prompt\na\rb\r", "carriage return"),
-    of_file("JSON lines that end with CR alone", "a.jsonl", GOOD.strip() + b"\r" + GOOD.strip(), "carriage return"),
-    of_file("text whose lines end with CR alone", "a.txt", b"a\rb\r", "carriage return"),
-    of_file("CSV with a header alone", "a.csv", b"prompt\n", "no row"),
-    of_file("CSV with a column twice", "a.csv", b"prompt,prompt\na,b\n", "twice"),
+    of_file("CSV with the index of pandas", "a.csv", b",prompt\n0,a\n", "index=False"),
+    of_file("CSV with CR line ends", "a.csv", b"prompt\ra\rb\r", "carriage return"),
+    of_file("CSV with LF after the header and CR after rows", "a.csv", b"prompt\na\rb\r", "carriage return"),
+    of_file("JSON lines with CR line ends", "a.jsonl", GOOD.strip() + b"\r" + GOOD.strip(), "carriage return"),
+    of_file("text with CR line ends", "a.txt", b"a\rb\r", "carriage return"),
+    of_file("CSV with only a header", "a.csv", b"prompt\n", "no row"),
+    of_file("CSV with a duplicate column", "a.csv", b"prompt,prompt\na,b\n", "twice"),
     of_file("CSV with Latin-1 in its header", "a.csv", b"prompt,Gr\xf6\xdfe\na,1\n", "column 2 is not valid UTF-8"),
-    of_file("CSV with a quote that never ends", "a.csv", b'prompt\n"a\nb\n', "not valid CSV"),
-    of_file("an OpenAI batch with a custom_id twice", "a.jsonl", request() + request("b") + request(),
+    of_file("CSV with an unclosed quote", "a.csv", b'prompt\n"a\nb\n', "not valid CSV"),
+    of_file("an OpenAI batch with a duplicate custom_id", "a.jsonl", request() + request("b") + request(),
         "its custom_id is also in"),
     of_file("an OpenAI batch for embeddings", "a.jsonl", request(url="/v1/embeddings"), "url must be"),
-    bad("an OpenAI batch beside other rows", "--input in", "is not an OpenAI batch", files={"in/a.jsonl": request(),
+    bad("an OpenAI batch mixed with other rows", "--input in", "is not an OpenAI batch", files={"in/a.jsonl": request(),
         "in/b.jsonl": GOOD}),
     of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "cannot be used with an OpenAI batch",
         "--prompt-column body"),
-    bad("a format that is not known", "--input-format json", "input_format"),
+    bad("an unknown format", "--input-format json", "input_format"),
     # prompts
-    bad("a column that is not there", "--prompt-column promt", "did you mean prompt?"),
-    bad("a template that uses a column that is not there", "--prompt-template 'Say {{ promt }}'",
+    bad("an unknown column", "--prompt-column promt", "did you mean prompt?"),
+    bad("a template with an unknown column", "--prompt-template 'Say {{ promt }}'",
         "did you mean prompt?"),
     bad("a template that does not parse", "--prompt-template 'Say {{ prompt'", "prompt_template, line 1"),
     bad("a template with an unknown filter", "--prompt-template '{{ prompt | shout }}'", "shout"),
-    bad("two sources of prompts", "--prompt-column prompt --prompt-template x", "cannot be combined"),
+    bad("two prompt options", "--prompt-column prompt --prompt-template x", "cannot be combined"),
     bad("messages without the chat template", "--messages-column prompt --no-chat", "needs the chat template"),
     bad("a system prompt without the chat template", "--system-prompt x --no-chat", "needs a chat template"),
     # sampling
-    bad("a column of parameters that is not there", "--sampling-column mine", "has no column 'mine'"),
+    bad("an unknown column of parameters", "--sampling-column mine", "has no column 'mine'"),
     bad("a temperature above 2", "--temperature 3", "temperature"),
-    bad("a temperature that is no number", "--temperature hot", "temperature"),
+    bad("a temperature that is not a number", "--temperature hot", "temperature"),
     bad("top_p 0", "--top-p 0", "top_p"),
-    bad("no response at all", "--n 0", "n: "),
+    bad("no response", "--n 0", "n: "),
     bad("several greedy responses", "--n 2", "need a temperature above 0"),
-    bad("no token at all", "--max-tokens 0", "max_tokens"),
-    bad("more tokens than the context has", "--max-tokens 9000", "exceeds the context"),
+    bad("no token", "--max-tokens 0", "max_tokens"),
+    bad("more tokens than the context", "--max-tokens 9000", "exceeds the context"),
     bad("a negative seed", "--seed -1", "seed"),
     bad("an empty stop string", "--stop ''", "an empty string cannot be a stop string"),
-    bad("too many log-probabilities", "--logprobs 50", "logprobs"),
-    bad("a JSON schema that is not there", "--json-schema nothing.json", "no schema can be read there"),
-    bad("a JSON schema that is no JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
+    bad("too many logprobs", "--logprobs 50", "logprobs"),
+    bad("a missing JSON schema", "--json-schema nothing.json", "no schema can be read there"),
+    bad("a JSON schema that is not JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
     bad("a JSON schema with a NaN", "--json-schema s.json", "is not JSON", files={"s.json": b'{"maximum": NaN}'}),
-    bad("a JSON schema that is none", "--json-schema s.json", "not a valid JSON schema",
+    bad("an invalid JSON schema", "--json-schema s.json", "not a valid JSON schema",
         files={"s.json": b'{"type": "objekt"}'}),
     # engines and models
-    bad("a model by a name that is not known", "--engine vllm --model smollm-135m", "did you mean smollm2-135m"),
-    bad("a model folder that is not there", "--engine vllm --model ./models/mine", "no such model folder"),
+    bad("an unknown model", "--engine vllm --model smollm-135m", "did you mean smollm2-135m"),
+    bad("a missing model folder", "--engine vllm --model ./models/mine", "no such model folder"),
     bad("a model folder without a configuration", "--engine vllm --model in", "config.json", files={"in/x": b""}),
-    bad("a configuration of no language model", "--engine vllm --model in", "is it a language model?",
+    bad("a configuration without a language model", "--engine vllm --model in", "is it a language model?",
         files={"in/config.json": b"{}"}),
-    bad("a drafter that is not there", "--engine vllm --model in --drafter ./head", "no such drafter",
+    bad("a missing drafter", "--engine vllm --model in --drafter ./head", "no such drafter",
         files={"in/config.json": MODEL}),
     bad("a draft length without a drafter", "--drafter none --num-speculative-tokens 3",
         "cannot be used with drafter: none"),
     bad("a draft length of 0", "--num-speculative-tokens 0", "num_speculative_tokens"),
     bad("a drafter for the fake engine", "--drafter peagle", "loads no drafter"),
-    bad("a precision that is not known", "--precision int4", "precision"),
+    bad("an unknown precision", "--precision int4", "precision"),
     bad("FP8 on a CPU without AVX-512", "--precision fp8", "fp8 needs AVX-512"),
     bad("INT8 on a CPU without VNNI", "--precision int8", "int8 needs a CPU with VNNI"),
-    bad("more context than the model has", "--max-model-len 100000", "the context of fake has 8192"),
+    bad("a context longer than the model's", "--max-model-len 100000", "the context of fake has 8192"),
     bad("no engine", "--engines 0", "engines"),
-    bad("more engines than the machine holds", "--engines 64", "--engines", code=1),
-    bad("poison for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
+    bad("more engines than fit on the machine", "--engines 64", "--engines", code=1),
+    bad("fake engine options for a real engine", """--engine vllm --fake '{"die_on": "x"}'""",
         "`fake` options require `engine: fake`"),
     # the run directory
-    bad("an output folder that holds something else", "--output in", "has other files",
+    bad("an output folder with other files", "--output in", "has other files",
         files={"in/thesis.tex": b"x"}),
     bad("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
-    bad("failed rows of a run that does not exist", "--retry-failed", "has no run"),
-    of_run("other settings on a run that is there", "another fingerprint", flags="--temperature 0.5"),
-    of_run("an input that changed since the run began", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
-    of_run("a run directory whose run.json is damaged", "run.json is damaged", files={"run/run.json": b"{"}),
-    of_run("a run directory whose plan is damaged", "plan.ID.parquet is damaged",
+    bad("a retry of a run that does not exist", "--retry-failed", "has no run"),
+    of_run("other settings for an existing run", "another fingerprint", flags="--temperature 0.5"),
+    of_run("an input that changed after the run started", "corpus.content", files={"prompts.jsonl": GOOD * 2}),
+    of_run("a run directory with a damaged run.json", "run.json is damaged", files={"run/run.json": b"{"}),
+    of_run("a run directory with a damaged plan", "plan.ID.parquet is damaged",
         files={"run/plan.*.parquet": b"PAR1"}),
     # money, time and other limits
-    bad("an instance type that has no price", "--instance-type c7a.larg", "did you mean c7a.large"),
-    bad("a market where it is not sold", "--instance-type p5e.48xlarge", "no on-demand price for p5e"),
-    bad("a place where it is not sold", "--instance-type c7a.large --region mars", "at mars"),
-    bad("a price table that is not there", "--prices mine.csv", "mine.csv"),
-    bad("a price table of other columns", "--prices mine.csv", "mine.csv", files={"mine.csv": b"a,b\n1,2\n"}),
-    bad("a price of nothing", "--usd-per-hour 0", "usd_per_hour"),
-    bad("a budget of nothing", "--budget-usd 0", "budget_usd"),
-    bad("a budget that is used up before an engine is up", "--budget-usd 0.000001", "budget", code=3),
+    bad("an instance type without a price", "--instance-type c7a.larg", "did you mean c7a.large"),
+    bad("a market without this instance type", "--instance-type p5e.48xlarge", "no on-demand price for p5e"),
+    bad("a region without this instance type", "--instance-type c7a.large --region mars", "at mars"),
+    bad("a missing price table", "--prices mine.csv", "mine.csv"),
+    bad("a price table with wrong columns", "--prices mine.csv", "mine.csv", files={"mine.csv": b"a,b\n1,2\n"}),
+    bad("a price of 0", "--usd-per-hour 0", "usd_per_hour"),
+    bad("a budget of 0", "--budget-usd 0", "budget_usd"),
+    bad("a budget that is spent before an engine has started", "--budget-usd 0.000001", "budget", code=3),
     bad("a deadline in words", "--deadline tomorrow", "deadline"),
-    bad("a deadline that has passed", "--deadline 2020-01-01T00:00:00+00:00", "deadline", code=3),
+    bad("a deadline in the past", "--deadline 2020-01-01T00:00:00+00:00", "deadline", code=3),
     bad("a limit of dead letters in words", "--max-failed-rows many", "a number of rows or a share"),
     bad("a limit of dead letters above 100 %", "--max-failed-rows 150%", "a number of rows or a share"),
     bad("rows per unit of 0", "--rows-per-unit 0", "rows_per_unit"),
     # flags and files of keys
-    bad("a flag that is not known", "--temprature 1", "did you mean --temperature?"),
-    bad("a key that is not known", "--config job.yaml", "did you mean temperature",
+    bad("an unknown flag", "--temprature 1", "did you mean --temperature?"),
+    bad("an unknown key", "--config job.yaml", "did you mean temperature",
         files={"job.yaml": b"temprature: 1\n"}),
-    bad("a file of keys that is not there", "--config job.yaml", "job.yaml"),
-    bad("a file of keys that is no YAML", "--config job.yaml", "not valid YAML", files={"job.yaml": b"a: [\n"}),
-    bad("a file of keys that is a list", "--config job.yaml", "must be a YAML mapping", files={"job.yaml": b"- a\n"}),
-    bad("a list where a key takes a number", "--config job.yaml", "max_tokens",
+    bad("a missing configuration file", "--config job.yaml", "job.yaml"),
+    bad("a configuration file that is not YAML", "--config job.yaml", "not valid YAML", files={"job.yaml": b"a: [\n"}),
+    bad("a configuration of a list", "--config job.yaml", "must be a YAML mapping", files={"job.yaml": b"- a\n"}),
+    bad("a list for a number", "--config job.yaml", "max_tokens",
         files={"job.yaml": b"max_tokens: [1]\n"}),
 ]  # fmt: skip
 
 
 def argv(flags):
-    """The command line; flags that are named take the place of those that every case has."""
+    """Return the command line."""
     named = shlex.split(flags)
     always = {"--input": "prompts.jsonl", "--output": "run", "--engine": "fake", "--usd-per-hour": "1"}
     if {"--instance-type", "--prices"} & set(named):
@@ -235,7 +235,7 @@ def argv(flags):
 
 
 def generate(flags):
-    """Exit code, and what was said on standard error."""
+    """Return exit code and standard error."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -246,7 +246,7 @@ def generate(flags):
 
 
 def contents(folder):
-    """Every file but leases, which each attempt takes."""
+    """Return every file except leases, which each attempt takes."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and ".lease" not in path.parts}
 
 
@@ -268,7 +268,7 @@ def set_up(case, folder):
 
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
-    """Of each case its exit code, what was said, and the files before and after."""
+    """Exit code, message, and the files before and after, of each case."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
@@ -304,5 +304,5 @@ def test_page_lists_every_case(results, check_section, shown):
 
 
 def message_of(said):
-    """What was said, without the command's name and argparse's usage."""
+    """Return the message without the command's name and argparse's usage."""
     return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", said)

@@ -1,4 +1,4 @@
-"""A short version of what `make chaos` plays at every step: drivers that are stopped while another does the work."""
+"""A short version of `make chaos`: drivers are stopped while another one does the work."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, 
 
 @pytest.mark.soak
 def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
-    """The plays see the fault for which they were written: the plan of a driver that goes on replaces the other's."""
+    """The plays detect their original bug: a resumed driver replaces the other's plan."""
     (tmp_path / "faulty").mkdir()
     (tmp_path / "faulty" / "sitecustomize.py").write_text(
         "from peagle.files import json_bytes\n"

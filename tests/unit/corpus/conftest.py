@@ -20,7 +20,7 @@ def compress(data, suffix):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write bytes to a file, compressed as its name says; its path as text."""
+    """Write bytes to a file, compressed according to its name; return its path as text."""
 
     def write(name, data):
         path = tmp_path / name

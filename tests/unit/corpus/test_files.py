@@ -147,12 +147,12 @@ def test_input_format_overrides_suffix(write):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """A bucket in memory in place of the object store."""
+    """A bucket in memory instead of an object store."""
     store = fsspec.filesystem("memory", skip_instance_cache=True)
     store.store, store.pseudo_dirs = {}, [""]
 
     class Store:
-        """Paths without a leading slash, as s3fs has them."""
+        """Paths without a leading slash, like s3fs."""
 
         def glob(self, uri, detail):
             return {k: self._bare(v) for k, v in store.glob(self._path(uri), detail=True).items()}

@@ -18,7 +18,7 @@ def scan(path, **keys):
 
 @pytest.fixture
 def edited(tmp_path):
-    """A file, and the same with one character changed in its middle: of equal length, its footer says the same."""
+    """A file, and the same with one character changed in its middle; length and footer are equal."""
     prompts = [f"{n:06d} a prompt of some length" for n in range(5000)]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "a.parquet", compression="none", use_dictionary=False)
     data = (tmp_path / "a.parquet").read_bytes()
@@ -53,7 +53,7 @@ def test_parquet_spans_can_be_read_in_any_order(tmp_path, row_group_size):
 
 
 def latin_1(texts):
-    """Text as a careless writer leaves it: Arrow takes the bytes as they are."""
+    """Text that is not UTF-8, which Arrow accepts unchecked."""
     array = pa.array([text.encode("latin-1") for text in texts])
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
 
@@ -140,7 +140,7 @@ NESTED = {
 
 
 def write_int96(path, nest, values):
-    """Write moments as Spark, Hive and Impala do."""
+    """Write timestamps like Spark, Hive and Impala."""
     columns = {"prompt": ["a"] * len(values), "a.at": values, "at": nest(values)}
     pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True, store_schema=False, row_group_size=3)
 

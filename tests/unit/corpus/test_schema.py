@@ -21,7 +21,7 @@ def write_lines(path, rows):
 
 
 def stored(*paths):
-    """The rows of a corpus as they come back from the file of a unit."""
+    """Return the rows of a corpus after a round trip through a unit's file."""
     kinds = {".parquet": "parquet", ".jsonl": "jsonl"}
     files = [SourceFile(path=str(p), format=kinds[p.suffix], size=p.stat().st_size) for p in paths]
     spans, schema, _ = corpus.scan(files, Cut(rows_per_unit=10_000), None, WorkEstimate())

@@ -5,7 +5,7 @@ from jobs.deploying import read_workload
 
 @pytest.fixture
 def workload(tmp_path):
-    """The workload of a configuration's text, in a file called team.yaml."""
+    """Return the workload of a configuration, in a file called team.yaml."""
 
     def workload(text):
         path = tmp_path / "team.yaml"

@@ -194,7 +194,7 @@ def test_invalid_options_are_refused(options, said):
 
 @pytest.fixture
 def scripts(tmp_path):
-    """Run the scripts of a job with stand-ins for the commands that they call; each call is a line of `calls`."""
+    """Run the scripts of a job with replaced commands; each call is a line of `calls`."""
     data = job(schedule="0 2 * * *")[0]["data"]
     folder = tmp_path / "bin"
     folder.mkdir()

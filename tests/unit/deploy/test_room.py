@@ -1,4 +1,4 @@
-"""A machine that cannot hold a model is refused before it is bought."""
+"""Machines that are too small for a model are refused."""
 
 import pytest
 

@@ -17,7 +17,7 @@ KINDS = ("model", "endpoint configuration", "endpoint")
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An AWS of the test's own, with nothing in it."""
+    """An empty AWS for this test."""
     for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     # moto 5.2.5 does not know the type yet; boto3 does.
@@ -27,7 +27,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Clock:
-    """A clock that goes on when somebody sleeps."""
+    """A clock that `sleep` advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,7 +50,7 @@ def sagemaker(said: list[str] | None = None, clock: Clock | None = None) -> Sage
 
 
 def there(aws: Any) -> list[str]:
-    """What SageMaker has, whatever its name."""
+    """Return what SageMaker has."""
     found = {
         "model": aws.list_models()["Models"],
         "endpoint configuration": aws.list_endpoint_configs()["EndpointConfigs"],

@@ -1,4 +1,4 @@
-"""examples/skypilot.yaml against SkyPilot's schema and against the configuration that it runs."""
+"""examples/skypilot.yaml matches SkyPilot's schema and the configuration that it runs."""
 
 import json
 from pathlib import Path

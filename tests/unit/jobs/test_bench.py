@@ -1,4 +1,4 @@
-"""`peagle bench`: flags reach the runner, the tables the terminal, and errors the user. Measuring: unit/bench."""
+"""`peagle bench`: flags, output and errors. Measurements are tested in unit/bench."""
 
 import json
 import os

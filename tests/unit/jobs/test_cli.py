@@ -38,7 +38,7 @@ def test_every_command_has_help_and_json(command, capsys):
 
 @pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
 def test_command_modules_can_be_run(command):
-    """As in `ray job submit -- python -m jobs.bench`: a module that only defines it would end with 0 and no work."""
+    """As in `ray job submit -- python -m jobs.bench`; without a main it would exit with 0 and do nothing."""
     done = subprocess.run(
         [sys.executable, "-m", f"jobs.{command}", "--nosuch"], capture_output=True, text=True, check=False
     )

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "cost.md"
 
 @pytest.fixture
 def peagle(tmp_path, monkeypatch, capsys):
-    """`peagle` in the folder of the month that the docs work by hand; its output."""
+    """Run `peagle` in the folder of the docs' example month; return its output."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "runs" / "serve")
     write_nightly(tmp_path / "runs" / "nightly")
@@ -29,7 +29,7 @@ def peagle(tmp_path, monkeypatch, capsys):
 
 
 def blocks():
-    """Commands of the docs with what they show below them."""
+    """Return commands of the docs with their output."""
     text = DOCS.read_text(encoding="utf-8")
     return re.findall(r"^\$ peagle (cost .*)\n((?:(?!```).*\n)+)", text, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""`peagle deploy`: its targets write a file, and run a client where they are told to."""
+"""`peagle deploy`: its targets write a file, and run a client if told to."""
 
 import json
 import stat
@@ -22,7 +22,7 @@ def job(tmp_path):
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
-    """A stand-in for a target's client: it keeps its arguments and its standard input."""
+    """A replacement for a target's client that saves its arguments and standard input."""
 
     def client(name, *, ends="exit 0"):
         folder = tmp_path / "bin"

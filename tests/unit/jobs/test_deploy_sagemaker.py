@@ -12,7 +12,7 @@ FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws
 
 @pytest.fixture
 def asked(monkeypatch):
-    """SageMaker, which remembers what it was asked."""
+    """SageMaker, which records requests."""
 
     asked = []
 

@@ -1,4 +1,4 @@
-"""`peagle evaluate`: flags reach the runner, the table the terminal, and errors the user. Measuring: unit/drafter."""
+"""`peagle evaluate`: flags, output and errors. Evaluations are tested in unit/drafter."""
 
 import json
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from peagle.engine.fake import FakeEngine
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[str]:
-    """The flags that name a target and a head."""
+    """The flags for a target and a head."""
     return ["--model", str(write_target(tmp_path / "target")), "--drafter", str(write_head(tmp_path / "head"))]
 
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations in fake engines."""
+    """Run evaluations in fake engines."""
 
     def with_fakes(*args: Any) -> Any:
         from peagle.engine.fake import ByteTokenizer

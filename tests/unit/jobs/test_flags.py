@@ -145,7 +145,7 @@ def served():
 @pytest.mark.parametrize("name", ["PEAGLE_PORT", "PEAGLE_METRICS_PORT"])
 @pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "udp://[fd00::1]:53"])
 def test_kubernetes_service_variables_are_ignored(served, monkeypatch, name, value):
-    """Of services that are called peagle and peagle-metrics, in every pod of their namespace."""
+    """For services named peagle and peagle-metrics, Kubernetes sets these in every pod of the namespace."""
     for suffix in ("", "_8000_TCP", "_8000_TCP_PORT"):
         monkeypatch.setenv(name + suffix, value)
     monkeypatch.setenv("PEAGLE_SERVICE_HOST", "10.0.0.1")

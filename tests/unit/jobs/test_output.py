@@ -1,4 +1,4 @@
-"""What the command prints: to a reader that goes, in an encoding that lacks letters, and about names of other bytes."""
+"""Output to closed pipes, in encodings without some characters, and with file names that are not UTF-8."""
 
 import json
 import os
@@ -12,7 +12,7 @@ SIGPIPE_CODE = 141
 
 
 def run(*argv, **environment):
-    """The command, done; its streams as bytes."""
+    """Run the command; return its streams as bytes."""
     return subprocess.run(
         [*PEAGLE, *argv], capture_output=True, env={**os.environ, **environment}, timeout=120, check=False
     )

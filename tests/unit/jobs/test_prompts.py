@@ -1,4 +1,4 @@
-"""`peagle prompts` writes what training reads."""
+"""`peagle prompts`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from jobs.cli import run
 
 @pytest.fixture(autouse=True)
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One package in place of the whole standard library, which takes ten seconds to parse."""
+    """One package instead of the whole standard library, which takes ten seconds to parse."""
     monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"stdlib": str(Path(json.__file__).parent)})
 
 

@@ -56,7 +56,7 @@ def test_metrics_port_of_remote_cluster_is_refused(refused, monkeypatch):
 
 
 def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Serve, which starts and listens there, whatever it is told."""
+    """Let Serve listen at a fixed address, whatever it is told."""
     from ray import serve
     from ray.serve import context
 
@@ -136,7 +136,7 @@ def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
     ],
 )
 def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, there, wanted, how):
-    """Else keys would travel as plain text though --tls-cert was said."""
+    """Otherwise keys would be sent in plain text in spite of --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy

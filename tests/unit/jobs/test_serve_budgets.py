@@ -9,7 +9,7 @@ from tests.unit.pipelines.online.ledgers import a_request
 
 @pytest.fixture
 def budgets(tmp_path):
-    """Run `peagle serve budgets` on a state; its exit code."""
+    """Run `peagle serve budgets`; return its exit code."""
     return lambda *arguments: cli.run(["serve", "budgets", *arguments, "--state", str(tmp_path)])
 
 

@@ -1,4 +1,4 @@
-"""`peagle train`: flags reach the configuration, and what went wrong reaches the user. Training: unit/drafter."""
+"""`peagle train`: flags and errors. Training is tested in unit/drafter."""
 
 import importlib.util
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_missing_prompts_are_refused(
 
 @pytest.fixture
 def heads(tmp_path: Path) -> None:
-    """Heads to go on from, none of which the tiny target's can."""
+    """Heads to continue, none of which fits the tiny target."""
     layers = {"hidden_size": 32, "vocab_size": 96}
     reading: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 3]}
     write_head(tmp_path / "stranger", **reading)

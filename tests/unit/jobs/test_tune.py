@@ -1,4 +1,4 @@
-"""`peagle tune`: flags reach the runner, the table the terminal, and errors the user. Tuning: unit/tuning."""
+"""`peagle tune`: flags, output and errors. Tuning is tested in unit/tuning."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from peagle.tuning import run as runner
 
 @pytest.fixture
 def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A tuning of two configurations, with fakes in the place of engines."""
+    """A tuning of two configurations with fake engines."""
 
     def with_fakes(*args: Any) -> Any:
         return tune(

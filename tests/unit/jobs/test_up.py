@@ -10,7 +10,7 @@ from pipelines.online import background
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """What `peagle up` would start, and whether that comes up."""
+    """Record what `peagle up` starts, and whether it comes up."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     seen = SimpleNamespace(config=None, port=None, ended=[], error=None)
     endpoint = background.Endpoint(

@@ -1,14 +1,11 @@
-"""A stand-in for Ray's metrics."""
+"""A replacement for Ray's metrics."""
 
 import pytest
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """What Ray's metrics are told, by name and labels; they refuse what Ray refuses.
-
-    Sums of counters, last values of gauges, all values of histograms.
-    """
+    """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all of histograms."""
     values = {}
 
     class Metric:

@@ -34,7 +34,7 @@ def test_row_constraint_replaces_the_runs():
 
 
 class Recording(ByteTokenizer):
-    """Keeps what its template was given."""
+    """Records the arguments of its chat template."""
 
     chat_template = "role: content"
 
@@ -87,11 +87,16 @@ def test_template_receives_all_variables():
 @pytest.mark.parametrize(
     ("url", "body", "reason", "message"),
     [
-        (CHAT, {"messages": []}, "invalid_messages", "body.messages has an empty list"),
+        (CHAT, {"messages": []}, "invalid_messages", "body.messages must be a list of messages, not an empty list"),
         (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: it has 2 prompts, but a row has one"),
-        ("/v1/completions", {"prompt": []}, "invalid_prompt", "body.prompt has an empty list, not text"),
+        (
+            "/v1/completions",
+            {"prompt": []},
+            "invalid_prompt",
+            "body.prompt must be text or token ids, not an empty list",
+        ),
         ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it has 2 prompts"),
         ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
         (

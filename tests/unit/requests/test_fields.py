@@ -1,6 +1,6 @@
-"""The table of fields against the schemas that are installed, and against the page that shows it.
+"""The table of fields compared with the installed schemas, and with the page that shows it.
 
-WRITE_DOCS=1 (`make docs-requests`) writes the page's table, instead of comparing it.
+WRITE_DOCS=1 (`make docs-requests`) writes the page's table instead of comparing it.
 """
 
 import json
@@ -24,7 +24,7 @@ SOURCE = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, COMPLETION
 
 
 def vllm_schema(url):
-    """vLLM's model of a request's body."""
+    """Return vLLM's model of a request body."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -32,7 +32,7 @@ def vllm_schema(url):
 
 
 def openai_fields(url):
-    """Those that OpenAI's client sends."""
+    """Return the fields that OpenAI's client sends."""
     module = OF_OPENAI[url]
     kinds = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
     return set().union(*(typing.get_type_hints(kind) for kind in kinds))
@@ -40,7 +40,7 @@ def openai_fields(url):
 
 @pytest.mark.parametrize("url", OF_OPENAI)
 def test_table_has_all_fields_of_installed_schemas(url):
-    """A new version's new field fails here: decide what becomes of it."""
+    """New fields of new versions fail here, and need a decision."""
     known = {name for name, field in FIELDS.items() if url in field.urls}
     assert known == set(vllm_schema(url).model_fields) | openai_fields(url)
 
@@ -52,7 +52,7 @@ def test_honoured_fields_exist_in_vllm(url):
 
 
 def values_of(name):
-    """A value that asks for something."""
+    """Return a value that has an effect."""
     known = {
         "model": "m", "stop": ["x"], "stop_token_ids": [1], "bad_words": ["x"], "logit_bias": {"1": 1},
         "allowed_token_ids": [1], "repetition_detection": {"max_pattern_size": 2, "min_count": 2}, "top_logprobs": 1,
@@ -99,7 +99,7 @@ def test_fields_refused_online(url):
 
 
 def test_row_parameters_have_vllms_names():
-    """The engine hands them on so; `json_schema` is ours."""
+    """The engine passes them on unchanged; `json_schema` is our own."""
     own = set(RequestSampling.model_fields) - {"json_schema"}
     assert own == {name for name, field in FIELDS.items() if field.use == "honoured" and len(field.urls) == 2} - {
         "model",

@@ -1,4 +1,4 @@
-"""Messages in every form that OpenAI's clients send, held against what vLLM makes of them."""
+"""Messages in every form of OpenAI's clients, compared with what vLLM makes of them."""
 
 import copy
 
@@ -43,12 +43,12 @@ FORMS = {
 
 
 def of_vllm(messages):
-    """vLLM's conversation for a template that takes text."""
+    """Return vLLM's conversation for a template of text."""
     from vllm.entrypoints.chat_utils import parse_chat_messages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     class Tracker:
-        """Of a model of text alone."""
+        """For a text model."""
 
         multimodal_config = None
         enable_prompt_embeds = False
@@ -69,7 +69,7 @@ def test_messages_match_vllm(name):
 
 
 def test_tool_arguments_may_be_an_object():
-    """As files of conversations have them."""
+    """Files of conversations have them."""
     call = {**CALL, "function": {"name": "f", "arguments": {"city": "Oslo"}}}
     assert parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])[1]["tool_calls"] == [call]
 

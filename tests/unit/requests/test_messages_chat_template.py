@@ -1,4 +1,4 @@
-"""What templates are given, held against vLLM's own decisions."""
+"""Inputs of chat templates, compared with vLLM's."""
 
 import copy
 from pathlib import Path
@@ -72,7 +72,7 @@ def of_vllm(messages, content_format):
     from vllm.entrypoints.chat_utils import parse_chat_messages
 
     class Model:
-        """Of text alone."""
+        """A text model."""
 
         multimodal_config = None
         enable_prompt_embeds = False

@@ -140,7 +140,7 @@ def line(row, *, is_chat):
 
 
 def parsed(kind, body):
-    """The body as the client's own type, which must know every key of it."""
+    """Return the body as the client's own type, which must know every key."""
     found = kind.model_validate(body, strict=True)
     assert not found.model_extra
     return found

@@ -6,7 +6,7 @@ from pipelines.batch.config import GenerateConfig
 
 
 class WordTokenizer:
-    """A token a word; its chat template is as plain as can be."""
+    """One token per word, with a plain chat template."""
 
     chat_template = "plain"
 

@@ -1,4 +1,4 @@
-"""The same promises on a disk and in a store."""
+"""Storage operations on disk and on S3."""
 
 import pytest
 

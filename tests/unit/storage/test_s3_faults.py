@@ -1,4 +1,4 @@
-"""A store that fails in the ways that real ones do: nothing is lost or done twice, and an end has a reason."""
+"""A faulty S3: nothing is lost or done twice, and errors have a reason."""
 
 import os
 import pickle

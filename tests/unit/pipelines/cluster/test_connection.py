@@ -10,7 +10,7 @@ from pipelines.cluster.connection import connection
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is done to Ray."""
+    """The calls of Ray."""
     done = []
 
     @contextlib.contextmanager

@@ -59,7 +59,7 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
 
 
 def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
-    """`ray start` may have been limited to one kind of a node's mixed GPUs."""
+    """`ray start` may be limited to one kind of a node's mixed GPUs."""
     raylet = SimpleNamespace(environ=lambda: {"CUDA_VISIBLE_DEVICES": "0,1"})
     monkeypatch.setattr(inspection.psutil, "Process", lambda pid: raylet if pid == os.getppid() else None)
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))

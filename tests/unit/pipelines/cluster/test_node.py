@@ -24,7 +24,7 @@ def test_openmp_variables_of_an_engine(monkeypatch, target, set_by_user, max_num
 
 
 def test_ray_sets_omp_num_threads(monkeypatch):
-    """Once this fails, `set_threads` need not undo it."""
+    """If this fails, `set_threads` need not undo it any more."""
     from ray._private import utils
     from ray._private.worker import WORKER_MODE
 

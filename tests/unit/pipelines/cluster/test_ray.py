@@ -72,7 +72,7 @@ def test_ray_variables_exist():
 
 
 def test_ray_replaces_sigterm_handler():
-    """Once this fails, `ray_cluster` need not restore the handler."""
+    """If this fails, `ray_cluster` need not restore the handler any more."""
     import ray
 
     assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(ray.init)
@@ -88,7 +88,7 @@ def test_ray_data_defaults():
 
 @pytest.fixture
 def ray_that_takes_sigterm(monkeypatch):
-    """Ray's start as it is in 2.60: SIGTERM ends the process with its number from then on. It may come meanwhile."""
+    """Start like Ray 2.60, which handles SIGTERM from then on; a signal may arrive during the start."""
     import ray
 
     arrives = []
@@ -149,7 +149,7 @@ G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 @pytest.fixture
 def growing(monkeypatch):
-    """A cluster whose nodes come as an autoscaler is asked for them: what it was asked, and what was said."""
+    """A cluster that adds nodes when an autoscaler is asked; records requests and messages."""
     asked, said, looks = [], [], []
     monkeypatch.setattr(cluster, "_asked", False)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
@@ -203,7 +203,7 @@ def test_require_capacity_times_out(growing):
 
 
 def test_ray_calls_do_not_join_a_cluster_on_this_machine():
-    """Ray's auto-connect would join any cluster that another process runs here."""
+    """With auto-connect, Ray joins any cluster of another process."""
     import ray
     from ray._private import auto_init_hook
 

@@ -18,7 +18,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 @pytest.fixture
 def limits(monkeypatch, tmp_path):
-    """Limits of this process, all of them absent, to be set by the test."""
+    """Limits of this process; unlimited unless the test sets them."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     values = {}
@@ -101,7 +101,7 @@ def test_doctor_lists_all_obstacles(limits, monkeypatch):
 
 
 def test_command_refuses_low_limit_before_a_run(tmp_path):
-    """With a limit of the process itself."""
+    """With a real limit."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     words = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
     limited = f"ulimit -n 200; exec {sys.executable} -m jobs.cli {' '.join(words)}"
@@ -112,7 +112,7 @@ def test_command_refuses_low_limit_before_a_run(tmp_path):
 
 
 def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
-    """Where Ray would fail, and not before."""
+    """From the length at which Ray fails."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     room = 107 - len(startable._RAY_SOCKET)

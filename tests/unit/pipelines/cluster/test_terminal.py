@@ -1,4 +1,4 @@
-"""Ray's processes and lines, kept apart from the terminal of a command."""
+"""Ray's processes and output, separated from the terminal of a command."""
 
 import inspect
 import subprocess
@@ -27,7 +27,7 @@ def test_ray_processes_get_their_own_group():
 
 
 def test_ray_starts_processes_by_fork_in_our_group():
-    """Once the first fails, `own_groups` can go; where the second does, it does nothing."""
+    """If the first part fails, `own_groups` can go; if the second fails, it has no effect."""
     from ray._private.services import start_ray_process
 
     source = inspect.getsource(start_ray_process)
@@ -37,7 +37,7 @@ def test_ray_starts_processes_by_fork_in_our_group():
 
 
 def test_ray_prints_to_standard_error():
-    """Left alone it prints on standard output. In a process of its own: it is patched for good."""
+    """By default it prints on standard output. In a separate process, because the patch is permanent."""
     code = """if True:
         from ray._private import worker
         from pipelines.cluster.terminal import keep_off_standard_output

@@ -1,4 +1,4 @@
-"""Ray's token: whose file it is, and which clusters are refused; real Rays are in test_ray_ports.py."""
+"""Ray's token: who can read it, and which clusters are refused; test_ray_ports.py uses real clusters."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home without a token, an environment that says nothing of one, and a umask that hides nothing."""
+    """A home without a token, and a permissive umask."""
     for name in _VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is as before when this test is over
         monkeypatch.delenv(name)
@@ -90,7 +90,7 @@ def test_join_without_token():
 
 
 class _Gcs(grpc.GenericRpcHandler):
-    """A cluster that lets in everybody, or nobody without the token, or knows no such call."""
+    """A cluster that accepts everybody, or nobody without the token, or does not know the call."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -109,7 +109,7 @@ class _Gcs(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Start a server and have this process believe that it has joined it; its address."""
+    """Start a server that this process seems to have joined; return its address."""
     servers = []
 
     def start(answer):

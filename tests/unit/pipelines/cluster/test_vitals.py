@@ -25,13 +25,29 @@ def part():
     process.wait()
 
 
-def test_dead_part_raises_in_main_thread(part):
+@pytest.fixture
+def watching():
+    """Watch a part. Afterwards the watch ends, which would otherwise kill this process 15 s after a death."""
+    watches = []
+
+    def start(part, if_lost=""):
+        watches.append(Vitals([part], if_lost))
+        return watches[-1].watching()
+
+    yield start
+    for watch in watches:
+        watch._ended.set()
+        watch._thread.join(5)
+        assert not watch._thread.is_alive()
+
+
+def test_dead_part_raises_in_main_thread(part, watching):
     watched, kill = part
     threading.Timer(0.3, kill).start()
     began = time.monotonic()
     with (
         pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died") as caught,
-        Vitals([watched], "Units are saved").watching(),
+        watching(watched, "Units are saved"),
     ):
         threading.Event().wait(30)
     assert time.monotonic() - began < 5
@@ -40,7 +56,7 @@ def test_dead_part_raises_in_main_thread(part):
     assert caught.value.exit_code == EngineError.exit_code == 1
 
 
-def test_ray_error_becomes_its_cause(part):
+def test_ray_error_becomes_its_cause(part, watching):
     watched, kill = part
 
     def fail():
@@ -48,20 +64,20 @@ def test_ray_error_becomes_its_cause(part):
         time.sleep(0.1)
         raise RuntimeError("the task's local raylet died")
 
-    with pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died"), Vitals([watched], "").watching():
+    with pytest.raises(RayDied, match=r"Ray's raylet \(process 7\) died"), watching(watched):
         fail()
 
 
-def test_other_errors_pass_through(part):
+def test_other_errors_pass_through(part, watching):
     watched, kill = part
-    with pytest.raises(ValueError, match="its own"), Vitals([watched], "").watching():
+    with pytest.raises(ValueError, match="its own"), watching(watched):
         raise ValueError("its own")
     kill()
     time.sleep(1)
 
 
 def test_blocked_main_thread_is_killed(tmp_path):
-    """A call into a dead Ray may never return: here one that lets no signal through."""
+    """A call into a dead Ray may never return; this one ignores signals."""
     script = """
 import signal, time
 from pipelines.cluster import vitals
