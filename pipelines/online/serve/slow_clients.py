@@ -59,14 +59,14 @@ class SlowReaders(asyncio.Protocol):
         super().pause_writing()
         self.paused_at = self.loop.time()
         _UNREAD.watch(self)
-        self._look_again()
+        self._check_again()
 
     def resume_writing(self) -> None:
-        self._stop_looking()
+        self._stop_polling()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_looking()
+        self._stop_polling()
         if self.client is not None:
             _CONNECTIONS.pop(self.client, None)
         super().connection_lost(exc)
@@ -82,7 +82,7 @@ class SlowReaders(asyncio.Protocol):
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _look_again(self) -> None:
+    def _check_again(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
         self._reading = self.loop.call_later(READER_LIMIT_S, self._look, self.transport.get_write_buffer_size())
@@ -95,9 +95,9 @@ class SlowReaders(asyncio.Protocol):
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
             self.abort()
         else:
-            self._look_again()
+            self._check_again()
 
-    def _stop_looking(self) -> None:
+    def _stop_polling(self) -> None:
         self.paused_at = None
         if self._reading is not None:
             self._reading.cancel()
