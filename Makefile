@@ -10,7 +10,7 @@
 # make docs-bad-inputs  write docs/bad-inputs.md again, from what happens
 # make docs-requests  write the table of docs/requests.md again, from peagle/requests/fields.py
 # make docs-images  take the pictures of the docs again, in headless Chromium
-# make docs-metrics  draw the dashboard's panels of docs/online.md again, from a real Prometheus (Debian's package prometheus)
+# make docs-metrics  draw the dashboard's panels of docs/metrics.md again, from a real Prometheus (Debian's package prometheus)
 # make lock   resolve requirements/*.txt again
 #
 # LOCK=cuda chooses the CUDA build of vLLM; PYTHON names the interpreter (CPython 3.11 or newer).

@@ -1,4 +1,1 @@
-"""Entry points: the `peagle` command and the scripts for `ray job submit`.
-
-They parse, build, call and report.
-"""
+"""The `peagle` command, and modules for `ray job submit -- python -m jobs.COMMAND`."""

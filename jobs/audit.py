@@ -26,40 +26,35 @@ exit codes: 0 all right, 1 a file that is not as planned or a text that differs 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle audit`."""
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--sample", type=int, default=16, metavar="N", help="rows to generate again (default: 16)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sample (default: 0)")
     parser.add_argument("--no-regenerate", action="store_true", help="check the files only")
     parser.add_argument(
-        "--max-tie",
-        type=float,
-        metavar="X",
-        help="largest margin of a rounding tie (default: by the run's precision)",
+        "--max-tie", type=float, metavar="X", help="largest margin of a rounding tie (default: by the run's precision)"
     )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Audit, and print what was found."""
     from peagle.errors import ConfigError
     from peagle.runs.audit import audit
     from peagle.runs.directory import RunDirectory
     from pipelines.cluster.node import start_alone
 
     if args.sample < 1:
-        raise ConfigError(f"--sample {args.sample}: a number of rows", hint="--no-regenerate checks the files only")
+        raise ConfigError(f"--sample must be at least 1, got {args.sample}", hint="use --no-regenerate to check files")
     if args.max_tie is not None and not args.max_tie >= 0:
-        raise ConfigError(f"--max-tie {args.max_tie:g}: a difference of log-probabilities, 0 or more")
-    as_data_only = args.json is not None and str(args.json) == "-"
+        raise ConfigError(f"--max-tie must be 0 or more, got {args.max_tie:g}")
+    is_json_only = str(args.json) == "-"
     done = audit(
         RunDirectory(args.run),
         num_rows=0 if args.no_regenerate else args.sample,
         seed=args.seed,
         max_tie=args.max_tie,
-        announce=lambda message: None if as_data_only else print(message, flush=True),
+        announce=lambda message: None if is_json_only else print(message, flush=True),
         start=start_alone,
     )
-    if not as_data_only:
+    if not is_json_only:
         print(done.describe())
     return (0 if done.is_clean else 1), done.to_dict()
 

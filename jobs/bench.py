@@ -40,12 +40,10 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle bench`."""
     flags.add_flags(parser, BenchConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Measure, and print the tables."""
     config = flags.load(BenchConfig, args)
     from peagle.bench.report import text_tables
     from peagle.bench.run import bench
@@ -53,9 +51,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, with plots")
     if report["num_passes_left"]:
-        say(f"{report['num_passes_left']} passes are left: the same command goes on")
+        say(f"{report['num_passes_left']} passes are left: run the same command to continue")
     if report["failed"]:
-        say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
+        say(f"{', '.join(report['failed'])} failed: run the same command to retry; see {folder / 'logs'}")
         return 1, report
     return (3 if report["num_passes_left"] else 0), report
 

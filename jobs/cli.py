@@ -1,10 +1,9 @@
-"""The `peagle` command: a table of sub-commands, each in a module of its own.
+"""The `peagle` command, a table of subcommands.
 
-A command is one word or two; "models add" is jobs/models_add.py. Its module has HELP, `add_arguments(parser)` and
-`run(args) -> (exit code, result as data)`. Modules are imported when they are needed, so that `peagle --help` loads
-neither torch nor Ray.
+"models add" is jobs/models_add.py. A command's module has HELP, `add_arguments(parser)` and
+`run(args) -> (exit code, result for --json)`, and is imported when needed: `peagle --help` loads neither torch nor Ray.
 
-Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 nobody reads what it says.
+Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 broken output pipe.
 """
 
 import argparse
@@ -57,13 +56,12 @@ COMMANDS = {
     "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "show what this machine can run",
 }
-_SHARED = ("models add", "quantize-drafter")  # a catalog and its heads may be for all users of a machine
+_SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
 _JSON_HELP = "write the result as JSON ('-' for standard output; the rest then goes to standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its code."""
     interrupt_on_signal()
     with standard_streams() as streams:
         streams.code = run(sys.argv[1:] if argv is None else list(argv))
@@ -71,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command; its exit code."""
     for argument in argv:
         if not is_unicode(argument):
             print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8: rename the file", file=sys.stderr)
@@ -90,13 +87,13 @@ def run(argv: Sequence[str]) -> int:
         return STOPPED_CODE
     except BrokenPipeError as error:
         return broken_pipe(f"peagle {args.command}: {error}")
-    except OSError as error:  # a file that cannot be read or written, wherever nobody knew more to say
+    except OSError as error:  # a file that cannot be read or written
         print(f"peagle {args.command}: {error}", file=sys.stderr)
         return 1
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command and write its result or error as data; return its exit code."""
+    """Run the command, write its result or error as JSON, and return its exit code."""
     try:
         if args.command not in _SHARED:
             keep_private()
@@ -108,16 +105,19 @@ def _run(args: argparse.Namespace) -> int:
         if code == ConfigError.exit_code and (variables := getattr(args, "variables", {})):
             print(f"  set in the environment: {', '.join(dict.fromkeys(variables.values()))}", file=sys.stderr)
         result = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    if args.json:
-        _write_result(args.json, result)
+    if args.json and str(args.json) == "-":
+        print(to_json(result, indent=2, ensure_ascii=not prints_unicode()))
+    elif args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.json, result)
     return int(code)
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments; a flag that is not known ends the process, with the nearest one."""
+    """Parse, or exit with a message that suggests the nearest flag."""
     args, unknown = parser.parse_known_args(argv)
-    if getattr(args.module, "PASSES_ON", False):  # flags of another command
-        args.passed_on = unknown
+    if getattr(args.module, "FORWARDS_ARGS", False):
+        args.forwarded = unknown
     elif unknown:
         flag = unknown[0].partition("=")[0]
         if instead := removed.KEYS.get(flag.lstrip("-").replace("-", "_")):
@@ -128,10 +128,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `argv` into the longest command it begins with and the rest.
-
-    None where it names no command.
-    """
+    """Split `argv` into the longest command name it starts with, or None, and the rest."""
     for num_words in (2, 1):
         if (command := " ".join(argv[:num_words])) in COMMANDS:
             return command, list(argv[num_words:])
@@ -139,7 +136,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; only the module of `command` is imported."""
+    """Return the parser. Imports only the module of `command`."""
     parser = argparse.ArgumentParser(
         prog="peagle",
         description="Generate in bulk with P-EAGLE parallel drafters on Ray and vLLM, priced in tokens per dollar.",
@@ -163,14 +160,6 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         sub.add_argument("--json", type=Path, metavar="FILE", help=_JSON_HELP)
         sub.set_defaults(module=module, usage=sub.format_usage())
     return parser
-
-
-def _write_result(path: Path, result: Any) -> None:
-    if str(path) == "-":
-        print(to_json(result, indent=2, ensure_ascii=not prints_unicode()))
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ With the YAML language server, the first line of job.yaml is then: # yaml-langua
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `peagle config schema`."""
     parser.add_argument("of", choices=MODELS, metavar="COMMAND", help=f"one of {', '.join(MODELS)}")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print it."""
     schema = model_of(args.of).model_json_schema()
     print(to_json(schema, indent=2))
     return 0, schema

@@ -1,4 +1,4 @@
-"""Configurations of commands: the command that a file is for, and its model."""
+"""The configuration model of each command, and of a file."""
 
 import importlib
 from pathlib import Path
@@ -21,30 +21,29 @@ MODELS = {
     "train": "peagle.drafter.config:TrainConfig",
     "tune": "peagle.tuning.config:TuneConfig",
 }
-_OF_A_RUN = frozenset({"input", "output"})
 
 
 def model_of(command: str) -> "type[BaseModel]":
-    """The model of a command's configuration."""
+    """Import the configuration model of a command."""
     module, _, name = MODELS[command].partition(":")
     model: type[BaseModel] = getattr(importlib.import_module(module), name)
     return model
 
 
 def command_of(path: Path) -> str:
-    """The command that a file is for: `generate` with input or output, else `serve`.
+    """Return the command that a file configures: `generate` if it has an input or output, else `serve`.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return "generate" if flags.keys_of(path) & _OF_A_RUN else "serve"
+    return "generate" if flags.keys_of(path) & {"input", "output"} else "serve"
 
 
 def read_configuration(path: Path) -> "GenerateConfig | ServeConfig":
-    """The configuration of a bulk run or an endpoint, from its file alone.
+    """Load a bulk run's or an endpoint's configuration from its file, without flags and environment.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it is wrong.
+        ConfigError: the file cannot be read or is invalid.
     """
     from pipelines.batch.config import GenerateConfig
     from pipelines.online.config import ServeConfig

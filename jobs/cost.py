@@ -38,7 +38,6 @@ glob of them. Days are in UTC; both ends are included. Work counts on the day it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `peagle cost`."""
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="run directory, --state folder, or a glob of them; local or s3://"
     )
@@ -67,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the statement."""
     from peagle.economics.report.focus import focus_csv
     from peagle.economics.report.spending import csv_statement, html_statement, text_statement
     from peagle.economics.spending import charges, node_charges
@@ -95,7 +93,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         layer = next((name for name in by if name != "day"), "key")
         print(html_statement(result, statement(charged, ("day", layer), days)))
     else:
-        print(csv_statement(result) if args.format == "csv" else text_statement(result))
+        text = csv_statement(result) if args.format == "csv" else text_statement(result)
+        print(text)
     return 0, result
 
 

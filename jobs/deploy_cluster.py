@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from jobs.deploying import add_common_arguments, read_workload, result_of, run_client, write_file
+from peagle.deploy.cluster import MAX_NAME_LENGTH
 from peagle.errors import ConfigError
 
 HELP = """\
@@ -16,23 +17,19 @@ Write the file for `ray up`: a Ray cluster on AWS for a bulk run, as its instanc
 The file's first lines say how to submit the run. With market: spot it asks for spot machines, in the configuration's
 region. docs/deploy.md has the commands that make the account's names.
 """
-_MOST_OF_NAME = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `peagle deploy cluster`."""
     add_common_arguments(parser, client="ray up")
     names = parser.add_argument_group("names of the account")
     names.add_argument("--ami", metavar="ID", help="image with NVIDIA's driver and Python 3.12")
-    names.add_argument(
-        "--security-group", metavar="ID", help="group that admits its own members, and SSH from one address"
-    )
+    names.add_argument("--security-group", metavar="ID", help="group that admits its members, and SSH from one address")
     names.add_argument("--head-profile", metavar="ARN", help="instance profile of the head")
     names.add_argument("--worker-profile", metavar="ARN", help="instance profile of the others")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Write the file, and start the cluster where that is asked for."""
+    """Write the file, and start the cluster with --apply."""
     from peagle.deploy.cluster import AwsNames, cluster, cluster_file
 
     given = {
@@ -46,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         raise ConfigError(f"--apply needs {', '.join(names.missing)}", hint="docs/deploy.md has the commands for them")
     if args.apply and args.output is None:
         raise ConfigError("--apply needs --output: `ray down` will want the same file", hint="--output cluster.yaml")
-    workload = read_workload(args.config, args.name, most_of_name=_MOST_OF_NAME)
+    workload = read_workload(args.config, args.name, max_name_length=MAX_NAME_LENGTH)
     text = cluster_file(workload, names, config=str(args.config), output=str(args.output or "cluster.yaml"))
     write_file(text, args.output)
     if args.apply:

@@ -21,7 +21,6 @@ the commands that make them are printed on standard error. docs/deploy.md shows 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `peagle deploy kuberay`."""
     add_common_arguments(parser, client="kubectl apply")
     parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with peagle installed")
     parser.add_argument("--namespace", metavar="TEXT", help="namespace of the objects (default: kubectl's own)")
@@ -48,24 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bulk = parser.add_argument_group("bulk runs")
     bulk.add_argument(
-        "--retries",
-        type=int,
-        default=3,
-        metavar="N",
-        help="times to continue a run that ended early (default: 3)",
+        "--retries", type=int, default=3, metavar="N", help="retries of a run that ended early (default: 3)"
     )
     bulk.add_argument("--schedule", metavar="CRON", help="a new run each time, in a new folder below output")
     bulk.add_argument("--time-zone", metavar="NAME", help="time zone of the schedule (default: the operator's)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Write the objects, and apply them where that is asked for."""
-    from peagle.deploy.kuberay import MOST_OF_CRON_NAME, MOST_OF_NAME, KubeRayOptions, manifests, secrets_of
+    """Write the objects, and apply them with --apply."""
+    from peagle.deploy.kuberay import MAX_CRON_NAME_LENGTH, MAX_NAME_LENGTH, KubeRayOptions, manifests, secrets_of
     from peagle.deploy.pods import PodOptions
     from pipelines.cluster.ray import NODE_ENVIRONMENT
     from pipelines.online.serve.proxy import ENVIRONMENT
 
-    workload = read_workload(args.config, args.name, most_of_name=MOST_OF_CRON_NAME if args.schedule else MOST_OF_NAME)
+    max_name_length = MAX_CRON_NAME_LENGTH if args.schedule else MAX_NAME_LENGTH
+    workload = read_workload(args.config, args.name, max_name_length=max_name_length)
     options = KubeRayOptions(
         pods=PodOptions(
             image=args.image,
@@ -85,11 +81,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     text = as_yaml(objects)
     write_file(text, args.output)
     secrets = secrets_of(workload, options)
-    print("needed there, once:", *secrets, sep="\n  ", file=sys.stderr)
+    print("create these Secrets once:", *secrets, sep="\n  ", file=sys.stderr)
     if args.apply:
-        run_client(
-            ["kubectl", "apply", "-f", "-"],
-            text,
-            hint="install kubectl, or carry the file to where it is: kubectl apply -f FILE",
-        )
+        hint = "install kubectl, or copy the file to a machine that has it and run: kubectl apply -f FILE"
+        run_client(["kubectl", "apply", "-f", "-"], text, hint=hint)
     return 0, result_of(workload, objects=objects, secrets=secrets, is_applied=args.apply)

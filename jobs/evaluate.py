@@ -1,4 +1,4 @@
-"""`peagle evaluate`: what a drafter is worth in the real engine."""
+"""`peagle evaluate`: measure drafters in the real engine."""
 
 import argparse
 import sys
@@ -32,19 +32,17 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle evaluate`."""
     flags.add_flags(parser, EvaluateConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Evaluate, and print the table."""
     config = flags.load(EvaluateConfig, args)
     from peagle.bench.acceptance import evaluate, text_report
 
     report, folder = evaluate(config, listener())
     say(f"\n{text_report(report)}\n\nreport: {folder / 'report.md'}, with plots")
     if report["failed"]:
-        say(f"{', '.join(report['failed'])} failed, and is tried again by the same command; see {folder / 'logs'}")
+        say(f"{', '.join(report['failed'])} failed: run the same command to retry; see {folder / 'logs'}")
     return (1 if report["failed"] else 0), report
 
 

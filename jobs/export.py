@@ -17,14 +17,12 @@ An export can be made again at any time: files are replaced whole, and the same 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle export`."""
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
     parser.add_argument("--format", required=True, metavar="FORMAT", help="parquet, jsonl or openai-batch")
     parser.add_argument("--partial", action="store_true", help="export the committed rows of an unfinished run")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Export, and say where to."""
     from peagle.errors import ConfigError, did_you_mean
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import FORMATS, export

@@ -1,8 +1,6 @@
-"""Flags from a configuration model.
+"""Flags, environment variables and YAML keys of a configuration model.
 
-One definition gives the YAML key, the flag, its help and its check.
-
-Priority: flag > environment (PEAGLE_<KEY>) > YAML > default.
+The model defines the name, help and validation of each key. Priority: flag > PEAGLE_<KEY> > YAML > default.
 """
 
 import argparse
@@ -37,14 +35,13 @@ def add_flags(
     yaml_only: Collection[str] = (),
     hidden: Collection[str] = (),
 ) -> None:
-    """Add a flag for each field of `model`, and `--config`.
-
-    The flags are under the headings of `groups`, in the order of their names there.
+    """Add `--config` and a flag for each field of `model`.
 
     Args:
-        short: one-letter names.
-        yaml_only: fields that no flag can express.
-        hidden: fields whose flags the help leaves out: for those who test peagle itself.
+        groups: fields by heading, in the order of the help.
+        short: one-letter flags by field.
+        yaml_only: fields without a flag.
+        hidden: fields whose flags are not in the help.
     """
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags win over it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
@@ -57,7 +54,7 @@ def add_flags(
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
         kind, form = _plain(field.annotation), field.json_schema_extra
-        if isinstance(form, dict) and "flag" in form:  # a map, of which a flag gives one entry
+        if isinstance(form, dict) and "flag" in form:  # a map; each flag adds one entry
             names = [f"--{form['flag']}"]
             options |= {"action": "append", "metavar": form["metavar"]}
         elif kind is bool:
@@ -77,64 +74,62 @@ def load(
     foreign: Mapping[str, Any] = MappingProxyType({}),
     foreign_variable: Callable[[str], str] = str,
 ) -> Model:
-    """Return the configuration that flags, environment and YAML add up to.
+    """Return the configuration from flags, environment and YAML.
 
     Args:
-        foreign: keys that the variables of another program set. They win over the YAML, and PEAGLE_* over them.
+        foreign: keys that another program's variables set. They override the YAML, and PEAGLE_* overrides them.
         foreign_variable: returns the variable that sets such a key.
 
     Raises:
-        ConfigError: the YAML is unreadable, a key unknown, or a value not what its key takes.
+        ConfigError: the YAML cannot be read, a key is unknown, or a value is invalid.
     """
     known = model.model_fields
     values = _from_yaml(args.config, known) if args.config else {}
-    set_there = _from_environment(known)
+    from_environment = _from_environment(known)
     flags = {name: getattr(args, name) for name in known if hasattr(args, name)}
-    args.variables = {name: foreign_variable(name) for name in foreign} | {name: _variable(name) for name in set_there}
-    args.variables = {name: variable for name, variable in args.variables.items() if name not in flags}
+    variables = {name: foreign_variable(name) for name in foreign}
+    variables |= {name: _variable(name) for name in from_environment}
+    args.variables = {name: variable for name, variable in variables.items() if name not in flags}
     args.in_yaml = frozenset(values)
-    return _checked(model, values | dict(foreign) | set_there | flags, args.variables)
+    return _validate(model, values | dict(foreign) | from_environment | flags, args.variables)
 
 
 def load_file(model: type[Model], path: Path) -> Model:
-    """The configuration of a YAML file alone, as it will be read on another machine.
-
-    Raises:
-        ConfigError: as `load`.
-    """
-    return _checked(model, _from_yaml(path, model.model_fields), {})
+    """Return the configuration of a YAML file alone; raises as `load`."""
+    return _validate(model, _from_yaml(path, model.model_fields), {})
 
 
 def keys_of(path: Path) -> frozenset[str]:
-    """The keys of a YAML file, whatever command they are for.
+    """Return the keys of a YAML file for any command.
 
     Raises:
-        ConfigError: it is unreadable, or holds no keys.
+        ConfigError: the file cannot be read, or has no keys.
     """
     return frozenset(map(str, _mapping(path)))
 
 
 def origins(config: pydantic.BaseModel, args: argparse.Namespace) -> dict[str, str]:
-    """Where each key's value came from: flag, environment, YAML, profile or default.
+    """Return where each key's value came from: flag, environment, YAML, profile or default.
 
     Args:
-        config: as `load` made it of `args`.
+        config: what `load` returned for `args`.
     """
-    return {name: _origin(name, config, args) for name in type(config).model_fields}
+    result = {}
+    for name in type(config).model_fields:
+        if hasattr(args, name):
+            result[name] = "flag"
+        elif name in args.variables:
+            result[name] = f"environment, {args.variables[name]}"
+        elif name in args.in_yaml:
+            result[name] = str(args.config)
+        elif name in config.model_fields_set:  # only a profile sets keys that the user left open
+            result[name] = f"profile {getattr(config, 'profile', None)}"
+        else:
+            result[name] = "default"
+    return result
 
 
-def _origin(name: str, config: pydantic.BaseModel, args: argparse.Namespace) -> str:
-    if hasattr(args, name):
-        return "flag"
-    if name in args.variables:
-        return f"environment, {args.variables[name]}"
-    if name in args.in_yaml:
-        return str(args.config)
-    # Keys that nobody said are set by a profile alone.
-    return f"profile {getattr(config, 'profile', None)}" if name in config.model_fields_set else "default"
-
-
-def _checked(model: type[Model], values: Mapping[str, Any], variables: Mapping[str, str]) -> Model:
+def _validate(model: type[Model], values: Mapping[str, Any], variables: Mapping[str, str]) -> Model:
     try:
         return model(**values)
     except pydantic.ValidationError as error:
@@ -145,7 +140,7 @@ _METAVARS = {int: "N", float: "X", Path: "PATH", Place: "PATH", str: "TEXT"}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 2:8 and 18:30 as numbers to the base of 60; here they are text."""
+    """Reads 2:8 and 18:30 as text. In YAML 1.1 they are numbers to the base of 60."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
         first: [("tag:yaml.org,2002:str", re.compile(r"\d+(:\d+)+$")), *resolvers]
@@ -158,18 +153,15 @@ def _variable(name: str) -> str:
 
 
 def _from_environment(known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """The keys that environment variables set.
-
-    An empty variable sets nothing, nor do those that Kubernetes sets for a service.
-    """
-    found: dict[str, Any] = {}
+    """Return the keys set by variables. Ignores empty ones, and those that Kubernetes sets for a service."""
+    values: dict[str, Any] = {}
     for name, field in known.items():
         value = os.environ.get(_variable(name), "")
         if not is_unicode(value):
             raise ConfigError(f"{_variable(name)} is not UTF-8: {os.fsencode(value)!r}")
         if value and not (name.endswith("port") and is_service_link(value)):
-            found[name] = [value] if typing.get_origin(_plain(field.annotation)) is list else value
-    return found
+            values[name] = [value] if typing.get_origin(_plain(field.annotation)) is list else value
+    return values
 
 
 def _from_yaml(path: Path, known: Mapping[str, FieldInfo]) -> dict[str, Any]:
@@ -191,23 +183,19 @@ def _mapping(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: it must hold keys and values, one a line")
+        raise ConfigError(f"--config {path}: must be a YAML mapping of keys to values")
     return values
 
 
 def _explain(error: Any, variables: Mapping[str, str]) -> str:
-    """Return one fault with its place.
-
-    Args:
-        variables: by key, the environment variable that set it.
-    """
+    """Return one validation error with its location: the key, or the variable in `variables` that set it."""
     where = ".".join(map(str, error["loc"]))
     if error["loc"] and (variable := variables.get(str(error["loc"][0]))):
         where = variable
     if error["type"] == "missing":
-        return f"--{where.replace('_', '-')} is needed"
+        return f"--{where.replace('_', '-')} is required"
     if error["type"] == "unexpected_keyword_argument":
-        return f"{where}: no such key"
+        return f"{where}: unknown key"
     if isinstance(error["input"], str) and (
         instead := removed.VALUES.get((str(error["loc"][-1]) if error["loc"] else "", error["input"]))
     ):
@@ -215,13 +203,13 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return message
-    # A validator of ours that takes many values names the wrong one itself.
+    # Our validators of lists and maps name the invalid entry themselves.
     is_named = error["type"] == "value_error" and isinstance(error["input"], list | dict)
     return f"{where}: {message}" if is_named else f"{where}: {message}, not {error['input']!r}"
 
 
 def _plain(annotation: Any) -> Any:
-    """The annotation without `| None`."""
+    """Return the annotation without `| None`."""
     if isinstance(annotation, types.UnionType):
         (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
     return annotation

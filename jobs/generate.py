@@ -35,40 +35,35 @@ _GROUPS = {
     "prompts": list(PROMPT_KEYS),
     "sampling": [*SAMPLING_KEYS, "sampling_column"],
     "engines": [
-        "engines",
-        "nodes_per_engine",
-        "accelerator_type",
-        *SIZE_KEYS,
-        "engine",
-        "cluster_wait_s",
-        "heartbeat_s",
+        "engines", "nodes_per_engine", "accelerator_type", *SIZE_KEYS, "engine", "cluster_wait_s", "heartbeat_s",
         "lease_s",
     ],
     "stopping": ["budget_usd", "deadline", "max_failed_rows", "row_timeout_s", "engine_timeout_s", "grace_s"],
     "money": [*PRICE_OPTIONS, "tags", "draw_on"],
-}
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle generate`."""
     flags.add_flags(parser, GenerateConfig, _GROUPS, hidden=["fake"])
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Generate, and print the summary."""
     config = flags.load(GenerateConfig, args)
+    from pipelines.batch.request import RunRequest
+
+    request = RunRequest(config=config, command=args.command_line)
     if args.dry_run:
-        return _dry_run(config, args.command_line)
+        from pipelines.batch.forecast import forecast
+
+        return print_forecast(forecast(request, print))
 
     from peagle.economics.report.text import text_summary
     from peagle.runs.directory import RunDirectory
     from peagle.runs.export import describe_answers
     from peagle.runs.progress import RunProgress
-    from pipelines.batch.request import RunRequest
     from pipelines.batch.run import generate
 
-    request = RunRequest(config=config, command=args.command_line)
     outcome = generate(request, RunProgress(console(soft_wrap=True)))
     if outcome.was_already_finished:
         print(f"{config.output} is already finished.")
@@ -79,13 +74,6 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         print(f"exported {outcome.export.describe()}")
     print(f"report: {config.output / 'report.html'}")
     return 0, outcome.report
-
-
-def _dry_run(config: GenerateConfig, command_line: list[str]) -> tuple[int, dict[str, Any]]:
-    from pipelines.batch.forecast import forecast
-    from pipelines.batch.request import RunRequest
-
-    return print_forecast(forecast(RunRequest(config=config, command=command_line), print))
 
 
 if __name__ == "__main__":

@@ -1,32 +1,30 @@
-"""`peagle ledger compact`: many small files of a ledger become few."""
+"""`peagle ledger compact`: merge the small files of ledgers."""
 
 import argparse
 import time
 from typing import Any
 
 HELP = """\
-Put the many small files of ledgers into few, each whole as before: of requests, of heartbeats, of engine processes.
-Nothing else changes: `peagle cost`, budgets and endpoints see the same.
+Merge the many small files of ledgers (requests, heartbeats, engine processes) into few, each written atomically.
+Nothing else changes: `peagle cost`, budgets and endpoints see the same records.
 
   peagle ledger compact runs/serve
   peagle ledger compact 'runs/*' s3://bucket/runs/nightly
 
-It may run beside engines, readers and an endpoint, and may be killed at any moment; the same command goes on. Only
-files of processes that have ended are taken: those that said so an hour ago, and those that have been silent for a day.
+It can run while engines, readers and an endpoint use the ledger, and can be killed at any time: run it again to
+continue. It merges only files of processes that ended an hour ago, or have been silent for a day.
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, or a glob of them.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle ledger compact`."""
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="run directory, --state folder, or a glob of them; local or s3://"
     )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Put the files of each ledger together."""
     from peagle.economics.compaction import compact
     from peagle.runs.ledgers import ledger_folders
 

@@ -25,7 +25,6 @@ Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a ca
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle models`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="catalog name or hub id (default: all models)")
     parser.add_argument(
         "--sagemaker-env",
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the list or the card."""
     from peagle.catalog.cards import load_catalog
 
     catalog = load_catalog()
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _print_variables(card: "ModelCard") -> dict[str, str]:
-    """Print a file of variables, as `docker run --env-file` takes it."""
+    """Print the variables in the format of `docker run --env-file`."""
     from peagle.deploy.sagemaker import preset
 
     found = preset(card)
@@ -99,10 +97,7 @@ def _print_card(card: "ModelCard") -> None:
 
 
 def card_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
-    """The card as (label, fact, source) lines.
-
-    "not confirmed" stands for a null on it.
-    """
+    """Return the card as (label, fact, source) rows; null facts are "not confirmed"."""
     precision = card.precision
     native = f"; published in {precision.native_quantization}" if precision.native_quantization else ""
     return [
@@ -135,14 +130,18 @@ def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
         (f"{method} head", fact, head.source),
         *([("", head.note, "")] if head.note else []),
         *[
-            ("", f"{one.where}, {one.instance_type}: K={one.num_speculative_tokens}", one.source)
-            for one in head.deployments
+            (
+                "",
+                f"{deployment.where}, {deployment.instance_type}: K={deployment.num_speculative_tokens}",
+                deployment.source,
+            )
+            for deployment in head.deployments
         ],
     ]
 
 
 def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
-    """The choices of `--drafter auto` as (platform, choice, source) lines."""
+    """Return the choices of `--drafter auto` as (platform, choice, source) rows."""
     if not card.speculation:
         return [("speculation", "not measured: --drafter auto drafts nothing; name a head to use it", "")]
     rows = []
@@ -154,10 +153,7 @@ def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
 
 
 def published_lines(table: "PublishedTable") -> list[str]:
-    """A published table for the terminal.
-
-    A row for each method and K, then P-EAGLE's gains, then the source.
-    """
+    """Return a published table as text: a row per method and K, P-EAGLE's gains, and the source."""
     from peagle.profiles.measurements import METHOD_NAMES, method_label
     from peagle.tables import aligned
 

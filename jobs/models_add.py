@@ -1,11 +1,8 @@
-"""`peagle models add`: a trained or downloaded head into the user's own catalog."""
+"""`peagle models add`: add a trained or downloaded head to the user's catalog."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from peagle.catalog.add_head import AddedHead
+from typing import Any
 
 HELP = """\
 Put a drafter head into your catalog, so that `peagle generate --model TARGET` drafts with it.
@@ -14,15 +11,14 @@ Put a drafter head into your catalog, so that `peagle generate --model TARGET` d
   peagle models add downloads/gpt-oss-20b-p-eagle --target gpt-oss-20b
   peagle models add heads/other --target /models/my-llama --name my-llama --max-concurrency 8
 
-DIR is a folder as `peagle train` writes it, or in the layout of the published heads (config.json with ptd_token_id,
-weights with mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads; the
-target's card goes to $PEAGLE_HOME/models/NAME.yaml and replaces the one before. For some targets it
-was measured up to how many requests at once drafting pays: that is kept, unless --max-concurrency says otherwise.
+DIR is a folder that `peagle train` wrote, a head in the published layout (config.json with ptd_token_id, weights with
+mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads. The target's card
+in $PEAGLE_HOME/models/NAME.yaml is replaced. If the card says up to how many concurrent requests drafting pays, that
+limit is kept, unless --max-concurrency sets another.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle models add`."""
     parser.add_argument("head", metavar="DIR", help="the head's folder, or its name in the catalog")
     parser.add_argument("--name", metavar="NAME", help="name of the card (default: the target's)")
     parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: what the head says)")
@@ -30,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", type=int, metavar="N", help="K (default: the card's, else the head's own)"
     )
     parser.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="draft up to that many requests at once, not beyond"
+        "--max-concurrency", type=int, metavar="N", help="use the drafter up to this many concurrent requests"
     )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Add the head, and print what `--drafter auto` does from now on."""
+    """Add the head, and print what `--drafter auto` now does."""
+    from jobs.models import speculation_rows
     from peagle.catalog.add_head import add_head
     from peagle.catalog.drafters import find_head
     from peagle.catalog.shipped_heads import whole_head
@@ -48,20 +45,14 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         max_concurrency=args.max_concurrency,
         announce=print,
     )
-    _print(added)
-    result = {"card": added.card.model_dump(), "path": str(added.path), "folder": str(added.folder)}
-    return 0, result | {"replaced": added.replaced}
-
-
-def _print(added: "AddedHead") -> None:
-    from jobs.models import speculation_rows
-
     facts, name = added.facts, added.card.name
     print(f"{name}: {facts.method} head, {added.card.heads[facts.method].note}")
     print(f"head: {added.folder}")
     print(f"card: {added.path}")
     if added.replaced:
-        print(f"the card named before: {added.replaced}")
-    print(f"\npeagle generate --model {name} now drafts by itself:")
+        print(f"the previous card had: {added.replaced}")
+    print(f"\n`peagle generate --model {name}` now uses it:")
     for platform, choice, source in speculation_rows(added.card):
         print(f"  {platform}: {choice}  [{source}]")
+    result = {"card": added.card.model_dump(), "path": str(added.path), "folder": str(added.folder)}
+    return 0, result | {"replaced": added.replaced}

@@ -1,4 +1,4 @@
-"""A command's output: streams that cannot break it, and lines for people."""
+"""Output of commands: safe standard streams, progress lines, forecasts."""
 
 import argparse
 import contextlib
@@ -18,71 +18,62 @@ if TYPE_CHECKING:
 
     from peagle.bench.engine import MeasurementListener
 
-PIPE_CODE = 128 + signal.SIGPIPE  # as a shell tells of a process that the signal ended
-DRY_RUN_HELP = "say what would run where, what memory, time and money it would take, and start and write nothing"
+PIPE_CODE = 128 + signal.SIGPIPE  # a shell's exit code for a process that SIGPIPE ended
+DRY_RUN_HELP = "show what would run where, with memory, time and cost; start and write nothing"
 _REPORT_EVERY_S = 15.0
 
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[SimpleNamespace]:
-    """Run a command with standard streams that cannot break it.
-
-    Text that cannot be encoded is escaped; a reader that has gone ends the command like SIGPIPE.
+    """Escape text that the streams cannot encode, and exit as after SIGPIPE if the reader has gone.
 
     Yields:
-        Where the command leaves its exit code as `code`; it may have become `PIPE_CODE` at the end.
+        A namespace in which the command sets its exit `code`; on exit it may become `PIPE_CODE`.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    ended = SimpleNamespace(code=0)
+    result = SimpleNamespace(code=0)
     try:
-        yield ended
-    finally:  # argparse ends the process after --help by itself
+        yield result
+    finally:  # also when argparse exits after --help
         try:
             sys.stdout.flush()
         except BrokenPipeError as error:
-            ended.code = broken_pipe(str(error))
+            result.code = broken_pipe(str(error))
 
 
 def broken_pipe(message: str) -> int:
-    """The exit code of a command that met a broken pipe.
-
-    `message` is printed where the pipe was not that of its output.
-    """
-    if not _is_reader_gone():
+    """Return the exit code after a BrokenPipeError; print `message` unless standard output is the broken pipe."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
         print(message, file=sys.stderr)
         return 1
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter tells of it at its end
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter prints an error at exit
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     return PIPE_CODE
 
 
 def console(**options: Any) -> "Console":
-    """Rich's console.
-
-    Its own one ends the process with 1 when nobody reads, whatever the command is in.
-    """
+    """Return a rich console that raises BrokenPipeError; rich's own exits the process with code 1."""
     from rich.console import Console
 
-    class Ours(Console):
+    class PipeConsole(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    return Ours(**options)
+    return PipeConsole(**options)
 
 
 def prints_unicode() -> bool:
-    """Whether standard output takes any letter as it is."""
+    """Whether standard output can encode all of Unicode."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the name is all text.
-
-    Other bytes appear as half surrogate pairs in it.
-    """
+    """Whether the text is valid Unicode. Undecodable bytes of an argument are half surrogate pairs in it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -90,65 +81,56 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _is_reader_gone() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
 class Throttle:
-    """Let a report through every few seconds, and the first and last one always."""
+    """Limit a progress callback to one call every few seconds, and always pass the first and last one."""
 
     def __init__(self, report: Any) -> None:
         self._report, self._last = report, float("-inf")
 
-    def __call__(self, *news: Any) -> None:
-        """`news` is `done` and `total`, or one record that has `step` and `num_steps`."""
-        done, total = (news[0].step, news[0].num_steps) if len(news) == 1 else news
+    def __call__(self, *progress: Any) -> None:
+        """`progress` is `done` and `total`, or a record with `step` and `num_steps`."""
+        done, total = (progress[0].step, progress[0].num_steps) if len(progress) == 1 else progress
         if done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
             self._last = time.monotonic()
-            self._report(*news)
+            self._report(*progress)
 
 
 def listener() -> "MeasurementListener":
-    """A measurement's news on the terminal."""
+    """Return a listener that prints the progress of a measurement."""
     from peagle.bench.engine import MeasurementListener
 
     return MeasurementListener(say=say, progress=Throttle(lambda done, total: say(f"  {done} of {total} responses")))
 
 
 def say(message: str) -> None:
-    """A line that is seen at once, also in a pipe."""
+    """Print a line and flush it."""
     print(message, flush=True)
 
 
 @contextlib.contextmanager
 def human_output(args: argparse.Namespace) -> Iterator[None]:
-    """Keep standard output for data alone while a command runs with `--json -`.
-
-    What it prints goes to standard error as that is now: while an engine is up, the descriptor is its log
-    (`peagle.quiet`).
-    """
+    """Send what a command with `--json -` prints to standard error, so that standard output is only JSON."""
     if str(args.json) != "-":
         yield
         return
+    # A copy of the descriptor: while an engine is running, 2 is its log (`peagle.quiet`).
     terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     with terminal, contextlib.redirect_stdout(terminal):
         yield
 
 
 class Forecast(Protocol):
-    """A run or an endpoint that was only decided."""
+    """A run or an endpoint that was resolved but not started."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """The facts to show, by label."""
+        """Return labels and facts to print."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data."""
+        """Return the same for --json."""
 
 
 def print_forecast(forecast: Forecast) -> tuple[int, dict[str, Any]]:
-    """Print the facts; the exit code, and the result as data."""
+    """Print the facts; return the exit code and the result for --json."""
     lines = forecast.lines()
     width = max(len(label) for label, _ in lines)
     for label, fact in lines:

@@ -33,12 +33,10 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `peagle plan`."""
     flags.add_flags(parser, PlanConfig, _GROUPS)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the plan."""
     config = flags.load(PlanConfig, args)
     from peagle.planning.plan import make_plan, text_plan
 

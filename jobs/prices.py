@@ -21,13 +21,11 @@ List the prices per machine and hour that runs and endpoints are charged, each w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `peagle prices`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="accelerator or instance type (default: all)")
     parser.add_argument("--prices", type=Path, metavar="FILE", help="CSV that adds to or replaces rows of the table")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Print the offers."""
     from peagle.economics.prices import PriceTable
     from peagle.tables import aligned
 

@@ -1,7 +1,4 @@
-"""`peagle prompts`: the shipped prompts, to be answered by a target.
-
-Its answers are the training data of a drafter.
-"""
+"""`peagle prompts`: write shipped prompts, whose answers by a target are a drafter's training data."""
 
 import argparse
 import json
@@ -13,44 +10,40 @@ from peagle.drafter.prompts import STDLIB
 from peagle.errors import ConfigError
 
 HELP = """\
-Write prompts for a training. Code prompts are made from the signatures and docstrings of the Python standard library
-or of an installed package. Content prompts are tasks of other kinds (summaries, questions, letters, tables, sums)
-on the descriptions of installed packages, on Python's reference and on generated tables.
+Write prompts for training. Code prompts come from the signatures and docstrings of the Python standard library or of an
+installed package. Content prompts are other tasks (summaries, questions, letters, tables, arithmetic) on descriptions
+of installed packages, Python's reference and generated tables.
 
   peagle prompts --output prompts.jsonl --limit 4000
   peagle prompts --source package:networkx --output more.jsonl
   peagle prompts --source content --output content.jsonl
-  peagle prompts --source content:held-out --output held-out.jsonl   # kinds and texts that `content` has not
+  peagle prompts --source content:held-out --output held-out.jsonl   # kinds and texts that `content` does not have
 
-Nothing is downloaded or imported. Prompts that share 10 words in a row with a HumanEval problem, or with the set
-that --exclude names instead, are left out and listed. The order depends on --seed, the interpreter and the installed
-packages alone; every function or text is used once before any is used again.
+Nothing is downloaded or imported. Prompts that share 10 consecutive words with a HumanEval problem, or with the set in
+--exclude, are dropped and listed. The order depends only on --seed, the interpreter and the installed packages. Each
+function or text is used once before any is used a second time.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle prompts`."""
     parser.add_argument(
         "--source",
         default=STDLIB,
         help="stdlib, package:NAME for an installed package, content, or content:held-out (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet to write")
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="number of prompts; default: every function or text once"
-    )
+    parser.add_argument("--limit", type=int, metavar="N", help="number of prompts; default: each function or text once")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of order and wordings (default: 0)")
     parser.add_argument(
         "--exclude",
         action="append",
         metavar="TEXT",
-        help="evaluation set to keep out: humaneval, a corpus of prompts, or none; may be repeated"
-        " (default: humaneval)",
+        help="evaluation set to exclude: humaneval, a corpus of prompts, or none; may be repeated (default: humaneval)",
     )
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Write the prompts, and print what was dropped."""
+    """Write the prompts, and print those that were dropped."""
     from peagle.drafter.decontamination import DEFAULT, index_of
     from peagle.drafter.prompt_sources import shipped_prompts
 
@@ -79,6 +72,5 @@ def _write(prompts: list[dict[str, Any]], output: Path) -> None:
 
         pq.write_table(pa.Table.from_pylist(prompts), output)
     else:
-        output.write_text(
-            "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
-        )
+        lines = (json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts)
+        output.write_text("".join(lines), encoding="utf-8")

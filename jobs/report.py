@@ -1,27 +1,25 @@
-"""`peagle report`: the account of runs, made again from their directories."""
+"""`peagle report`: write and print the reports of runs."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 HELP = """\
-Account for runs: tokens per dollar, acceptance, where the money went.
+Report on runs: tokens per dollar, acceptance, costs.
 
-  peagle report runs/first                    writes report.json and report.html into it again
+  peagle report runs/first                        writes report.json and report.html into the run directory
   peagle report runs/a runs/b --html both.html    compares them side by side
 
-Of an endpoint `peagle cost STATE` is the account.
+For an endpoint, use `peagle cost STATE`.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="where the page that compares several runs goes")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="page to write that compares the runs")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Make the reports, and print them."""
     from peagle.economics.report.html import render_html
     from peagle.economics.report.text import text_summary
     from peagle.files import write_atomic

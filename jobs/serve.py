@@ -1,4 +1,4 @@
-"""`peagle serve`: the endpoint on this machine or on the cluster of RAY_ADDRESS."""
+"""`peagle serve`: run the endpoint on this machine or on the cluster of RAY_ADDRESS."""
 
 import argparse
 import os
@@ -37,94 +37,58 @@ Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this mach
 listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
 RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
 the endpoint: new requests are refused, those under way get --drain-s; a second one stops it at once.
-`serve deploy deploy/serve.yaml` runs the same without this command. PEAGLE_SAGEMAKER=true keeps SageMaker's contract
-for containers and reads SM_VLLM_* variables: docs/deploy.md.
+`serve deploy deploy/serve.yaml` runs the same without this command. With PEAGLE_SAGEMAKER=true it follows SageMaker's
+contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
 EPILOG = """\
 each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
-exit codes: 0 stopped as asked, 1 error, 2 bad usage or configuration, 3 stopped immediately
+exit codes: 0 stopped by a signal, 1 error, 2 bad usage or configuration, 3 stopped immediately
 """
 APP_NAME = "peagle"
 _IF_LOST = (
     "Requests in progress are lost; keys, usage, files and batches are saved, and batches continue. It is safe to "
     "start the same command again"
 )
-_FAILED = "DEPLOY_FAILED"
 _POLL_S = 0.5
-_AT_ONCE = "stopped immediately: running requests are lost"
-# Beside what requests get: Serve looks now and then, and kills what does not end by itself.
+_STOPPED_NOW = "stopped immediately: running requests are lost"
+# In addition to the time for requests: Serve polls, and kills what does not end.
 _SPARE_S = 30.0
 _GROUPS = {
     "target and drafter": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
-        *SIZE_KEYS,
-        "min_replicas",
-        "max_replicas",
-        "target_ongoing_requests",
-        "upscale_delay_s",
-        "downscale_delay_s",
-        "max_queued_requests",
-        "stream_interval_ms",
-        "stream_pieces_per_s",
-        "drain_s",
-        "heartbeat_s",
-        "idle_timeout",
+        *SIZE_KEYS, "min_replicas", "max_replicas", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s",
+        "max_queued_requests", "stream_interval_ms", "stream_pieces_per_s", "drain_s", "heartbeat_s", "idle_timeout",
         "engine",
     ],
     "access": [
-        "host",
-        "port",
-        "tls_cert",
-        "tls_key",
-        "metrics_port",
-        "keys",
-        "max_body_kib",
-        "body_timeout_s",
-        "request_timeout_s",
-        "max_output_tokens",
-        "max_choices",
-        "max_answer_mib",
-        "max_grammar_s",
-        "limit_mm_per_prompt",
-        "allowed_media_domains",
-        "state",
-        "log_prompts",
-        "share_prefix_cache",
+        "host", "port", "tls_cert", "tls_key", "metrics_port", "keys", "max_body_kib", "body_timeout_s",
+        "request_timeout_s", "max_output_tokens", "max_choices", "max_answer_mib", "max_grammar_s",
+        "limit_mm_per_prompt", "allowed_media_domains", "state", "log_prompts", "share_prefix_cache",
     ],
     "files and batches": [
-        "batches",
-        "batches_at_once",
-        "batch_engines",
-        "max_file_mib",
-        "max_stored_mib",
-        "max_stored_files",
-        "max_unfinished_batches",
-        "max_transfers_mib",
-        "max_transfers_mib_per_key",
-        "presigned_downloads",
+        "batches", "batches_at_once", "batch_engines", "max_file_mib", "max_stored_mib", "max_stored_files",
+        "max_unfinished_batches", "max_transfers_mib", "max_transfers_mib_per_key", "presigned_downloads",
     ],
     "money": [*PRICE_OPTIONS, "tags"],
-}
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle serve`."""
     flags.add_flags(parser, sagemaker.config_class(os.environ), _GROUPS, yaml_only=["models"], hidden=["fake"])
     parser.add_argument("--dry-run", action="store_true", help=DRY_RUN_HELP)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Serve until stopped."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # else what vLLM says when it is imported is shown
+    """Serve until a signal or the idle timeout."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # vLLM logs to standard output when imported
     if note := sagemaker.ignored_variables(os.environ):
         print(note, flush=True)
-    with QuietStderr():  # vLLM, whose parser reads them, logs what it is missing
+    with QuietStderr():  # vLLM's argument parser logs missing packages
         variables = sagemaker.variables(os.environ)
     config = flags.load(sagemaker.config_class(os.environ), args, variables, partial(variable_of, os.environ))
     if args.dry_run:
         return dry_run(config)
-    from peagle import hardware
-    from peagle.machine import identified
+    from peagle.machine import detect_machine
     from peagle.ports import require_free
     from peagle.signals import stop_on_signal
     from pipelines.cluster import ray as cluster
@@ -139,13 +103,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if config.tls_cert and config.tls_key:
         require_certificate(config.tls_cert, config.tls_key)
     with QuietStderr() as quiet:
-        here = identified(hardware.detect())
+        here = detect_machine()
         is_remote = cluster.is_remote()
         if not is_remote:
             require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
-        gate = gate_settings(config, here, served)  # it and the price refuse before anything starts
+        gate = gate_settings(config, here, served)  # may refuse the configuration, as the price below
         if not is_remote:
             endpoint_price(config, here, served)
             require_free("port", config.port, config.host, hint="choose another port, or stop what listens there")
@@ -168,9 +132,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
             record_up(config.state, price)
-            # After Ray, which takes SIGTERM for itself when it starts.
+            # Ray has replaced the handler of SIGTERM, so ours is installed after it started.
             with (
-                stop_on_signal(stopped, last_words=_AT_ONCE),
+                stop_on_signal(stopped, message=_STOPPED_NOW),
                 ended_when_idle(config, price, stopped, partial(print, flush=True)),
             ):
                 if not is_remote:
@@ -179,61 +143,49 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 _wait(config, here, served, stopped)
                 print("stopping: running requests may finish; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
-    return 0, {"models": [one.keys.served_name for one in served]}
+    return 0, {"models": [model.keys.served_name for model in served]}
 
 
 def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
-    """Say what the endpoint would be, and start nothing."""
+    """Print what the endpoint would be, and start nothing."""
     from pipelines.online.forecast import forecast
 
     return print_forecast(forecast(config, print))
 
 
 def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote: bool) -> None:
-    """Start the application and wait for its engines; on a failure take it back.
+    """Start the application and wait for its engines; remove it on failure.
 
     Raises:
-        ConfigError: the cluster has an endpoint already, or its Serve listens elsewhere.
-        EngineError: one of them does not start; it says why where its log does.
+        ConfigError: the cluster already has an endpoint, or its Serve listens on another address.
+        EngineError: an engine did not start.
     """
     from ray import serve
 
     from pipelines.online.app import bind
 
-    _require_no_other()
-    for one in served:
-        print(one.describe(), flush=True)
+    # Serve replaces an application of the same name, so this would end another endpoint.
+    existing = serve.status().applications.get(APP_NAME)
+    if existing is not None and existing.status != "DEPLOY_FAILED":
+        raise ConfigError(
+            f"this cluster's Serve already has an application `{APP_NAME}` ({existing.status.value})",
+            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
+            f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
+        )
+    for model in served:
+        print(model.describe(), flush=True)
     serve.start(http_options=_http_options(config), logging_config={"enable_access_log": False})
     _require_address(config)
     application = bind(config, here, served)
     try:
         _start(application, config.state)
-    except BaseException:  # Ctrl-C too: a cluster would keep it
+    except BaseException:  # also Ctrl-C: a remote cluster would keep the application
         _shutdown(config, is_remote=is_remote, is_up=False)
         raise
 
 
-def _require_no_other() -> None:
-    """Refuse to replace another application.
-
-    Serve replaces an application of the same name, so ours would end the other one.
-    """
-    from ray import serve
-
-    there = serve.status().applications.get(APP_NAME)
-    if there is not None and there.status != _FAILED:
-        raise ConfigError(
-            f"this cluster's Serve has an application `{APP_NAME}` already ({there.status.value})",
-            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
-            f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
-        )
-
-
 def _http_options(config: ServeConfig) -> dict[str, Any]:
-    """The HTTP options as Serve takes them.
-
-    The files must exist under these names wherever its proxy runs.
-    """
+    """Return Serve's HTTP options. The certificate files must exist on each node with a proxy."""
     files = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
     return {
         "host": config.host,
@@ -243,27 +195,24 @@ def _http_options(config: ServeConfig) -> dict[str, Any]:
 
 
 def _require_address(config: ServeConfig) -> None:
-    """Require the address that a running Serve has.
-
-    Serve keeps its address and certificate, and only warns of others that it is told.
-    """
+    """Check that a running Serve listens on this address; it would ignore another one with a warning."""
     from pipelines.online.serve.ray_names import running_http_options
 
-    there = running_http_options()
-    files = {"ssl_certfile": there.ssl_certfile, "ssl_keyfile": there.ssl_keyfile}
+    running = running_http_options()
     wanted = _http_options(config)
+    files = {"ssl_certfile": running.ssl_certfile, "ssl_keyfile": running.ssl_keyfile}
     if any(path != wanted.get(name) for name, path in files.items()):
-        how = f"by the certificate {there.ssl_certfile}" if there.ssl_certfile else "without TLS"
+        how = f"with the certificate {running.ssl_certfile}" if running.ssl_certfile else "without TLS"
         raise ConfigError(
-            f"Serve runs on this cluster already, and answers {how}",
-            hint="say the same by --tls-cert and --tls-key, or end that Serve with all its applications: "
+            f"Serve is already running on this cluster {how}",
+            hint="use the same --tls-cert and --tls-key, or stop that Serve with all its applications: "
             "`serve shutdown`",
         )
-    if (there.host, there.port) != (config.host, config.port):
+    if (running.host, running.port) != (config.host, config.port):
         raise ConfigError(
-            f"Serve runs on this cluster already, and listens on {there.host}:{there.port}, "
+            f"Serve is already running on this cluster, and listens on {running.host}:{running.port}, "
             f"not on {config.host}:{config.port}",
-            hint=f"say --host {there.host} --port {there.port}, or end that Serve with all its applications: "
+            hint=f"use --host {running.host} --port {running.port}, or stop that Serve with all its applications: "
             "`serve shutdown`",
         )
 
@@ -279,16 +228,17 @@ def _start(application: Any, state: Path) -> None:
     from peagle.errors import EngineError
 
     ledger, logs = state / "ledger", state / "logs"
-    before, earlier = set(logs.glob("engine-*.log")), {session.session_id for session in read_sessions(ledger)}
+    logs_before = set(logs.glob("engine-*.log"))
+    sessions_before = {session.session_id for session in read_sessions(ledger)}
 
     def started() -> "list[EngineSession]":
-        return [session for session in read_sessions(ledger) if session.session_id not in earlier]
+        return [session for session in read_sessions(ledger) if session.session_id not in sessions_before]
 
     try:
         serve.run(application, name=APP_NAME, route_prefix="/")
-    except RuntimeError as error:  # Serve gave up on starting it
+    except RuntimeError as error:  # Serve gave up
         require_none_failed(session.self_check for session in started())
-        new = sorted(set(logs.glob("engine-*.log")) - before)
+        new = sorted(set(logs.glob("engine-*.log")) - logs_before)
         text = "\n".join(log.read_text(errors="replace") for log in new)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
     for warning in start_warnings(started()):
@@ -296,18 +246,18 @@ def _start(application: Any, state: Path) -> None:
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
-    """Wait until the endpoint is to stop, and warn of drafters that cost more than they save."""
+    """Wait for the stop event; meanwhile warn of drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
     from pipelines.online.serve.process_watch import watch_processes
 
     watch_processes(stopped, partial(print, flush=True))
     watches = {}
-    for one in served:
-        name = one.keys.served_name
-        for note in one.engine.profile_notes(here):
+    for model in served:
+        name = model.keys.served_name
+        for note in model.engine.profile_notes(here):
             print(f"{name}: {note}", flush=True)
-        if (watch := one.engine.drafter_watch(here)) is not None:
+        if (watch := model.engine.drafter_watch(here)) is not None:
             watches[name] = watch
     if watches:
         view = CostView(config.state / "ledger", resolve_price(config, here))
@@ -316,34 +266,24 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
 
 
 def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
-    """End the application; on a cluster that others use, nothing else."""
-    from ray import serve
-
-    if is_up or is_remote:
-        _take_back(config)
-    if not is_remote:
-        serve.shutdown()  # it kills the proxies at once, and with them every connection
-
-
-def _take_back(config: ServeConfig) -> None:
-    """Delete the application and wait until it is gone.
-
-    Serve lets its requests end, and kills it after `drain_s`.
-
-    Where Serve's controller dies meanwhile, the next one begins with the time anew: so it may pass twice.
-    """
+    """Delete the application and wait for its requests; stop Serve if it was started here."""
     from ray import serve
 
     from pipelines.online.serve.ray_names import begin_deletion
 
-    limit_s = 2 * max(one.drain_s for one in config.served) + _SPARE_S
-    give_up_at = time.monotonic() + limit_s
-    begin_deletion(APP_NAME)
-    while APP_NAME in serve.status().applications:
-        if time.monotonic() >= give_up_at:
-            print(f"the application is still there after {limit_s:g} s: Serve's log says why", flush=True)
-            return
-        time.sleep(_POLL_S)
+    if is_up or is_remote:
+        # Serve kills the application after `drain_s`. If its controller dies meanwhile, the next one starts over, so
+        # this may take twice as long.
+        limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
+        give_up_at = time.monotonic() + limit_s
+        begin_deletion(APP_NAME)
+        while APP_NAME in serve.status().applications:
+            if time.monotonic() >= give_up_at:
+                print(f"the application was not deleted within {limit_s:g} s: see Serve's log", flush=True)
+                break
+            time.sleep(_POLL_S)
+    if not is_remote:
+        serve.shutdown()  # kills the proxies and all their connections
 
 
 if __name__ == "__main__":

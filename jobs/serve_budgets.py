@@ -1,4 +1,4 @@
-"""`peagle serve budgets`: the budgets of tags and of a whole endpoint."""
+"""`peagle serve budgets`: budgets of tags and of the whole endpoint."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from peagle.private import user_path
 
 HELP = """\
-Budgets of tags and of the whole endpoint, for all time or for each day, week or month of UTC. A running endpoint sees
-a change within a second.
+Budgets of tags and of the whole endpoint, for all time or for each UTC day, week or month. A running endpoint applies a
+change within a second.
 
   peagle serve budgets set team=search --state runs/serve --budget-usd 500 --every month
   peagle serve budgets set endpoint --state runs/serve --budget-usd 2000 --every month
@@ -22,10 +22,10 @@ included, and for its batches. Keys have budgets of their own: `peagle serve key
 
 
 def ledger_of(state: Path) -> Path:
-    """The ledger of an endpoint.
+    """Return the ledger of an endpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     from peagle.errors import ConfigError
 
@@ -36,7 +36,6 @@ def ledger_of(state: Path) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle serve budgets`."""
     from pipelines.online.config import ServeConfig
 
     parser.add_argument("action", choices=list(_ACTIONS))
@@ -52,14 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """One change, or the list."""
     from peagle.economics.shared_budgets import BUDGETS_NAME
     from peagle.errors import ConfigError
 
     if args.name is None and args.action != "list":
         raise ConfigError(f"{args.action} needs a tag as KEY=VALUE, or endpoint")
     if args.action != "set" and (args.budget_usd is not None or args.every is not None):
-        raise ConfigError(f"--budget-usd and --every mean nothing for {args.action}")
+        raise ConfigError(f"--budget-usd and --every cannot be used with {args.action}")
     return _ACTIONS[args.action](user_path(args.state) / "ledger" / BUDGETS_NAME, args)
 
 
@@ -88,7 +86,7 @@ def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         if args.name not in budgets:
             raise ConfigError(f"there is no budget of {args.name!r}", hint=did_you_mean(args.name, budgets))
         del budgets[args.name]
-    print(f"{args.name} has no budget any more")
+    print(f"removed the budget of {args.name}")
     return 0, {"name": args.name}
 
 
@@ -101,11 +99,11 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     totals = Totals(ledger_of(args.state))
     totals.catch_up()
     refresh_external_spend(totals, SessionReader(totals.folder))
-    found = [budget.model_dump() | budget_of(budget, totals.budgets) for budget in read_budgets(path)]
-    for one in found:
-        fields = (f"{name}={value}" for name, value in one.items() if name != "name" and value is not None)
-        print(one["name"], *fields, sep="  ")
-    return 0, {"budgets": found}
+    budgets = [budget.model_dump() | budget_of(budget, totals.budgets) for budget in read_budgets(path)]
+    for budget in budgets:
+        fields = (f"{name}={value}" for name, value in budget.items() if name != "name" and value is not None)
+        print(budget["name"], *fields, sep="  ")
+    return 0, {"budgets": budgets}
 
 
 _ACTIONS = {"set": _set, "list": _list, "remove": _remove}

@@ -1,4 +1,4 @@
-"""`peagle serve keys`: make, change, list and revoke the endpoint's API keys."""
+"""`peagle serve keys`: add, change, list and revoke the endpoint's API keys."""
 
 import argparse
 import contextlib
@@ -11,11 +11,11 @@ from jobs.serve_budgets import ledger_of
 from peagle.private import user_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pipelines.online.gateway.keys import KeyRecord
 
-# The field of a key's record, by the name of its flag.
+# Fields of a key's record by flag.
 _LIMITS = {
     "requests_per_min": "requests_per_min",
     "input_tokens_per_min": "input_tokens_per_min",
@@ -34,7 +34,7 @@ _LIMITS = {
 }
 _LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
-API keys of the endpoint, in a file that holds only their hashes. A running endpoint sees a change within a second.
+API keys of the endpoint, in a file that holds only their hashes. A running endpoint applies a change within a second.
 
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
   peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
@@ -46,16 +46,15 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys list --keys keys.json --state runs/serve
   peagle serve keys revoke alice --keys keys.json
 
-`add` and `rotate` print the key once; nobody can read it again. `rotate` gives a key a new secret, and the old one
-stops working; `set` changes the limits that are named. Both keep its files, batches and spending. A key that is added
-under the name of a revoked one sees the files and batches of that one; its spending begins at 0.
+`add` and `rotate` print the key once; it cannot be read later. `rotate` replaces the secret of a key, so the old one
+stops working; `set` changes the given limits. Both keep its files, batches and spending. A key that is added under the
+name of a revoked one sees that key's files and batches; its spending starts at 0.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle serve keys`."""
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the key; only list needs none")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the key; not for list")
     parser.add_argument(
         "--keys", type=Path, default=Path("keys.json"), metavar="PATH", help="file of the keys (default: %(default)s)"
     )
@@ -63,29 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state",
         type=Path,
         metavar="PATH",
-        help="for list: --state of the endpoint, to show what each key has spent and has left",
+        help="for list: --state of the endpoint, to show each key's spending and remaining budget",
     )
-    limits = parser.add_argument_group("limits of a new key, or of one that is set")
+    limits = parser.add_argument_group("limits, for add and set")
     limits.add_argument("--requests-per-min", type=int, metavar="N", help="requests a minute")
     limits.add_argument("--input-tokens-per-min", type=int, metavar="N", help="prompt tokens a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="maximum concurrent requests")
     limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests and batches may cost")
-    limits.add_argument(
-        "--every",
-        choices=["day", "week", "month"],
-        help="period of the budget, in UTC (default: all time)",
-    )
-    limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of files that it may keep")
-    limits.add_argument("--max-stored-files", type=int, metavar="N", help="files and batches that it may keep")
-    limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="batches that have not ended")
+    limits.add_argument("--every", choices=["day", "week", "month"], help="budget period, in UTC (default: all time)")
+    limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of stored files")
+    limits.add_argument("--max-stored-files", type=int, metavar="N", help="stored files and batches")
+    limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="unfinished batches")
     expiry = limits.add_mutually_exclusive_group()
     expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days from now until it expires")
-    expiry.add_argument(
-        "--expires-at",
-        metavar="TIME",
-        help="when it expires, as 2027-01-31 (UTC) or 2027-01-31T12:00+01:00",
-    )
+    expiry.add_argument("--expires-at", metavar="TIME", help="expiry, as 2027-01-31 (UTC) or 2027-01-31T12:00+01:00")
     limits.add_argument(
         "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
     )
@@ -94,10 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-tag",
         action="append",
         metavar="KEY",
-        help="a tag that its requests may set themselves (X-Peagle-Tags: KEY=VALUE); may be repeated",
+        help="a tag that its requests may set (X-Peagle-Tags: KEY=VALUE); may be repeated",
     )
     limits.add_argument(
-        "--operator", action="store_true", default=None, help="it sees the usage of all keys at /v1/cost"
+        "--operator", action="store_true", default=None, help="may see the usage of all keys at /v1/cost"
     )
     limits.add_argument(
         "--without",
@@ -110,13 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """One change, or the list."""
     from peagle.errors import ConfigError
 
     if args.name is None and args.action != "list":
         raise ConfigError(f"{args.action} needs the name of a key")
     if args.without and args.action != "set":
-        raise ConfigError(f"--without cannot be used with {args.action}", hint="`set` takes a limit away from a key")
+        raise ConfigError(f"--without cannot be used with {args.action}", hint="`set` removes a limit of a key")
     return _ACTIONS[args.action](user_path(args.keys), args)
 
 
@@ -124,25 +114,19 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import read_keys
 
     records = read_keys(path)
-    spending = _spending(records, args.state) if args.state else [{} for _ in records]
+    spending: list[dict[str, Any]] = [{} for _ in records]
+    if args.state:
+        from pipelines.online.gateway.budget_watch import budget_of
+        from pipelines.online.totals import Totals
+
+        totals = Totals(ledger_of(args.state))
+        totals.catch_up()
+        spending = [budget_of(record, totals.budgets) for record in records]
     for record, spent in zip(records, spending, strict=True):
-        print(*_described(record), *(f"{name}={value}" for name, value in spent.items() if value is not None), sep="  ")
+        fields = (f"{name}={value}" for name, value in spent.items() if value is not None)
+        print(*_describe(record), *fields, sep="  ")
     keys = [record.model_dump(mode="json", exclude={"sha256"}) for record in records]
     return 0, {"keys": [key | spent for key, spent in zip(keys, spending, strict=True)]}
-
-
-def _spending(records: "Sequence[KeyRecord]", state: Path) -> list[dict[str, Any]]:
-    """The dollars that each key has spent and has left, as `budget_of` has them.
-
-    Raises:
-        ConfigError: there is no ledger.
-    """
-    from pipelines.online.gateway.budget_watch import budget_of
-    from pipelines.online.totals import Totals
-
-    totals = Totals(ledger_of(state))
-    totals.catch_up()
-    return [budget_of(record, totals.budgets) for record in records]
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -156,14 +140,14 @@ def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _limits(args: argparse.Namespace) -> dict[str, Any]:
-    """The limits that the command names, as a key's record has them.
+    """Return the limits in the arguments, by field of a key's record.
 
     Raises:
         ConfigError: as `_expiry`.
     """
-    given = {field: getattr(args, flag) for flag, field in _LIMITS.items() if flag != "expires_at"}
-    given["expires_at"] = _expiry(args)
-    return {field: value for field, value in given.items() if value is not None}
+    values = {field: getattr(args, flag) for flag, field in _LIMITS.items() if flag != "expires_at"}
+    values["expires_at"] = _expiry(args)
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -171,30 +155,28 @@ def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     fields = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
     defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in fields}
-    with _changing(path, args.name) as (records, index):
+    with _edit(path, args.name) as (records, index):
         records[index] = with_limits(records[index], **{**defaults, **_limits(args)})
         record = records[index]
-    print(*_described(record), sep="  ")
+    print(*_describe(record), sep="  ")
     return 0, record.model_dump(mode="json", exclude={"sha256"})
 
 
 def _rotate(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import rotate
 
-    with _changing(path, args.name) as (records, index):
+    with _edit(path, args.name) as (records, index):
         key, records[index] = rotate(records[index])
     print(key)
     return 0, {"name": args.name, "key": key}
 
 
 @contextlib.contextmanager
-def _changing(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
-    """The keys of a file, and where one of them is.
-
-    As they are at the end of the `with`, they are written.
+def _edit(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
+    """Yield the keys of a file and the index of one of them; write the keys when the block ends.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no key of this name.
     """
     from peagle.errors import ConfigError, did_you_mean
     from pipelines.online.gateway.keys import edit_keys
@@ -202,50 +184,50 @@ def _changing(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
     with edit_keys(path) as records:
         names = [record.name for record in records]
         if name not in names:
-            raise ConfigError(f"keys {path}: there is no key called {name!r}", hint=did_you_mean(name, names))
+            raise ConfigError(f"keys {path}: no key is called {name!r}", hint=did_you_mean(name, names))
         yield records, names.index(name)
 
 
-def _described(record: "KeyRecord") -> list[str]:
-    """A key's name and what it may do, as the list shows it."""
+def _describe(record: "KeyRecord") -> list[str]:
+    """Return a key's name and limits, as the list shows them."""
     limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at", "tags"}, exclude_none=True)
     words = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
     words += [f"tag {key}={value}" for key, value in record.tags.items()]
     if record.expires_at is not None:
         words.append(f"expires_at={datetime.fromtimestamp(record.expires_at, UTC):%Y-%m-%dT%H:%M:%SZ}")
-    return [*words, *(["expired"] if record.is_expired() else [])]
+    return [*words, "expired"] if record.is_expired() else words
 
 
 def _expiry(args: argparse.Namespace) -> float | None:
-    """The Unix time at which a new key is to expire.
+    """Return the Unix time at which a key expires, or None.
 
     Raises:
-        ConfigError: it is no time, or none that is to come.
+        ConfigError: it is invalid or in the past.
     """
     from peagle.errors import ConfigError
 
     now = time.time()
     if args.expires_in_days is not None:
-        expires_at, given = now + 86_400 * float(args.expires_in_days), f"--expires-in-days {args.expires_in_days:g}"
+        expires_at, option = now + 86_400 * float(args.expires_in_days), f"--expires-in-days {args.expires_in_days:g}"
     elif args.expires_at is not None:
-        given = f"--expires-at {args.expires_at}"
+        option = f"--expires-at {args.expires_at}"
         try:
             moment = datetime.fromisoformat(args.expires_at)
         except ValueError:
             hint = "write it as 2027-01-31 or 2027-01-31T12:00+01:00"
-            raise ConfigError(f"{given}: this is no time", hint=hint) from None
+            raise ConfigError(f"{option}: not a valid time", hint=hint) from None
         expires_at = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
     else:
         return None
     if not now < expires_at < _LATEST:
-        raise ConfigError(f"{given}: the key would never hold", hint="name a time to come, before the year 10000")
+        raise ConfigError(f"{option}: the key would never be valid", hint="use a future time before the year 10000")
     return expires_at
 
 
 def _revoke(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    with _changing(path, args.name) as (records, index):
+    with _edit(path, args.name) as (records, index):
         del records[index]
-    print(f"{args.name} is revoked")
+    print(f"revoked {args.name}")
     return 0, {"name": args.name}
 
 

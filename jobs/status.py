@@ -1,4 +1,4 @@
-"""`peagle status`: how a run stands, from another terminal or machine."""
+"""`peagle status`: show a run's progress, from another terminal or machine."""
 
 import argparse
 import time
@@ -14,29 +14,22 @@ Show a run's progress from its directory alone, without its driver or its cluste
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle status`."""
     parser.add_argument("run", metavar="RUN", help="run directory, local or s3://BUCKET/FOLDER")
-    parser.add_argument(
-        "--watch",
-        type=float,
-        metavar="SECONDS",
-        help="repeat this often while the run is running",
-    )
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat this often while the run is running")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Read the status, and print it."""
     from peagle.errors import ConfigError
     from peagle.runs.directory import RunDirectory
     from peagle.runs.status import StatusReader
 
     if args.watch is not None and not args.watch > 0:
-        raise ConfigError(f"--watch {args.watch:g}: a number of seconds above 0")
+        raise ConfigError(f"--watch must be above 0, got {args.watch:g}")
     reader = StatusReader(RunDirectory(args.run))
-    as_data_only = args.json is not None and str(args.json) == "-"
+    is_json_only = str(args.json) == "-"
     while True:
         status = reader.read()
-        if not as_data_only:
+        if not is_json_only:
             print(status.describe(), flush=True)
         if args.watch is None or status.state != "running":
             return 0, status.to_dict()

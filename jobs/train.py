@@ -1,27 +1,26 @@
-"""`peagle train`, and the same as `python -m jobs.train` for `ray job submit`."""
+"""`peagle train`; also `python -m jobs.train` for `ray job submit`."""
 
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from jobs import flags
-from jobs.output import Throttle, say
+from jobs.output import Throttle, console, say
 from peagle.drafter.config import TrainConfig
 from peagle.errors import ConfigError
 
 HELP = """\
-Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it as vLLM loads it.
+Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and save it in vLLM's format.
 
   peagle train --prompts prompts.jsonl --output heads/first
   peagle train --prompts stdlib --limit 4000 --output heads/code
   peagle train --prompts runs/responses --responses given --output heads/second
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.train --config train.yaml
 
-First the target answers the prompts itself, in two bulk runs in OUTPUT/responses: one greedy, one by sampling. Its
-hidden states are computed once and kept in OUTPUT/features; the head is written to OUTPUT/head. Stop it whenever you
-like: the same command continues its runs, and trains from its last checkpoint as if it had never stopped.
+First the target answers the prompts, in two bulk runs in OUTPUT/responses: one greedy, one sampled. Its hidden states
+are computed once and stored in OUTPUT/features; the head is written to OUTPUT/head. You can stop at any time: the same
+command resumes its runs, and continues training from the last checkpoint.
 """
 _GROUPS = {
     "target and data": [
@@ -47,61 +46,41 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle train`."""
     flags.add_flags(parser, TrainConfig, _GROUPS)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Check the request, have the target answer, train, and print the result."""
+    """Check the configuration, have the target answer, train, and print the result."""
     config = flags.load(TrainConfig, args)
-    _require_ray(config)
+    if (config.responses == "regenerate" or config.workers > 1) and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "Ray is not installed, but regenerating responses and several workers need it",
+            hint="copy finished responses to this machine, and use --responses given and --workers 1",
+        )
     if config.responses == "regenerate":
         from peagle.drafter.pipeline import check_training
+        from peagle.runs.progress import RunProgress
 
-        check_training(config, say)  # answers may take hours, and the trainer checks only then
-        _regenerate(config, args.command_line)
+        check_training(config, say)  # the trainer checks the same, but only hours later
+        from pipelines.training.responses import regenerate
+
+        regenerate(config, RunProgress(console(soft_wrap=True)), command=args.command_line)
     from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats
 
-    result = _trainer(config)(config, Listener(say=say, shard=Throttle(_shard), step=Throttle(_step)))
+    train: Any
+    if config.workers > 1:
+        from pipelines.training.distributed import train_on_workers as train
+    else:
+        from peagle.drafter.pipeline import train_head as train
+    result = train(config, Listener(say=say, shard=Throttle(_shard), step=Throttle(_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
         say(f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}")
     say(f"head: {result['head']}")
     if not result["finished"]:
-        say("the time budget ran out: the same command goes on")
+        say("the time budget ran out: run the same command to continue")
     return (0 if result["finished"] else 3), result
-
-
-def _require_ray(config: TrainConfig) -> None:
-    if (config.responses == "regenerate" or config.workers > 1) and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "Ray is not installed here, and regenerating responses or several workers need it",
-            hint="carry finished responses here and use --responses given and --workers 1",
-        )
-
-
-def _regenerate(config: TrainConfig, command: list[str]) -> None:
-    from rich.console import Console
-
-    from peagle.runs.progress import RunProgress
-    from pipelines.training.responses import regenerate
-
-    regenerate(config, RunProgress(Console(soft_wrap=True)), command=command)
-
-
-def _trainer(config: TrainConfig) -> Callable[[TrainConfig, Any], dict[str, Any]]:
-    """The trainer for so many workers.
-
-    Ray is imported only where there are several.
-    """
-    if config.workers > 1:
-        from pipelines.training.distributed import train_on_workers
-
-        return train_on_workers
-    from peagle.drafter.pipeline import train_head
-
-    return train_head
 
 
 def _shard(done: int, total: int) -> None:

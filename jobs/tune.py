@@ -40,12 +40,10 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `peagle tune`."""
     flags.add_flags(parser, TuneConfig, _GROUPS, short={"num_speculative_tokens": "-k"})
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Tune, and print the measurements and the choice."""
     config = flags.load(TuneConfig, args)
     from peagle.tuning.run import text_table, tune
 

@@ -1,4 +1,4 @@
-"""`peagle up`: an endpoint in the background, and those there are."""
+"""`peagle up`: start an endpoint in the background, or list endpoints."""
 
 import argparse
 import time
@@ -22,14 +22,13 @@ Start an endpoint in the background, here or on the cluster of RAY_ADDRESS, and 
   peagle up --list
   peagle down
 
-It is `peagle serve` with the same keys; `--name` tells two endpoints of one model apart. Where 8000 is taken and no
-port is named, it takes a free one. Its log, its ledger and its configuration are in $PEAGLE_HOME/endpoints/NAME.
+It runs `peagle serve` with the same keys; `--name` distinguishes two endpoints of one model. If port 8000 is in use and
+--port is not given, it uses a free port. Its log, ledger and configuration are in $PEAGLE_HOME/endpoints/NAME.
 """
 EPILOG = serve.EPILOG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `peagle up`: those of `peagle serve`."""
     parser.add_argument(
         "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="catalog name, folder, or Hugging Face id"
     )
@@ -38,27 +37,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Start one, or list them."""
     from pipelines.online import background
 
     if args.list:
-        return 0, {"endpoints": _print_list(background.endpoints())}
+        endpoints = [describe(endpoint) for endpoint in background.endpoints()]
+        _print_list(endpoints)
+        return 0, {"endpoints": endpoints}
     config = flags.load(ServeConfig, args)
     if args.dry_run:
         return serve.dry_run(config)
-    endpoint = background.start(config, port=_port(config))
+    port = config.port
+    if "port" not in config.model_fields_set and not is_free(port, config.host):
+        port = free_port(config.host)
+    endpoint = background.start(config, port=port)
     say(f"{endpoint.name} starts; its log is {endpoint.log}")
     try:
         background.wait_until_up(endpoint, say)
-    except BaseException:  # Ctrl-C too: what nobody waits for would go on and cost money
+    except BaseException:  # also Ctrl-C: it would keep running and cost money
         background.end(endpoint)
         raise
     say(f"{endpoint.name} is up at {endpoint.url}; `peagle down {endpoint.name}` ends it")
-    return 0, described(endpoint)
+    return 0, describe(endpoint)
 
 
-def described(endpoint: "Endpoint") -> dict[str, Any]:
-    """An endpoint as data."""
+def describe(endpoint: "Endpoint") -> dict[str, Any]:
     return {
         "name": endpoint.name,
         "status": endpoint.status(),
@@ -70,31 +72,15 @@ def described(endpoint: "Endpoint") -> dict[str, Any]:
     }
 
 
-def cost_in_words(usd: float | None) -> str:
-    """Dollars, which are not known before an endpoint was up."""
+def format_cost(usd: float | None) -> str:
+    """Format dollars; None is an endpoint that was never up."""
     return "unknown" if usd is None else format_usd(usd)
 
 
-def _print_list(endpoints: "list[Endpoint]") -> list[dict[str, Any]]:
-    found = [described(one) for one in endpoints]
-    now = time.time()
-    rows = [
-        [
-            one["name"],
-            one["status"],
-            one["url"],
-            format_duration(now - one["started_at"]),
-            cost_in_words(one["usd"]),
-            one["log"],
-        ]
-        for one in found
-    ]
-    print("\n".join(aligned([["endpoint", "state", "address", "started ago", "cost so far", "log"], *rows])))
-    return found
-
-
-def _port(config: ServeConfig) -> int:
-    """The port that is named, else the usual one, else one that is free."""
-    if "port" in config.model_fields_set or is_free(config.port, config.host):
-        return config.port
-    return free_port(config.host)
+def _print_list(endpoints: list[dict[str, Any]]) -> None:
+    rows = [("endpoint", "state", "address", "started ago", "cost so far", "log")]
+    for endpoint in endpoints:
+        age = format_duration(time.time() - endpoint["started_at"])
+        cost = format_cost(endpoint["usd"])
+        rows.append((endpoint["name"], endpoint["status"], endpoint["url"], age, cost, endpoint["log"]))
+    print("\n".join(aligned(rows)))

@@ -1,19 +1,17 @@
-"""Line charts of measurements, and the SVG pen that all plots are drawn with.
+"""Line charts of measurements, and SVG helpers for all plots.
 
-Plots are drawn by hand rather than by a plotting library: colours are CSS classes, so that one drawing serves light and
-dark, text stays text, and the drawing scales with the screen. A page that shows drawings takes `RULES` and the palettes
-into its style sheet; `standalone` makes a file of one.
+Colours are CSS classes, so that one drawing serves light and dark mode; text stays text. A page with drawings needs
+`RULES` and the palettes in its style sheet; `standalone` returns a complete file.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 38, 6, 18, 34  # margins of a chart with axes
-# More series than colours that can be told apart.
-MAX_SERIES = 6
+MAX_SERIES = 6  # more colours cannot be told apart
 
 LIGHT = (
     "--card: #ffffff; --ink: #14171a; --ink-2: #50565c; --ink-3: #7b828a; --grid: #e9e9e5;"
@@ -40,51 +38,47 @@ svg .area { fill: var(--s0); opacity: .25; }
 )
 _MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
 _LABEL_HEIGHT = 12
-_HEADING_LETTERS, _LEGEND_LETTERS = 58, 60  # what `WIDTH` holds of bold and of plain letters
+_HEADING_LETTERS, _LEGEND_LETTERS = 58, 60  # that fit in `WIDTH`, bold and regular
 
 
 def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
-    """Text of class `kind`; `anchor` is "start", "middle" or "end"."""
+    """Return a text element of class `kind`; `anchor` is "start", "middle" or "end"."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def title(words: str) -> str:
-    """A mark's tooltip; it goes inside the mark."""
+    """Return a tooltip, to be placed inside its element."""
     return f"<title>{escape(words)}</title>"
 
 
 def grid_line(y: float, label: str) -> str:
-    """A horizontal line across the chart, with its value at the left."""
+    """Return a horizontal line across the chart, with its value on the left."""
     line = f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
     return line + text(LEFT - 6, y + 4, label, "tick", "end")
 
 
 def x_axis_name(words: str, height: int = HEIGHT) -> str:
-    """The name of the horizontal axis, at the foot of a chart."""
     return text(LEFT + (WIDTH - LEFT - RIGHT) / 2, height - 2, words, "axis", "middle")
 
 
 def y_axis_name(words: str, *, at_right: bool = False) -> str:
-    """The name of the vertical axis, above the chart.
-
-    At the right where the left is full.
-    """
+    """Return the name of the vertical axis, above the chart; on the right if there is no space on the left."""
     return text(WIDTH - RIGHT, 9, words, "axis", "end") if at_right else text(LEFT, 9, words, "axis", "start")
 
 
 def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Labels moved as little as makes lines of them, in the order of their heights.
+    """Move labels vertically, as little as possible, so that they do not overlap; return them by height.
 
-    Those that would touch are spread around their own middle (isotonic regression, pooling neighbours).
+    This is isotonic regression: neighbours that overlap are pooled and centred.
 
     Args:
-        ends: height and words of each.
+        ends: height and text of each label.
 
     >>> apart([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
     """
     ordered = sorted(ends)
-    pools: list[tuple[float, int]] = []  # height of the first of them were they stacked there, and how many
+    pools: list[tuple[float, int]] = []  # height of the first label, and number of labels
     for index, (height, _) in enumerate(ordered):
         first, count = height - index * _LABEL_HEIGHT, 1
         while pools and pools[-1][0] > first:
@@ -92,16 +86,12 @@ def apart(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
             first, count = (before * others + first * count) / (others + count), others + count
         pools.append((first, count))
     firsts = [first for first, count in pools for _ in range(count)]
-    return [
-        (first + index * _LABEL_HEIGHT, words)
-        for index, (first, (_, words)) in enumerate(zip(firsts, ordered, strict=True))
-    ]
+    placed = zip(firsts, ordered, strict=True)
+    return [(first + n * _LABEL_HEIGHT, words) for n, (first, (_, words)) in enumerate(placed)]
 
 
 def shortened(words: str, num_letters: int) -> str:
-    """Words shortened to fit, without their middle.
-
-    A path's end says most; a name's beginning does.
+    """Shorten text by replacing its middle, because the start of a name and the end of a path say most.
 
     >>> shortened("heads/2026-11-21/warm/head", 16)
     'heads/2…arm/head'
@@ -113,7 +103,7 @@ def shortened(words: str, num_letters: int) -> str:
 
 
 def drawing(height: int, name: str, parts: Sequence[str]) -> str:
-    """The parts as one drawing `WIDTH` wide; `name` is for those who cannot see it."""
+    """Return an SVG `WIDTH` wide; `name` is its accessible label."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(name)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
@@ -121,12 +111,11 @@ def drawing(height: int, name: str, parts: Sequence[str]) -> str:
 
 
 def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HEIGHT) -> str:
-    """A chart as a file of its own: heading, chart, legend, and its own style.
+    """Return a drawing as an SVG file with a heading, a legend and a style.
 
     Args:
-        chart: a drawing.
-        heading: above it; without its middle where it is too long, as the labels.
-        legend: labels of the series, in their order.
+        heading: shortened if it is too long, as are the labels.
+        legend: labels of the series, in order.
         height: of the drawing.
     """
     width = WIDTH + 2 * _MARGIN
@@ -151,24 +140,23 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
 Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and points (x, value)
 
 _INSET = 20  # between the axis and the first point
-_VALUE_WIDTH = 30  # right of the last points, where only that one's values are written
-_LABELLED_CURVES = 2  # of more, the values would run into each other
-_LABEL_GAP = 24  # a value whose point has another this close above it stands below its point
-_MOST_STEPS = 4  # of the vertical axis
+_VALUE_WIDTH = 30  # space for values to the right of the last points
+_LABELLED_CURVES = 2  # up to this many curves, each point has its value; with more, only the last point
+_LABEL_GAP = 24  # a value is below its point if another point is this close above it
+_MAX_STEPS = 4  # of the vertical axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The text of a chart beside its points.
+    """The texts and scale of a chart.
 
     Attributes:
-        name: of the chart, for those who cannot see it.
-        x_name: of the horizontal axis.
-        y_name: of the vertical axis, with its unit.
-        x_prefix: what stands before the x of a point where it is named: "K=".
-        first: where the vertical axis begins.
+        name: accessible label of the chart.
+        y_name: with its unit.
+        x_prefix: of an x value in a tooltip: "K=".
+        first: start of the vertical axis.
         decimals: of a value.
-        is_even: points stand equally far apart, whatever lies between them.
+        is_even: points are equally spaced, whatever their x.
     """
 
     name: str
@@ -181,7 +169,7 @@ class Axes:
 
 
 def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
-    """Lines through points; a series with one point is that point alone."""
+    """Return a chart with a line for each series; a series with one point is only that point."""
     xs = sorted({at for _, points in curves for at, _ in points})
     span = max(value for _, points in curves for _, value in points) - axes.first
     step = grid_step(span)
@@ -190,7 +178,13 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     width = WIDTH - LEFT - RIGHT - 2 * _INSET - (0 if every_value else _VALUE_WIDTH)
 
     def x(at: int) -> float:
-        return LEFT + _INSET + _share(xs, at, axes.is_even) * width
+        if len(xs) == 1:
+            share = 0.5
+        elif axes.is_even:
+            share = xs.index(at) / (len(xs) - 1)
+        else:
+            share = (at - xs[0]) / (xs[-1] - xs[0])
+        return LEFT + _INSET + share * width
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - axes.first) / (step * num_steps))
@@ -204,50 +198,28 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
         for at, value in points:
             words = title(f"{label}, {axes.x_prefix}{at}: {value:.{axes.decimals}f}")
             parts.append(f'<circle class="series-{series}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="4">{words}</circle>')
-    parts += _every_value(curves, x, y, axes) if every_value else _last_values(curves, x, xs[-1], y, axes)
+    if every_value:
+        for at, value in (point for _, points in curves for point in points):
+            others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
+            is_crowded = any(0 < y(value) - other < _LABEL_GAP for other in others)
+            words = f"{value:.{axes.decimals}f}"
+            parts.append(text(x(at), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
+    else:
+        last = [
+            (y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == xs[-1]
+        ]
+        parts += [text(x(xs[-1]) + 10, height + 4, words, "value", "start") for height, words in apart(last)]
     parts += [x_axis_name(axes.x_name), y_axis_name(axes.y_name)]
     return drawing(HEIGHT, axes.name, parts)
 
 
 def grid_step(span: float, finest: int = -1) -> float:
-    """The distance of grid lines, so that there are few.
+    """Return a distance of grid lines so that there are few; `finest` is the power of ten of the smallest distance.
 
-    Args:
-        finest: exponent of ten of the shortest distance.
 
     >>> grid_step(0.6), grid_step(2.9), grid_step(230)
     (0.2, 1.0, 100.0)
     """
-    exponent = max(finest, math.floor(math.log10(span / _MOST_STEPS))) if span > 0 else finest
+    exponent = max(finest, math.floor(math.log10(span / _MAX_STEPS))) if span > 0 else finest
     steps = (float(f"{digit}e{exponent + shift}") for shift in (0, 1) for digit in (1, 2, 5))
-    return next(step for step in steps if span <= _MOST_STEPS * step)
-
-
-def _share(xs: Sequence[int], at: int, is_even: bool) -> float:
-    """An x's share of the axis, from 0 to 1; a single one is in the middle."""
-    if len(xs) == 1:
-        return 0.5
-    if is_even:
-        return xs.index(at) / (len(xs) - 1)
-    return (at - xs[0]) / (xs[-1] - xs[0])
-
-
-def _every_value(
-    curves: Sequence[Curve], x: Callable[[int], float], y: Callable[[float], float], axes: Axes
-) -> list[str]:
-    """Each value above its point, or below where another point is right above."""
-    parts = []
-    for at, value in (point for _, points in curves for point in points):
-        others = [y(other) for _, points in curves for other_at, other in points if other_at == at]
-        is_crowded = any(0 < y(value) - other < _LABEL_GAP for other in others)
-        words = f"{value:.{axes.decimals}f}"
-        parts.append(text(x(at), y(value) + (18 if is_crowded else -8), words, "value", "middle"))
-    return parts
-
-
-def _last_values(
-    curves: Sequence[Curve], x: Callable[[int], float], last_x: int, y: Callable[[float], float], axes: Axes
-) -> list[str]:
-    """The values at the last x alone, right of their points."""
-    last = [(y(value), f"{value:.{axes.decimals}f}") for _, points in curves for at, value in points if at == last_x]
-    return [text(x(last_x) + 10, height + 4, words, "value", "start") for height, words in apart(last)]
+    return next(step for step in steps if span <= _MAX_STEPS * step)

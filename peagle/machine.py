@@ -1,7 +1,7 @@
-"""The instance type of this node, where the machine itself says it.
+"""This node's hardware with its instance type, if the machine names it.
 
-EC2 writes it into the firmware's tables (DMI). Google's and Microsoft's machines have only the vendor there, and their
-metadata server knows the type. Other machines' networks are asked nothing.
+EC2 writes it into the firmware's tables (DMI). On Google's and Microsoft's machines these only have the vendor, and the
+metadata server has the type. Other machines are not queried.
 """
 
 import re
@@ -10,13 +10,14 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
+from peagle import hardware
 from peagle.hardware import Hardware
 
-METADATA = "http://169.254.169.254"  # of the machine's own host: it is never routed
+METADATA = "http://169.254.169.254"  # link-local, never routed
 _TIMEOUT_S = 1.0
-_MOST_BYTES = 256
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is shown, and written down
-# By vendor and product, as DMI has them: the path, and the header without which the server does not answer.
+_MAX_BYTES = 256
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # it is displayed and stored
+# By vendor and product in DMI: path and required header.
 _QUESTIONS = {
     ("Google", "Google Compute Engine"): (
         "/computeMetadata/v1/instance/machine-type",  # projects/1234/machineTypes/a3-highgpu-8g
@@ -29,19 +30,17 @@ _QUESTIONS = {
 }
 
 
-def identified(hardware: Hardware, *, root: Path = Path("/"), metadata: str = METADATA) -> Hardware:
-    """This node's hardware with the instance type that it says it is, if it says one."""
-    name = instance_type(root=root, metadata=metadata)
-    return replace(hardware, machine_names=(name,)) if name else hardware
+def detect_machine() -> Hardware:
+    """Detect the hardware of this node, with its instance type in `machine_names` if it is known."""
+    name = instance_type()
+    return replace(hardware.detect(), machine_names=(name,) if name else ())
 
 
 def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | None:
-    """The cloud's name for this kind of machine: "p5.48xlarge".
-
-    None where the machine does not say it, or its metadata server has not answered within a second.
+    """Return the cloud's name of this kind of machine, such as "p5.48xlarge", or None.
 
     Args:
-        root: stands for the file system whose `/sys` is read.
+        root: the file system whose `/sys` is read.
         metadata: the address of the metadata server.
     """
     vendor, product = (_read(root / "sys/class/dmi/id" / name) for name in ("sys_vendor", "product_name"))
@@ -55,11 +54,11 @@ def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | 
 
 
 def _ask(url: str, headers: dict[str, str]) -> str:
-    """The last part of the answer's path; empty where there is none."""
-    direct = build_opener(ProxyHandler({}))  # a proxy would be asked what machine it is
+    """Return the last path segment of the response; empty on failure."""
+    direct = build_opener(ProxyHandler({}))  # a proxy would answer for its own machine
     try:
         with direct.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as answer:
-            text: str = answer.read(_MOST_BYTES).decode(errors="replace")
+            text: str = answer.read(_MAX_BYTES).decode(errors="replace")
     except (OSError, HTTPException):
         return ""
     return text.strip().rpartition("/")[2]

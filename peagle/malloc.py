@@ -4,7 +4,7 @@ import ctypes
 
 
 def trim_malloc() -> None:
-    """Return what the C library keeps of freed memory to the system. Does nothing without glibc."""
+    """Return freed memory of the C library to the system. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

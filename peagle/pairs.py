@@ -1,4 +1,4 @@
-"""KEY=VALUE pairs, as flags, headers and variables give them."""
+"""KEY=VALUE pairs of flags, headers and variables."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable
 def parse_pairs(
     pairs: Iterable[object], *, form: str = "KEY=VALUE", spelling: Callable[[str], str] = str
 ) -> dict[str, str]:
-    """Values by key. Blanks around a key are no part of it; a value stays as it is.
+    """Return values by key. Blanks around a key are removed, values stay unchanged.
 
     Args:
-        form: the pair as a message names it.
-        spelling: brings a key that may be written in several ways to one of them.
+        form: name of a pair in messages.
+        spelling: normalises a key.
 
     Raises:
-        ValueError: a pair has no "=" or no key, or a key is given twice.
-
+        ValueError: a pair has no "=" or no key, or a key is repeated.
     >>> parse_pairs(["team=search", "filter=a=b"])
     {'team': 'search', 'filter': 'a=b'}
     """

@@ -1,4 +1,4 @@
-"""A Parquet file as one table, read by this thread alone."""
+"""A Parquet file as one table, read without pyarrow's threads."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, BinaryIO
@@ -8,15 +8,15 @@ if TYPE_CHECKING:
 
 
 def read_table(source: BinaryIO, columns: Sequence[str] | None = None) -> "pa.Table":
-    """The table of a file that is open.
+    """Return the table of an open file.
 
-    `pyarrow.parquet.read_table` leaves what it has read to threads of its own, which let go of Python's objects when
-    they come to it: a process that ends meanwhile is aborted, or never ends.
+    `pyarrow.parquet.read_table` uses threads that release Python objects later, and a process that exits meanwhile
+    aborts or hangs.
 
     Raises:
-        OSError, pa.ArrowException: it is damaged.
+        OSError, pa.ArrowException: the file is damaged.
     """
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(source) as file:
+    with pq.ParquetFile(source, pre_buffer=False) as file:
         return file.read(columns=columns, use_threads=False)

@@ -1,4 +1,4 @@
-"""Strict JSON: no NaN, no infinity, no printed forms."""
+"""Strict JSON: no NaN, no infinity, no values as their repr."""
 
 import base64
 import datetime
@@ -12,22 +12,20 @@ from typing import Any, Literal
 _LEAST_LOGPROB = -9999.0
 
 
-class HalfSurrogate(ValueError):  # noqa: N818 - as a part of a sentence
-    """JSON text with half of a surrogate pair, which no UTF-8 can hold."""
+class HalfSurrogate(ValueError):  # noqa: N818
+    """JSON text with half a surrogate pair, which cannot be encoded in UTF-8."""
 
 
 def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null", **layout: Any) -> str:
     """Return a value as JSON text: bytes in base64, times as ISO 8601.
 
     Args:
-        non_finite: NaN and infinities become null, are kept as Python writes and reads them, or are refused. JSON has
-            none of them.
-        layout: `indent`, `separators`, `sort_keys` and `ensure_ascii` as `json.dumps` has them; text stays as it is by
-            default.
+        non_finite: NaN and infinities become null, are kept as Python writes and reads them, or are refused.
+        layout: arguments of `json.dumps`; `ensure_ascii` is False by default.
 
     Raises:
-        TypeError: a value that has no form in JSON.
-        ValueError: NaN or an infinity, if these are refused.
+        TypeError: a value has no JSON form.
+        ValueError: NaN or an infinity, if refused.
 
     >>> to_json({"é": [float("nan"), b"ab"]})
     '{"é": [null, "YWI="]}'
@@ -44,7 +42,7 @@ def to_json(value: Any, *, non_finite: Literal["null", "keep", "refuse"] = "null
 
 
 def has_non_finite(value: Any) -> bool:
-    """Whether NaN or an infinity is in a value.
+    """Whether a value contains NaN or an infinity.
 
     >>> has_non_finite({"a": [1.0, float("inf")]}), has_non_finite([1.0, "nan"])
     (True, False)
@@ -59,15 +57,14 @@ def has_non_finite(value: Any) -> bool:
 def from_json(text: str | bytes, **options: Any) -> Any:
     """Parse strict JSON text.
 
-    Python's own parser also takes NaN and infinities, written so or as 1e999, halves of surrogate pairs, and bytes of
-    any encoding.
+    Python's parser also accepts NaN, infinities (also as 1e999), half surrogate pairs, and bytes of any encoding.
 
     Args:
-        text: bytes are UTF-8, with a BOM or without.
-        options: as `json.loads` has them.
+        text: bytes are UTF-8, with or without a BOM.
+        options: arguments of `json.loads`.
 
     Raises:
-        HalfSurrogate: there is half of a surrogate pair in it.
+        HalfSurrogate: it contains half a surrogate pair.
         ValueError: it is not JSON.
     """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -77,23 +74,17 @@ def from_json(text: str | bytes, **options: Any) -> Any:
 
 
 def require_unicode(text: str, value: Any) -> None:
-    """Refuse parsed JSON with half of a surrogate pair in a key or a value.
-
-    Raises:
-        HalfSurrogate: it has.
-    """
+    """Raise HalfSurrogate if parsed JSON has half a surrogate pair in a key or a value."""
     try:
         text.encode()
-        if "\\ud" in text.lower():  # an escape, of which two may make a pair
+        if "\\ud" in text.lower():  # an escape; two of them may form a pair
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise HalfSurrogate("half a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        raise HalfSurrogate("half a surrogate pair (\\ud800 to \\udfff) is not valid text") from None
 
 
 def logprob_number(logprob: float) -> float:
-    """A log-probability as a number.
-
-    Impossible tokens get the least one, as in OpenAI's API.
+    """Return a log-probability for JSON. Impossible tokens get -9999, as in OpenAI's API.
 
     >>> logprob_number(-0.5), logprob_number(float("-inf"))
     (-0.5, -9999.0)
@@ -102,15 +93,14 @@ def logprob_number(logprob: float) -> float:
 
 
 def is_nan(value: Any) -> bool:
-    """Whether it is a number that is none."""
     return isinstance(value, float) and math.isnan(value)
 
 
 def finite_float(text: str) -> float:
-    """Parse a number of JSON text.
+    """Parse a number of JSON text; a `parse_float` of `json.loads`.
 
     Raises:
-        ValueError: it is too large for a 64-bit float, or so small that it would become 0.
+        ValueError: it does not fit a 64-bit float, or would become 0.
     """
     number = float(text)
     if math.isinf(number):
@@ -121,29 +111,25 @@ def finite_float(text: str) -> float:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object of its members; an `object_pairs_hook` of `json.loads`.
+    """Build a JSON object; an `object_pairs_hook` of `json.loads`.
 
     Raises:
-        ValueError: a key is in it twice, of which Python's parser would drop the first value.
+        ValueError: a key occurs twice. Python's parser would drop the first value.
     """
     members = dict(pairs)
     if len(members) < len(pairs):
         key = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"key {key!r} is in an object twice")
+        raise ValueError(f"an object has the key {key!r} twice")
     return members
 
 
 def refuse_constant(word: str) -> None:
-    """Refuse NaN and infinities; a `parse_constant` of `json.loads`.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(f"{word} is no JSON")
+    """Refuse NaN and infinities; a `parse_constant` of `json.loads`."""
+    raise ValueError(f"{word} is not JSON")
 
 
 def _as_json(value: Any) -> Any:
-    """The JSON form of what Arrow and Python have and JSON does not."""
+    """Return the JSON form of types that only Arrow and Python have."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):
@@ -154,11 +140,11 @@ def _as_json(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 def _duration(value: datetime.timedelta) -> str:
-    """A duration in ISO 8601, with nanoseconds as pandas writes its own.
+    """Return a duration in ISO 8601, with nanoseconds if it is from pandas.
 
     >>> _duration(datetime.timedelta(days=1, seconds=61, microseconds=5))
     'P1DT0H1M1.000005S'

@@ -1,4 +1,4 @@
-"""TCP ports for somebody who is about to listen on one."""
+"""Free TCP ports."""
 
 import contextlib
 import random
@@ -6,13 +6,13 @@ import socket
 
 from peagle.errors import ConfigError
 
-# Ray's workers have 10002 to 19999; from 32768 on Linux gives ports to whoever asks for any, as Ray's processes do.
+# Ray's workers use 10002 to 19999; from 32768 on, Linux assigns ports to processes that ask for any, such as Ray's.
 _PORTS = range(20_000, 32_768)
 _ATTEMPTS = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port of `host` that nobody gets who only asks for any.
+    """Return a free port of `host` that is not in the range of automatically assigned ones.
 
     Args:
         host: an address of this machine; empty for all.
@@ -28,9 +28,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_service_link(value: str) -> bool:
-    """Whether a variable NAME_PORT is Kubernetes' address of a service NAME.
-
-    It is in every pod.
+    """Whether the value of a variable NAME_PORT is from Kubernetes, which sets one for each service NAME.
 
     >>> is_service_link("tcp://10.0.0.1:8000"), is_service_link("8000")
     (True, False)
@@ -39,21 +37,21 @@ def is_service_link(value: str) -> bool:
 
 
 def is_free(port: int, host: str = "") -> bool:
-    """Whether somebody could listen on a port of `host`."""
+    """Whether a process could listen on a port of `host`."""
     return _fault(port, host) is None
 
 
 def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
-    """Refuse a port in use, or an address that is not this machine's.
+    """Refuse a port that is in use, or an address that is not this machine's.
 
-    Ray Serve would share its port with any other Serve, so that each gets some of the connections.
+    Ray Serve would share the port with another Serve, and each would get some of the connections.
 
     Args:
-        key: of the configuration.
+        key: configuration key, for the message.
         host: address to listen on; empty for all.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: it is not available.
     """
     if (error := _fault(port, host)) is not None:
         where = f" of {host}" if host else ""
@@ -61,9 +59,9 @@ def require_free(key: str, port: int, host: str = "", *, hint: str) -> None:
 
 
 def _fault(port: int, host: str) -> OSError | None:
-    """The error of whoever would listen there; None where it is free."""
+    """Return the error of binding the port, or None if it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Privacy of new files from the machine's other users.
+"""Keep new files private from other users of the machine.
 
-New files and folders get no permissions for others; what the group may do is left to the user's umask. Temporary files
-go into a folder that belongs to the user alone: in a shared `/tmp` anybody could create a name before we do, and what
-Ray, torch and vLLM keep there (session logs, sockets, compiled code) would be read or replaced.
+New files have no permissions for others; the umask decides about the group. Temporary files are in a folder that only
+the user can enter: in a shared `/tmp`, others could read or replace the files of Ray, torch and vLLM (logs, sockets,
+compiled code).
 """
 
 import os
@@ -19,28 +19,24 @@ _MAX_SOCKET_PATH = 107  # bytes; Linux has 108 with the one that ends it
 
 
 def keep_private() -> None:
-    """Make new files of this process and its children private from now on.
-
-    Temporary ones go to a private folder.
+    """Make new files of this process and its children private, and use a private folder for temporary files.
 
     Raises:
-        ConfigError: somebody else has taken the name of that folder.
+        ConfigError: another user has created that folder.
     """
-    os.umask(os.umask(_ALL_BUT_OWNER) | _OTHERS)  # a mask can be read only by setting one: a strict one, for a moment
+    os.umask(os.umask(_ALL_BUT_OWNER) | _OTHERS)  # the umask can only be read by setting it
     folder = str(temporary_folder())
-    os.environ["TMPDIR"] = folder  # Ray, torch and vLLM look there
+    os.environ["TMPDIR"] = folder  # for Ray, torch and vLLM
     tempfile.tempdir = folder
 
 
 def temporary_folder(name: str | None = None) -> Path:
-    """The user's own folder for temporary files, or its folder `name`.
+    """Return the user's private folder for temporary files, or its subfolder `name`; create it if it is missing.
 
-    It is made where it is missing.
-
-    A TMPDIR that only the user can enter is taken as it is.
+    A TMPDIR that only the user can enter is used as it is.
 
     Raises:
-        ConfigError: somebody else has taken its name.
+        ConfigError: another user has created the folder.
     """
     folder = Path(tempfile.gettempdir())
     status = folder.stat()
@@ -50,10 +46,10 @@ def temporary_folder(name: str | None = None) -> Path:
 
 
 def user_path(path: str | Path) -> Path:
-    """A path in which `~` stands for this user's home folder.
+    """Expand `~` in a path.
 
     Raises:
-        ConfigError: there is none: a container's user often has no name, and then HOME has to say it.
+        ConfigError: the home folder is unknown, as for a container's user without a name.
     """
     try:
         return Path(path).expanduser()
@@ -62,37 +58,34 @@ def user_path(path: str | Path) -> Path:
 
 
 def require_short_sockets(what: str, folder: str, num_bytes: int) -> None:
-    """Refuse a temporary folder whose path is too long for sockets in it.
+    """Refuse a temporary folder whose path is too long for Unix sockets in it.
 
     Args:
-        what: makes them.
-        num_bytes: the most that the names of sockets in it have.
+        what: the program that creates them, for the message.
+        num_bytes: the longest socket path below the folder.
 
     Raises:
-        ConfigError: it is too long.
+        ConfigError: the path is too long.
     """
     length, most = len(os.fsencode(folder)), _MAX_SOCKET_PATH - num_bytes
     if length > most:
         raise ConfigError(
-            f"temporary folder {folder}: its path has {length} bytes, and {what} can use at most {most}",
+            f"temporary folder {folder}: its path has {length} bytes; the limit for {what} is {most}",
             hint="set TMPDIR to a folder with a shorter path that only you can enter (mkdir -m 700)",
         )
 
 
 def _own(folder: Path) -> Path:
-    """A folder that only the user can enter.
-
-    Nothing is followed or entered before it is known whose it is.
-    """
+    """Return a folder that only the user can enter; create it if it is missing. Follows no links."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         pass
     except OSError as error:
-        raise _unusable(folder, f"cannot be made: {error.strerror}") from error
+        raise _unusable(folder, f"cannot be created: {error.strerror}") from error
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:  # a link, a file, or a folder that somebody else keeps to himself
+    except OSError as error:  # a link, a file, or another user's private folder
         raise _unusable(folder, f"is not a folder of this user ({error.strerror})") from error
     try:
         status = os.fstat(descriptor)
@@ -108,5 +101,5 @@ def _own(folder: Path) -> Path:
 def _unusable(folder: Path, why: str) -> ConfigError:
     return ConfigError(
         f"temporary folder {folder} {why}",
-        hint="set TMPDIR to a folder that only you can enter (mkdir -m 700), or have that name removed",
+        hint="set TMPDIR to a folder that only you can enter (mkdir -m 700), or have this one removed",
     )

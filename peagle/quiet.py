@@ -1,7 +1,7 @@
-"""Keep other people's log floods off the terminal.
+"""Redirect standard error, so that the logs of Ray and vLLM are not on the terminal.
 
-Ray and vLLM write to the standard error of the process and of its children, partly from C++, so no Python logger can
-hold them back. While a run lasts, that descriptor is a file; peagle itself speaks on standard output.
+They write to the file descriptor, also from C++ and child processes, so that Python loggers cannot filter them. peagle
+itself prints to standard output.
 """
 
 import os
@@ -14,19 +14,17 @@ from typing import BinaryIO, Self
 
 
 class QuietStderr:
-    """Standard error goes to a file between enter and exit.
-
-    First to a temporary one, then to the one given to `move_to`.
-    """
+    """Redirects standard error to a temporary file, and then to that of `move_to`."""
 
     def __enter__(self) -> Self:
-        self._terminal = _duplicate_stderr()
+        sys.stderr.flush()
+        self._terminal = os.dup(2)
         self._log: BinaryIO = tempfile.TemporaryFile()
         os.dup2(self._log.fileno(), 2)
         return self
 
     def move_to(self, path: Path) -> None:
-        """Continue in `path`, after what was written so far."""
+        """Continue in `path`, with the previous output first."""
         sys.stderr.flush()
         log = path.open("ab")
         self._log.seek(0)
@@ -37,7 +35,7 @@ class QuietStderr:
         self._log = log
 
     def tell(self, text: str) -> None:
-        """Print a line where standard error was before."""
+        """Print a line to the original standard error."""
         os.write(self._terminal, f"{text}\n".encode(errors="replace"))
 
     def __exit__(
@@ -47,8 +45,3 @@ class QuietStderr:
         os.dup2(self._terminal, 2)
         os.close(self._terminal)
         self._log.close()
-
-
-def _duplicate_stderr() -> int:
-    sys.stderr.flush()
-    return os.dup(2)

@@ -12,14 +12,14 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
-    """The entries of a file, not validated; none where it does not exist.
+    """Return the entries of a file, not validated; empty if the file does not exist.
 
     Args:
-        noun: the plural of its records, for messages.
-        hint: who writes such files.
+        noun: plural of the records, for messages.
+        hint: how such files are created.
 
     Raises:
-        ConfigError: it cannot be read, or holds no list.
+        ConfigError: it cannot be read, or is not a list.
     """
     try:
         values = from_json(path.read_bytes())
@@ -28,15 +28,15 @@ def read_list(path: Path, noun: str, *, hint: str) -> list[Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{noun} {path}: cannot be read: {error}") from error
     if not isinstance(values, list):
-        raise ConfigError(f"{noun} {path}: it must hold a list", hint=hint)
+        raise ConfigError(f"{noun} {path}: must be a JSON list", hint=hint)
     return values
 
 
 def record_of(kind: type[Record], values: Any, *, where: str) -> Record:
-    """A record of these values.
+    """Validate a record.
 
     Raises:
-        ConfigError: they are none. It names the field and never the value, which may be a secret.
+        ConfigError: it is invalid. The message has the field, but not the value, which may be a secret.
     """
     try:
         return kind.model_validate(values)

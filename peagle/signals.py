@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: interrupt this process, or ask it to stop.
 
-Whoever ends a process group often tells the process twice: `timeout`, wrappers such as `uv run`, and a terminal with a
-wrapper in between. So what comes within a second of a signal is the same wish.
+`timeout`, wrappers such as `uv run`, and terminals often signal a process twice, so signals within a second count as
+one.
 """
 
 import atexit
@@ -17,26 +17,26 @@ from types import FrameType
 from typing import Any
 
 STOPPED_CODE = 3
-"""The exit code of what a signal has stopped."""
-_SAME_WISH_S = 1.0
+"""Exit code of a command that a signal stopped."""
+_REPEAT_S = 1.0
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Handler:
-    """Calls `act` at a signal, but not at those that come with it.
+    """Calls `act` on a signal, but not on repeated ones.
 
     Args:
-        before: the handler whose place it takes; what that one has just heard is the same wish here.
+        before: the replaced handler. A signal that it has just received is not handled again.
     """
 
     def __init__(self, act: Callable[[], object], before: object) -> None:
         self._act = act
-        self.heard_at: list[float] = before.heard_at if isinstance(before, _Handler) else [-math.inf]
+        self.last_at: list[float] = before.last_at if isinstance(before, _Handler) else [-math.inf]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self.heard_at[0] >= _SAME_WISH_S:
-            self.heard_at[0] = now
+        if now - self.last_at[0] >= _REPEAT_S:
+            self.last_at[0] = now
             self._act()
 
 
@@ -44,29 +44,24 @@ class _Handler:
 def interrupted_by_signal() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and SIGTERM, so that cleanup runs.
 
-    Elsewhere than in the main thread, signals are left as they are; and a signal that is ignored stays so.
+    Has no effect outside the main thread, and on signals that are ignored.
     """
     with _handled_by(_interrupt):
         yield
 
 
 @contextlib.contextmanager
-def stop_on_signal(stop: threading.Event, *, last_words: str) -> Iterator[None]:
-    """Set `stop` on SIGINT and SIGTERM.
+def stop_on_signal(stop: threading.Event, *, message: str) -> Iterator[None]:
+    """Set `stop` on SIGINT and SIGTERM; on a second signal, print `message` and exit immediately.
 
-    A second one, a second later or more, ends the process at once.
-
-    Elsewhere than in the main thread, signals are left as they are; and a signal that is ignored stays so.
-
-    Args:
-        last_words: printed by the second one.
+    Has no effect outside the main thread, and on signals that are ignored.
     """
 
     def ask() -> None:
         if stop.is_set():
-            with contextlib.suppress(OSError, ValueError):  # not `print`: the signal may have come in one
-                os.write(sys.stdout.fileno(), f"\n{last_words}\n".encode(errors="backslashreplace"))
-            os._exit(STOPPED_CODE)  # as after kill -9: Ray's processes go with this one
+            with contextlib.suppress(OSError, ValueError):  # not `print`: the signal may have interrupted one
+                os.write(sys.stdout.fileno(), f"\n{message}\n".encode(errors="backslashreplace"))
+            os._exit(STOPPED_CODE)  # Ray's processes exit with this one, as after kill -9
         stop.set()
 
     with _handled_by(ask):
@@ -74,11 +69,9 @@ def stop_on_signal(stop: threading.Event, *, last_words: str) -> Iterator[None]:
 
 
 def interrupt_on_signal() -> None:
-    """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on.
+    """Raise KeyboardInterrupt on SIGINT and SIGTERM from now on, unless they are ignored. For the main thread.
 
-    Not where they are ignored. For the main thread.
-
-    While the interpreter ends they do nothing: one that comes with a signal that was heard changes no exit code.
+    While the interpreter exits, they are ignored, so that a repeated signal does not change the exit code.
     """
     numbers = _install(_interrupt)
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in numbers])
@@ -102,9 +95,9 @@ def _handled_by(act: Callable[[], object]) -> Iterator[None]:
 
 
 def _install(act: Callable[[], object]) -> dict[int, Any]:
-    """The handlers that were there before, by signal."""
-    found: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in _NUMBERS}
-    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+    """Install a handler; return the previous handlers by signal."""
+    current: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in _NUMBERS}
+    before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
     handler = _Handler(act, before.get(signal.SIGTERM))
     for number in before:
         signal.signal(number, handler)

@@ -1,9 +1,7 @@
-"""Speculation's gain: counts of accepted drafts, and the break-even model.
+"""Acceptance statistics of speculation, and the break-even model.
 
-Pure arithmetic on counts and seconds.
-
-One verify step of the target checks one draft of up to K tokens. It accepts a prefix of the draft and adds
-one token of its own, so it yields 1 + (accepted tokens) tokens; the mean over steps is the acceptance length.
+A verify step of the target checks a draft of up to K tokens. It accepts a prefix of the draft and adds one token, so it
+yields 1 + (accepted tokens) tokens; the mean over steps is the acceptance length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,21 +9,20 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from typing import Self
 
-# A step with a drafter runs two models, so it always takes longer than one without (at K=3 on two CPU cores,
-# 15 % longer). Below this length no step is cheap enough to save anything.
+# A step with a drafter always takes longer than one without (at K=3 on two CPU cores, 15 % longer), so that below this
+# length a drafter never saves time.
 NEVER_PAYS_BELOW = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """Acceptance counts of a request, a unit or a whole run; they add up with `+`.
+    """Acceptance counts of a request, a unit or a run. They can be added.
 
     Args:
-        num_drafts: verify steps that had a draft to check.
-        num_draft_tokens: tokens proposed over all drafts.
-        accepted_per_position: entry i counts the drafts whose token i was accepted. A draft is accepted as a
-            prefix, so the entries never increase.
-        num_lookup_tokens: accepted tokens that a prompt lookup drafted beside a head; the others are the head's.
+        num_drafts: verify steps with a draft.
+        accepted_per_position: entry i counts drafts whose token i was accepted. The entries never increase, because a
+            draft is accepted as a prefix.
+        num_lookup_tokens: accepted tokens of the prompt lookup; the others are the head's.
 
     Raises:
         ValueError: the counts contradict each other.
@@ -59,16 +56,14 @@ class SpeculationStats:
 
     @classmethod
     def empty(cls) -> Self:
-        """No drafts yet: the neutral element of `+`."""
+        """Return the neutral element of `+`."""
         return cls(num_drafts=0, num_draft_tokens=0, accepted_per_position=())
 
     @classmethod
     def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, num_lookup_tokens: int = 0) -> Self:
-        """Statistics of vLLM's `RequestSpecDecodeMetrics`.
+        """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
 
-        Entry j counts the drafts of which j tokens were accepted.
-
-        Worked by hand, K=2: [4, 3, 2] is 9 drafts; 3 + 2 got past position 0 and 2 past position 1.
+        Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
 
         >>> SpeculationStats.from_histogram([4, 3, 2], num_draft_tokens=18).accepted_per_position
         (5, 2)
@@ -83,31 +78,27 @@ class SpeculationStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens that became output."""
         return sum(self.accepted_per_position)
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens of a verify step, its own included; None before the first draft."""
+        """Mean tokens per verify step, including the target's own; None without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Acceptance rates by draft position; empty before the first draft."""
+        """Acceptance rates by draft position; empty without drafts."""
         if not self.num_drafts:
             return ()
         return tuple(accepted / self.num_drafts for accepted in self.accepted_per_position)
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Share of the drafted tokens that were accepted; None when none was drafted."""
+        """Accepted draft tokens / drafted tokens; None if none was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """Both together.
-
-        The shorter K counts as never accepted in the positions it did not draft.
-        """
+        # Positions beyond the shorter K count as never accepted.
         if not isinstance(other, SpeculationStats):
             return NotImplemented
         pairs = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
@@ -119,7 +110,7 @@ class SpeculationStats:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The counts, ready for JSON; that of a lookup only where there was one."""
+        """Return the counts as JSON-ready data."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -129,10 +120,10 @@ class SpeculationStats:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """The inverse of `to_dict`.
+        """Inverse of `to_dict`.
 
         Raises:
-            ValueError: keys are missing or unknown, or the counts are not counts.
+            ValueError: keys are missing or unknown, or the counts are invalid.
         """
         expected = {"num_drafts", "num_draft_tokens", "accepted_per_position"}
         if not isinstance(data, Mapping) or set(data) - {"num_lookup_tokens"} != expected:
@@ -149,10 +140,10 @@ class SpeculationStats:
 
 
 def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> float:
-    """The acceptance length at which drafting costs exactly what it saves.
+    """Return the acceptance length at which a drafter costs as much as it saves.
 
-    A step with a drafter takes `step_s_with` seconds and yields the acceptance length; one without takes
-    `step_s_without` and yields 1. Worked by hand: 39 ms against 26 ms needs 39 / 26 = 1.5 tokens a step.
+    A step with the drafter takes `step_s_with` seconds and yields the acceptance length in tokens; one without takes
+    `step_s_without` and yields 1.
 
     Raises:
         ValueError: a step time is not positive.
@@ -166,7 +157,7 @@ def break_even_acceptance_length(step_s_with: float, step_s_without: float) -> f
 
 
 def speedup(acceptance_length: float, step_s_with: float, step_s_without: float) -> float:
-    """Output tokens/s with the drafter over those without; below 1 it costs.
+    """Return the throughput with the drafter relative to that without.
 
     >>> speedup(3.0, 0.039, 0.026)
     2.0
@@ -175,12 +166,12 @@ def speedup(acceptance_length: float, step_s_with: float, step_s_without: float)
 
 
 def expected_acceptance_length(rates: Sequence[float], k: int) -> float:
-    """Acceptance length at a smaller K, from rates by position at a larger one.
+    """Return the acceptance length at a smaller K, from rates by position at a larger one.
 
-    Position i is accepted or not whatever is drafted after it, so the first k rates hold for every K >= k.
+    Whether position i is accepted does not depend on later positions, so the first k rates hold for every K >= k.
 
     Raises:
-        ValueError: k is negative or beyond the measured positions: nothing is known there.
+        ValueError: k is negative, or larger than the number of rates.
 
     >>> expected_acceptance_length([0.5, 0.25, 0.125], k=2)
     1.75
@@ -191,32 +182,30 @@ def expected_acceptance_length(rates: Sequence[float], k: int) -> float:
 
 
 def note(length: float | None, *, break_even: float | None = None) -> str | None:
-    """The sentence for a drafter that costs more than it saves; None for any other.
+    """Return a warning if the drafter costs more than it saves, else None.
 
     Args:
-        length: the acceptance length; None before the first draft.
-        break_even: the acceptance length this hardware needs at this concurrency, where somebody measured it.
-            Without it only the hopeless case is known (`NEVER_PAYS_BELOW`).
+        length: the acceptance length; None without drafts.
+        break_even: the acceptance length to break even here at this concurrency; if unknown, `NEVER_PAYS_BELOW`
+            applies.
     """
     if length is None:
         return None
     if break_even is not None and length < break_even:
         return (
-            f"The drafter costs more than it saves: {length:.2f} tokens a step, and this hardware needs "
-            f"{break_even:.2f} at this concurrency. --drafter none does without it; a smaller --num-speculative-tokens "
-            "costs less."
+            f"The drafter costs more than it saves: {length:.2f} tokens per step, but this hardware needs "
+            f"{break_even:.2f} at this concurrency. Use --drafter none, or a smaller --num-speculative-tokens."
         )
     if length < NEVER_PAYS_BELOW:
         return (
-            f"The drafter costs more than it saves: {length:.2f} tokens a step, so nearly every draft is "
-            "rejected. Check that the drafter was trained for this model and this kind of prompt; --drafter none does "
-            "without it."
+            f"The drafter costs more than it saves: {length:.2f} tokens per step, so nearly all drafts are rejected. "
+            "Check that the drafter was trained for this model and this kind of prompt, or use --drafter none."
         )
     return None
 
 
 def sources_note(stats: SpeculationStats) -> str | None:
-    """The sentence on accepted tokens by source, where a lookup drafted beside a head.
+    """Return a sentence on accepted tokens by source, or None without a prompt lookup.
 
     >>> stats = SpeculationStats.from_histogram([1, 1, 1], num_draft_tokens=6, num_lookup_tokens=1)
     >>> sources_note(stats)

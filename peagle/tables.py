@@ -1,4 +1,4 @@
-"""Rows of text as a table: aligned for a terminal, or in Markdown."""
+"""Text tables: aligned for a terminal, or in Markdown. rich would wrap or crop them at 80 columns in a pipe."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ Row = Sequence[str]
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Lines with the first column left and the others right, two spaces apart.
+    """Return lines with the first column left-aligned and the others right-aligned, two spaces apart.
 
     >>> aligned([("", "a"), ("row", "12")])
     ['      a', 'row  12']
@@ -20,7 +20,7 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table; the first row is its head.
+    """Return lines of a Markdown table; the first row is its header.
 
     >>> markdown([("a", "b"), ("1", "x|y")])
     ['| a | b |', '|---|---|', '| 1 | x\\\\|y |']

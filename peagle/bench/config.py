@@ -2,6 +2,17 @@
 
 All commands share `MeasurementKeys` (target, data, sampling, engine) and add the options that they vary. Descriptions
 are the help texts of the flags.
+
+Synthetic acceptance, by method and K; the most specific entry wins:
+
+    3.2                a length, for every method and K
+    0.8,0.6,0.4        rates by position; a smaller K uses the first of them
+    4:4.3,10:6.66      lengths by K, as published; other K are interpolated linearly
+    peagle=...         for one method
+    peagle:7=...       for one method and K
+
+The length at K is 1 plus the first K rates, so two lengths determine the mean of the rates between them. Real lengths
+grow ever more slowly with K, so linear interpolation never overestimates them.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from peagle import hardware
 from peagle.bench.config import MeasurementKeys
 from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, run_loop, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
@@ -24,7 +23,7 @@ from peagle.engine.interface import Engine
 from peagle.engine.spec import spec_precision
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
-from peagle.machine import identified
+from peagle.machine import detect_machine
 from peagle.requests.prompts import Tokenizer
 
 TokenizerOf = Callable[[str, str | None], Tokenizer]
@@ -107,7 +106,7 @@ class Measurement(ABC):
         """Plan everything, open the folder, and print the plan, without starting an engine."""
         rows = read_dataset(config)
         model = fetched_model(resolve_model(config.model, announce=listener.say), listener.say)
-        plan = cls.make_plan(config, identified(hardware.detect()), model)
+        plan = cls.make_plan(config, detect_machine(), model)
         assert plan.spec.max_model_len is not None, "target_spec() sets it"
         tokenizer = tokenizer_of(model.path, model.revision)
         column = plan.category_column

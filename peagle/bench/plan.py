@@ -1,6 +1,6 @@
 """The plan of a measurement: target, engines, passes, price.
 
-Configuration errors are raised here, in `setups` or in `prompts`, before an engine starts.
+Configuration errors are raised here or in `prompts`, before an engine starts.
 
 Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
 methods. But each start of an engine takes a minute or more. So the repeats are divided among rounds. Every round

@@ -1,4 +1,8 @@
-"""The report of a benchmark as JSON-ready data, from which all tables and plots are made."""
+"""The report of a benchmark: JSON-ready data, and the tables and plots that are made from it.
+
+The first two tables have the layout of published results: speed by method, K and concurrency; then the best K of each
+method and their ratios by concurrency.
+"""
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,8 @@
 """The catalog's cards: YAML files with facts about models.
 
 Cards ship with peagle; cards in `$PEAGLE_HOME/models` are added or replace shipped cards of the same name. Every
-group of numbers names its source, and unconfirmed values are null.
+group of numbers names its source, and unconfirmed values are null. Cards may have published speeds (for `peagle plan`)
+and measured step times (for the break-even acceptance length).
 """
 
 import types

@@ -1,9 +1,8 @@
 """Resolve the drafter of a model and check that it fits.
 
-"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter. "peagle" and"
-" "eagle3"
-are the card's heads. Other names are a local folder, an `s3://` folder, a hub id, or the name of a catalog head in
-reports.
+"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter. "peagle" and
+"eagle3" are the card's heads. Other names are a local folder, an `s3://` folder, a hub id, or the name of a catalog
+head in reports.
 """
 
 from collections.abc import Mapping

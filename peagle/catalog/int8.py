@@ -3,7 +3,12 @@
     $PEAGLE_HOME/targets/<name>-int8-<fingerprint>/    config.json  *.safetensors  tokenizer...
     peagle-manifest.json
 
-Each node converts its own copy from weights of 16 or 32 bits (`int8.py`).
+Each node converts its own copy from weights of 16 or 32 bits, in a separate process (`python -m peagle.catalog.int8
+SOURCE FOLDER`) and file by file, so that models can be larger than memory.
+
+A matrix [N, K] of a linear layer becomes int8 with one float32 scale per output, symmetric, so that the largest element
+of a row becomes 127. The engine quantises activations per token. Embeddings, lm_head, norms, routers, and image and
+audio towers are not converted. The format is compressed-tensors, "int-quantized".
 """
 
 import dataclasses

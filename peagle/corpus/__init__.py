@@ -1,4 +1,1 @@
-"""Readers of corpora: files found, rows read, columns typed, units cut.
-
-`scan.py` is the way in; no Ray, no engines.
-"""
+"""Readers of corpora: files, formats, columns, work units. `scan.py` is the entry point."""

@@ -1,8 +1,7 @@
-"""Sizes of a corpus's work units: large at first, ever smaller at the end.
+"""Sizes of a corpus's work units: large at first, smaller at the end of the run.
 
-The small units are cut from the first rows of the corpus: how many rows follow need not be known for that, and
-`plan.py` makes them the last to be done. `docs/decisions/0009-short-tail.md` has the reasons. Pure: counts in,
-sizes out; it knows neither files nor engines.
+The small units are cut from the first rows, because the number of rows need not be known for that; `plan.py` schedules
+them last. `docs/decisions/0009-short-tail.md` has the reasons.
 """
 
 import itertools
@@ -11,41 +10,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_ROWS = 256
-_UNITS_PER_ENGINE = 16  # fewer, and the last unit of one engine leaves the others idle for long
-# Chosen with benchmarks/bulk/tail_simulated.py, for lengths of which the longest are six times the mean.
-_SMALL_UNITS_AT_ONCE = 24  # so many of the smallest units fill an engine
-_FILL = 3  # rows of open units for each request that an engine runs at once: most of them have ended already
-_SLOWNESS = 3  # an engine that takes so many times as long as the others still ends with them
+_UNITS_PER_ENGINE = 16  # with fewer, the last unit of one engine leaves the others idle for long
+# Chosen with benchmarks/bulk/tail_simulated.py, for response lengths whose longest are six times the mean.
+_SMALL_UNITS_AT_ONCE = 24  # the smallest units that fill an engine
+_FILL = 3  # rows of open units per concurrent request: most of them have ended already
+_SLOWNESS = 3  # an engine that is this many times slower than the others still ends with them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The sizes of units in the order of the corpus: `small`, then `rows_per_unit`.
-
-    A unit that meets the end of its file is smaller.
-    """
+    """The sizes of units in corpus order: `small`, then `rows_per_unit`. The last unit of a file may be smaller."""
 
     rows_per_unit: int
     small: tuple[int, ...] = ()
 
     def sizes(self) -> Iterator[int]:
-        """Without end."""
+        """Yield sizes, endlessly."""
         return itertools.chain(self.small, itertools.repeat(self.rows_per_unit))
 
 
 def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
-    """A cut for a short tail that does not make a million files of a big corpus.
+    """Return a cut with a short tail and few files for a big corpus.
 
-    The last units are as small as keeps an engine full with few of them. Going back from the end, a unit is a third of
-    an even share of all rows from it on among the units that all engines can have in flight, until that is
-    `rows_per_unit`.
+    The smallest units keep an engine full with few of them. From the end of the run backwards, a unit is a third of an
+    even share of the remaining rows among all units that engines can have in flight, up to `rows_per_unit`.
 
     Args:
-        num_rows: of the corpus; more than `enough_rows` make no difference.
-        max_num_seqs: requests that an engine runs at once.
+        num_rows: of the corpus; rows beyond `enough_rows` make no difference.
+        max_num_seqs: concurrent requests of an engine.
 
     Example: 96 rows for one engine of 16 requests: no unit below ceil(3 * 16 / 24) = 2 rows.
-
     >>> auto_cut(96, 1, 16).rows_per_unit, set(auto_cut(96, 1, 16).small)
     (6, {2})
     """
@@ -61,7 +55,7 @@ def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
 
 
 def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
-    """Rows of a large unit.
+    """Return the rows of a large unit.
 
     >>> auto_rows_per_unit(48, 1), auto_rows_per_unit(10_000_000, 8)
     (3, 256)
@@ -70,22 +64,17 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
 
 
 def enough_rows(num_engines: int) -> int:
-    """More rows than this do not change the cut."""
+    """Return a number of rows beyond which the cut does not change."""
     return _MAX_ROWS * max(_UNITS_PER_ENGINE, _num_shares(1)) * num_engines
 
 
 def _num_shares(num_engines: int) -> int:
-    """The number of units to divide the remaining rows into.
-
-    Each engine holds as many as it works on, and one that waits.
-    """
+    # Each engine has the units that it works on, and one that waits.
     return _SLOWNESS * (_SMALL_UNITS_AT_ONCE + 1) * num_engines
 
 
 def calls_per_engine(cut: Cut, max_num_seqs: int) -> int:
-    """Units that an engine works on at once.
-
-    Enough that the rows of the last and smallest ones keep it full.
+    """Return the units that an engine works on simultaneously, so that rows of the smallest units keep it full.
 
     >>> calls_per_engine(Cut(rows_per_unit=256), 256), calls_per_engine(Cut(rows_per_unit=3, small=(2, 1)), 8)
     (4, 25)

@@ -1,8 +1,8 @@
-"""Arrow's extension types: carried whole, the same in every process.
+"""Arrow's extension types, so that they are the same in every process.
 
-A type that a library registers (Ray's tensors, pandas' periods) is there only in processes that imported it. Such a
-column is taken as what it stores; its field keeps Arrow's own marks, by which others have the type again. Types that
-Arrow itself brings (`uuid`, `bool8`, tensors) stay as they are.
+A type that a library registers (Ray's tensors, pandas' periods) only exists in processes that imported the library.
+Such a column becomes its storage type, and its field keeps Arrow's metadata, from which others restore the type.
+Arrow's own types (`uuid`, `bool8`, tensors) stay.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,31 +11,31 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
-# Other layouts of the same values, for which Arrow lacks half of its functions; to Parquet they are all one.
+# Other layouts of the same values, which Parquet does not distinguish; Arrow lacks half of its functions for them.
 _VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns without types known to this process alone, and without views."""
+    """Return a schema without views and without types that are only known to this process."""
     return pa.schema([_converted(column, _as_stored) for column in schema], schema.metadata)
 
 
 def plain(rows: Rows) -> Rows:
-    """Rows under `plain_schema`, without copying them."""
+    """Convert rows to `plain_schema`, without copying."""
     schema = plain_schema(rows.schema)
     return rows if schema.equals(rows.schema, check_metadata=True) else rows.cast(schema)
 
 
 def storage_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns as what they store, no extension type among them."""
+    """Return a schema of storage types, without extension types."""
     return pa.schema([_converted(column, _as_storage) for column in schema])
 
 
 def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows in Python: UUIDs and truth values as such, other extensions as stored.
+    """Return rows in Python: UUIDs and booleans as such, other extension types as stored.
 
     Raises:
-        OverflowError, ValueError: a value that Python does not have.
+        OverflowError, ValueError: a value does not exist in Python.
     """
     stored = storage_schema(batch.schema)
     if not stored.equals(batch.schema):
@@ -45,7 +45,7 @@ def to_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def from_values(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """The inverse of `to_values`, for one column."""
+    """Inverse of `to_values`, for one column."""
     column = pa.field("", type_)
     stored = _converted(column, _as_storage).type
     if stored == type_:
@@ -54,13 +54,13 @@ def from_values(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
 
 
 def children(type_: pa.DataType) -> Iterator[pa.Field]:
-    """The fields of a nested type; none of another."""
+    """Return the fields of a nested type; empty for other types."""
     return (type_.field(index) for index in range(type_.num_fields)) if pa.types.is_nested(type_) else iter(())
 
 
 def _as_stored(column: pa.Field) -> pa.Field:
-    if not isinstance(column.type, pa.ExtensionType):
-        return column  # Arrow's own
+    if not isinstance(column.type, pa.ExtensionType):  # Arrow's own
+        return column
     marks = {
         b"ARROW:extension:name": column.type.extension_name.encode(),
         b"ARROW:extension:metadata": column.type.__arrow_ext_serialize__(),
@@ -81,7 +81,7 @@ def _as_uuid_or_bool(column: pa.Field) -> pa.Field:
 
 
 def _converted(column: pa.Field, convert: Callable[[pa.Field], pa.Field]) -> pa.Field:
-    """The column with its extension types converted, at any depth."""
+    """Convert the extension types of a column, at any depth."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = convert(column)
     column = column.with_type(_VIEWS.get(column.type, column.type))
@@ -90,7 +90,7 @@ def _converted(column: pa.Field, convert: Callable[[pa.Field], pa.Field]) -> pa.
 
 
 def _nested(type_: pa.DataType, parts: list[pa.Field]) -> pa.DataType:
-    """A type like this one, of other parts."""
+    """Return a type of the same kind with other parts."""
     kinds: list[tuple[Callable[[pa.DataType], bool], Callable[[], pa.DataType]]] = [
         (pa.types.is_struct, lambda: pa.struct(parts)),
         (pa.types.is_map, lambda: pa.map_(parts[0].type.field(0), parts[0].type.field(1), type_.keys_sorted)),

@@ -1,10 +1,7 @@
-"""The files of a corpus: location, format, compression, bytes.
+"""The files of a corpus: discovery, format, compression, bytes.
 
-Readers that only go forward are kept between units.
-
-A compressed file, or a Parquet row group, cannot be entered in the middle. A process that prepares units gets those of
-one file in rising order, so it keeps the reader it has and skips ahead: each process passes over a file once, not once
-a unit. A unit that lies behind starts again at the beginning, which is slow and right.
+A compressed file or a Parquet row group cannot be entered in the middle. A process gets the units of a file in order,
+so it keeps the reader, skips ahead, and reads each file only once. An earlier unit starts again at the beginning.
 """
 
 import atexit
@@ -33,7 +30,7 @@ FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _KNOWN = f"{', '.join(SUFFIXES)}, each but .parquet also with .gz or .zst"
-# Suffixes that suggest rows in a format that is not read: such a file in a folder is not left out silently.
+# Data in a format that is not read: such files in a folder are not ignored silently.
 _OTHER_DATA = frozenset({
     ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
     ".orc", ".parq", ".pq", ".pkl", ".npy", ".npz", ".msgpack", ".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".rar",
@@ -41,7 +38,7 @@ _OTHER_DATA = frozenset({
 })  # fmt: skip
 _DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
 _SUFFIX_OF = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
-# What other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops. Hidden names, too.
+# Files that other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops.
 _MARKERS = (
     "_SUCCESS", "_FAILURE", "_committed_*", "_started_*", "_metadata", "_common_metadata", "*.crc", "*_$folder$",
     "_temporary", "_delta_log", "_change_data", "_spark_metadata", "__MACOSX", "Thumbs.db", "desktop.ini",
@@ -52,7 +49,7 @@ _KINDS_OF_FILES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_MOST_LOOKED_AT = 1000  # entries below a sub-folder
+_MAX_ENTRIES = 1000  # checked in a subfolder
 _READ_ERRORS = (OSError, EOFError, zlib.error, pa.ArrowException)
 
 
@@ -66,27 +63,23 @@ class SourceFile:
 
 
 def write_note(note: str) -> None:
-    """Write a note to standard error."""
     sys.stderr.write(f"note: {note}\n")
 
 
 def discover(
     uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
-    """Find the files of a corpus, sorted: a file, a folder (no sub-folders), a glob.
+    """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
-    An existing name is taken literally, whatever its characters. A glob skips hidden files and folders and markers such
-    as `_SUCCESS`, unless it spells out their first character.
-
-    Suffixes are not case-sensitive.
+    An existing name is taken literally, even if it has wildcards. A glob skips hidden files and markers such as
+    `_SUCCESS`, unless it names their first character. Suffixes are not case-sensitive.
 
     Args:
-        outside: a folder from which a glob takes nothing: the run's own.
-        announce: receives a note for each reason why data-like files of a folder are left out.
+        outside: a folder in which a glob matches nothing: the run's own.
+        announce: receives a note for each reason why data-like files of a folder are ignored.
 
     Raises:
-        InputError: nothing is there, it is not a file (a pipe, a broken link), the scheme is unknown, or the suffix
-            says no known format.
+        InputError: nothing exists, it is not a regular file, or the scheme or suffix is unknown.
     """
     located = _remote(uri, outside) if "://" in uri else _local(uri, outside)
     if isinstance(located, _Folder):
@@ -101,7 +94,7 @@ def discover(
 
 
 def compression_of(path: str) -> str | None:
-    """Its compression by the last suffix, or None.
+    """Return the compression by the last suffix, or None.
 
     >>> compression_of("a.jsonl.GZ"), compression_of("a.jsonl")
     ('gzip', None)
@@ -110,17 +103,14 @@ def compression_of(path: str) -> str | None:
 
 
 def open_raw(path: str) -> io.BufferedReader:
-    """The file's bytes as they are stored; it can seek."""
+    """Open a seekable file with the stored bytes."""
     if "://" in path:
         return io.BufferedReader(filesystem(path).open(path, "rb"), 1 << 20)
     return Path(path).open("rb")
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
-    """The decompressed bytes of `raw`, to be read forward.
-
-    The name of the file tells the compression.
-    """
+    """Return a forward-only stream of the decompressed bytes; the file name tells the compression."""
     compression = compression_of(path)
     if compression == "gzip":
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20))
@@ -131,27 +121,19 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Turn what goes wrong with a file's bytes into an error that names the file.
-
-    Raises:
-        InputError: it cannot be read, or does not decompress.
-    """
+    """Convert read errors to an InputError with the file name."""
     try:
         yield
     except _READ_ERRORS as error:
         compression = compression_of(path)
         if compression is not None and not isinstance(error, FileNotFoundError | PermissionError):
-            raise InputError(
-                f"input {path}: damaged, or not {compression}: {error}", hint="compress the file again"
-            ) from error
+            hint = "compress the file again"
+            raise InputError(f"input {path}: damaged, or not {compression}: {error}", hint=hint) from error
         raise InputError(f"input {path}: cannot be read: {error}") from error
 
 
 def filesystem(path: str) -> Any:
-    """The fsspec file system of an `s3://` path.
-
-    Endpoint and credentials come from the AWS variables.
-    """
+    """Return fsspec's S3 file system, which reads the AWS variables."""
     import fsspec
 
     return fsspec.filesystem("s3")
@@ -159,7 +141,7 @@ def filesystem(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Folder:
-    """A folder's files with their sizes, and the sub-folders that may have more."""
+    """The files of a folder with their sizes, and subfolders that may contain data."""
 
     files: list[tuple[str, int]]
     sub_folders: list[str]
@@ -169,7 +151,7 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
     path = user_path(uri).absolute()  # workers have other working directories
     try:
         if (path.is_relative_to("/dev") or path.is_relative_to("/proc")) and path.is_file():
-            path = path.resolve()  # workers have other open files: /dev/stdin may be a file with a name
+            path = path.resolve()  # workers have other open files; /dev/stdin may be a regular file
         if path.is_dir():
             entries = sorted(path.iterdir())
             return _Folder(
@@ -179,7 +161,7 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         if os.path.lexists(path):
             return [_sized(path)]
         own = None if outside is None or "://" in outside else Path(outside).resolve()
-        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - that one takes hidden ones
+        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob would also match hidden files
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
         return [_sized(file) for file in files if own is None or not file.resolve().is_relative_to(own)] or _none(uri)
@@ -188,18 +170,15 @@ def _local(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
 
 
 def _has_data(folder: Path) -> bool:
-    """Return whether a sub-folder has files of known formats.
-
-    Only the first entries are looked at, and a run's folder has none.
-    """
+    """Whether a subfolder has files of known formats among its first entries, and is not a run's folder."""
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
-    return any(_kind(name) not in (None, "text") for name in islice(names, _MOST_LOOKED_AT))
+    return any(_kind(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 
 
 def _may_be_data(path: Path) -> bool:
-    """Return whether a folder's entry is a file, or would be one by its name."""
+    """Whether an entry is a file, or looks like one by its name."""
     return path.is_file() or (_kind(str(path)) is not None and not path.name.startswith("."))
 
 
@@ -207,7 +186,7 @@ def _sized(path: Path) -> tuple[str, int]:
     """Return a file's path and size.
 
     Raises:
-        InputError: it exists, but is not a regular file.
+        InputError: it is not a regular file.
     """
     if path.is_symlink() and not path.exists():
         target = str(path.readlink())
@@ -218,8 +197,8 @@ def _sized(path: Path) -> tuple[str, int]:
     status = path.stat()
     if kind := _KINDS_OF_FILES.get(stat.S_IFMT(status.st_mode)):
         raise InputError(
-            f"input {str(path)!r}: {kind}; the input is read more than once, and by other processes",
-            hint="write it to a file first (COMMAND > prompts.jsonl), and give that file",
+            f"input {str(path)!r}: {kind}; the input is read several times, by several processes",
+            hint="write it to a file first (COMMAND > prompts.jsonl), and use that file",
         )
     return str(path), status.st_size
 
@@ -233,10 +212,10 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
         raise _no_such_file(uri) from error
     except InputError:
         raise
-    except Exception as error:  # the client raises what its layers raise
+    except Exception as error:  # the client raises errors of several libraries
         raise InputError(
             f"input {uri!r}: the store answers {type(error).__name__}: {error}",
-            hint="AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION say where and who",
+            hint="check AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
         ) from error
     files = sorted((f"s3://{info['name']}", int(info["size"])) for info in infos if info["type"] == "file")
     if is_folder:
@@ -248,7 +227,7 @@ def _remote(uri: str, outside: str | None) -> "list[tuple[str, int]] | _Folder":
 
 
 def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, Any]], bool]:
-    """Return the objects that a name stands for, and whether it is a folder's name."""
+    """Return the objects that match, and whether the name is a folder."""
     if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
         return [info], False
     is_folder = not any(c in uri for c in "*?[") or store.isdir(uri)
@@ -262,7 +241,7 @@ def _listing(store: Any, uri: str, outside: str | None) -> tuple[list[dict[str, 
 
 
 def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
-    """Return whether an object is empty and only stands for a folder."""
+    """Whether an object is empty and only represents a folder."""
     if info["size"]:
         return False
     return info["name"].endswith("/") or any(
@@ -271,10 +250,10 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 
 
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
-    """Return the matches of a glob that are not hidden and no markers.
+    """Return the matches of a glob that are neither hidden nor markers.
 
     Raises:
-        InputError: there are only markers.
+        InputError: there are no others.
     """
     spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
     kept = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
@@ -306,17 +285,17 @@ def _none(uri: str) -> NoReturn:
 
 def _no_such_file(uri: str) -> InputError:
     if uri == "-":
-        return InputError("input '-': standard input is not read", hint="write it to a file first, and give that file")
-    return InputError(f"input {uri!r}: no such file", hint="give a file, a folder or a quoted glob")
+        return InputError(
+            "input '-': standard input is not supported", hint="write it to a file first, and use that file"
+        )
+    return InputError(f"input {uri!r}: no such file", hint="use a file, a folder or a quoted glob")
 
 
 def _of_folder(
     uri: str, folder: _Folder, input_format: str, announce: Callable[[str], None]
 ) -> list[tuple[str, int, str]]:
-    """Return a folder's corpus files, and announce what is left out.
-
-    Text files only count if the folder has no other formats, since a README is not a corpus.
-    """
+    """Return a folder's corpus files, and announce which are ignored."""
+    # A README is not a corpus: text files only count in folders without other formats.
     visible = [(path, size) for path, size in folder.files if not PurePosixPath(path).name.startswith(".")]
     known = [(path, size, kind) for path, size in visible if (kind := _kind(path)) and not _is_packed_parquet(path)]
     if input_format == "auto":
@@ -337,12 +316,12 @@ def _of_folder(
 
 
 def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format: str) -> Iterator[str]:
-    """Yield a sentence for each reason, with the files that it leaves out."""
+    """Yield a sentence for each reason, with the ignored files."""
     names: dict[str, list[str]] = {}
     for path in left_out:
         name = PurePosixPath(path)
         if _is_packed_parquet(path):
-            why = "compressed Parquet is not read; decompress it"
+            why = "compressed Parquet is not supported; decompress it"
         elif kind := _kind(path):
             if name.name.partition(".")[0].lower() in _DOCUMENTS:
                 continue
@@ -354,10 +333,10 @@ def _reasons(uri: str, left_out: list[str], sub_folders: list[str], input_format
             continue
         names.setdefault(why, []).append(name.name)
     for why, found in names.items():
-        yield f"{_some(found)} left out: {why}"
+        yield f"{_some(found)} ignored: {why}"
     if sub_folders:
         folders = _some([f"{PurePosixPath(path).name}/" for path in sub_folders])
-        yield f"{folders} left out: sub-folders are only read by a glob such as '{uri.rstrip('/')}/**/*.parquet'"
+        yield f"{folders} ignored: subfolders need a glob such as '{uri.rstrip('/')}/**/*.parquet'"
 
 
 def _some(names: list[str]) -> str:
@@ -379,14 +358,13 @@ def _format(path: str, input_format: str) -> str:
     if kind is None:
         if _is_skipped(PurePosixPath(path).name, []):
             raise InputError(
-                f"input {path}: a marker or a hidden file, which has no rows", hint="give the data files next to it"
+                f"input {path}: a marker or a hidden file, which has no rows", hint="use the data files next to it"
             )
         suffix = "".join(PurePosixPath(path).suffixes[-2:]) or "no suffix"
-        raise InputError(
-            f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN}; or say it with --input-format"
-        )
+        raise InputError(f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN}; or set --input-format")
     if kind == "parquet" and compression_of(path):
-        raise InputError(f"input {path}: Parquet in {compression_of(path)} is not read", hint="decompress the file")
+        kind = compression_of(path)
+        raise InputError(f"input {path}: Parquet compressed with {kind} is not supported", hint="decompress the file")
     return kind
 
 
@@ -395,31 +373,27 @@ def _kind(path: str) -> str | None:
     return SUFFIXES.get(PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else name.suffix)
 
 
-_KEPT = 4  # files that one process reads at the same time
+_MAX_READERS = 4  # per process
 
 
 class _Reader(Protocol):
     position: int
 
-    def close(self) -> None:
-        """Let the file go."""
+    def close(self) -> None: ...
 
 
 Reader = TypeVar("Reader", bound=_Reader)
 
 
 class ForwardReaders(Generic[Reader]):
-    """Readers by path.
-
-    One that is taken is nobody else's, and one that failed is not put back.
-    """
+    """Open readers by path. Only one caller has a reader; a failed one is not put back."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Reader] = OrderedDict()
-        atexit.register(self.close)  # the interpreter would name each file that is still open
+        atexit.register(self.close)  # else the interpreter warns of unclosed files
 
     def take(self, path: str, position: int) -> Reader | None:
-        """A reader of `path` that is not yet past `position`, if there is one."""
+        """Return a reader of `path` that is not past `position`, or None."""
         reader = self._kept.pop(path, None)
         if reader is not None and reader.position > position:
             reader.close()
@@ -431,10 +405,9 @@ class ForwardReaders(Generic[Reader]):
         if (other := self._kept.pop(path, None)) is not None:
             other.close()
         self._kept[path] = reader
-        while len(self._kept) > _KEPT:
+        while len(self._kept) > _MAX_READERS:
             self._kept.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        """Let all files go."""
         while self._kept:
             self._kept.popitem()[1].close()

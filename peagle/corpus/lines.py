@@ -1,4 +1,4 @@
-"""A file as numbered, decompressed lines with byte positions; spans of them."""
+"""Numbered, decompressed lines of a file with byte positions."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ _SKIP_BYTES = 1 << 20
 
 
 class Lines:
-    """The lines of a file from its beginning, newline included.
+    """The lines of a file, newline included.
 
     Attributes:
-        position: bytes read so far, counted from the beginning of the decompressed file.
-        number: of the line that comes next, from 1.
-        end: where to stop; None is the end of the file.
-        on_line: told of each line as it is read.
+        position: bytes read from the beginning of the decompressed file.
+        number: number of the next line, from 1.
+        end: position to stop at; None for the end of the file.
+        on_line: called with each line.
 
     Raises:
         InputError: the file cannot be opened.
@@ -37,10 +37,10 @@ class Lines:
             self._stream = decompressed(path, self._raw)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Lines to the end of the file, or to `end`.
+        """Yield lines up to `end`.
 
         Raises:
-            InputError: the file cannot be read or decompressed, is something else, or has an endless line.
+            InputError: the file cannot be read or decompressed, is not text, or has a line that is too long.
         """
         with naming(self.path):
             while self.end is None or self.position < self.end:
@@ -61,7 +61,7 @@ class Lines:
                 yield line
 
     def advance(self, position: int) -> None:
-        """Skip to a byte that lies ahead."""
+        """Skip to a later position."""
         with naming(self.path):
             if compression_of(self.path) is None:
                 self._stream.seek(position)
@@ -69,22 +69,17 @@ class Lines:
             while self.position < position:
                 skipped = len(self._stream.read(min(_SKIP_BYTES, position - self.position)))
                 if not skipped:
-                    return  # the file has shrunk; the missing rows will tell
+                    return  # the file has shrunk; `read` reports the missing rows
                 self.position += skipped
 
     def close(self) -> None:
-        """Let the file go."""
         self._stream.close()
         self._raw.close()
 
 
 @contextlib.contextmanager
 def lines_of(span: Span) -> Iterator[Lines]:
-    """The lines of a span.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Open the lines of a span; raises InputError if the file cannot be read."""
     lines = _readers.take(span.path, span.start) or Lines(span.path)
     try:
         lines.advance(span.start)
@@ -103,7 +98,7 @@ _readers: ForwardReaders[Lines] = ForwardReaders()
 
 
 def carriage_returns(path: str) -> InputError:
-    """Lines as only old Macs and some spreadsheets end them."""
+    """Return the error for line ends of old Macs and some spreadsheets."""
     return InputError(
         f"input {path}: its lines end with only a carriage return (CR)",
         hint="convert it: tr '\\r' '\\n' < OLD > NEW",
@@ -113,8 +108,8 @@ def carriage_returns(path: str) -> InputError:
 def _refuse_binary(path: str, first: bytes) -> None:
     for magic, name in _MAGIC.items():
         if first.startswith(magic):
-            raise InputError(f"input {path}: this is {name}, not text", hint="give the file the suffix of its format")
+            raise InputError(f"input {path}: this is {name}, not text", hint="rename it with the suffix of its format")
     if first.startswith(_UTF_16):
-        raise InputError(f"input {path}: this is UTF-16", hint="text is read as UTF-8: convert the file")
+        raise InputError(f"input {path}: this is UTF-16", hint="convert it to UTF-8")
     if b"\r" in first.rstrip(b"\r\n") and not first.endswith(b"\n"):
         raise carriage_returns(path)

@@ -1,4 +1,4 @@
-"""Parquet: spans from the footer, a fingerprint of all bytes, forward reading."""
+"""Parquet corpora: spans from the footer, a fingerprint of all bytes, forward reading."""
 
 import contextlib
 import hashlib
@@ -25,27 +25,25 @@ from peagle.errors import InputError
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536
-_NO_VALUE = (OverflowError, ValueError)  # what Arrow holds and Python does not: the year 10000, text that is not UTF-8
+_NO_VALUE = (OverflowError, ValueError)  # not in Python: the year 10000, text that is not UTF-8
 
 
 def count_parquet(file: SourceFile) -> int:
-    """Rows of a file, from its footer."""
-    parquet = _open(file.path)
-    with parquet:
+    with _open(file.path) as parquet:
         return int(parquet.metadata.num_rows)
 
 
 def scan_parquet(
     file: SourceFile, sizes: Iterator[int], left: int, digest: Any, estimate: WorkEstimate, *, as_before: bool = False
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans; how long their rows are is known by row group only.
+    """Cut a file into spans.
 
     Args:
-        digest: of the content; it takes the file's.
-        as_before: whether it takes of the file what older plans took.
+        digest: updated with the content.
+        as_before: update it as older plans did.
 
     Raises:
-        InputError: it is not readable as Parquet, or has a column that rows cannot hold.
+        InputError: the file is not valid Parquet, or rows cannot hold one of its columns.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
@@ -69,11 +67,7 @@ def scan_parquet(
 
 
 def read_parquet(span: Span) -> Iterator[RawRow]:
-    """The rows of a span.
-
-    Raises:
-        InputError: it is not readable as Parquet.
-    """
+    """Yield the rows of a span; raises InputError if it is not valid Parquet."""
     reader = _readers.take(span.path, span.first_row) or _ForwardParquet(span.path, span.first_row)
     reader.skip_to(span.first_row)
     yield from reader.rows(span.num_rows)
@@ -81,11 +75,7 @@ def read_parquet(span: Span) -> Iterator[RawRow]:
 
 
 def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
-    """All rows of a file.
-
-    Raises:
-        InputError: it is not readable as Parquet, or has a column that rows cannot hold.
-    """
+    """Yield all rows of a file; raises as `scan_parquet`."""
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = parquet.metadata.num_rows
@@ -97,7 +87,7 @@ def read_parquet_file(file: SourceFile) -> Iterator[RawRow]:
 
 
 def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
-    """Refuse columns of which something would be lost on the way through a row."""
+    """Refuse columns whose values a row cannot hold without loss."""
     schema = storage_schema(parquet.schema_arrow)
     if name := repeated_name(schema):
         raise InputError(f"input {path}: there are two columns {name!r}", hint="give each column a different name")
@@ -107,22 +97,21 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
             is_lossy = any(loses_nanoseconds(batch.column(column.name).cast(column.type)) for batch in batches)
         if is_lossy:
             raise InputError(
-                f"input {path}: column {column.name!r} holds times of day in nanoseconds; rows count microseconds",
-                hint="write that column in microseconds, or as text",
+                f"input {path}: column {column.name!r} has times of day in nanoseconds; rows hold microseconds",
+                hint="convert that column to microseconds or text",
             )
-
     for column in _not_carried(path, parquet):
         raise InputError(
             f"input {path}: column {column.name!r} is a {column.type}, which rows cannot hold",
-            hint="write that column as another type, or leave it out",
+            hint="convert that column to another type, or drop it",
         )
 
 
 def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
-    """The file's schema, with nanoseconds in the INT96 columns that need them.
+    """Return the file's schema, with nanoseconds in INT96 columns that need them.
 
     Raises:
-        InputError: such a column also has a moment that is too far away for nanoseconds.
+        InputError: such a column also has a value outside the range of nanoseconds.
     """
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):
@@ -137,9 +126,8 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
                     too_far = too_far or str(error)
         if needs_nanoseconds and too_far:
             raise InputError(
-                f"input {path}: column {name!r} (INT96) needs nanoseconds, and has a value too far away for them: "
-                f"{too_far}",
-                hint="write that column in microseconds (Spark: outputTimestampType=TIMESTAMP_MICROS)",
+                f"input {path}: column {name!r} (INT96) needs nanoseconds, but has a value out of range: {too_far}",
+                hint="convert that column to microseconds (Spark: outputTimestampType=TIMESTAMP_MICROS)",
             )
         if needs_nanoseconds:
             schema = schema.set(schema.get_field_index(name), exact)
@@ -147,7 +135,7 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
 
 
 def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
-    """Columns that contain timestamps of 96 bits, which Spark, Hive and Impala write."""
+    """Return columns with 96-bit timestamps, which Spark, Hive and Impala write."""
     names, end = [], 0
     for column in storage_schema(parquet.schema_arrow):
         start, end = end, end + len(list(leaf_types(column.type)))
@@ -158,27 +146,18 @@ def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
 
 @contextlib.contextmanager
 def _in_nanoseconds(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
-    """INT96 columns in nanoseconds.
-
-    Arrow lets moments outside of 1677 to 2262 wrap around there.
-    """
+    """Read INT96 columns in nanoseconds, in which times outside of 1677 to 2262 wrap around."""
     with pq.ParquetFile(open_raw(path) if "://" in path else path) as parquet:
         yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **rows)
 
 
 def _is_same(coarse: pa.Array, fine: pa.Array) -> bool:
-    """Whether INT96 moments are whole microseconds.
-
-    The cast wraps around as reading in nanoseconds does, so this holds for far moments, too.
-    """
+    # The cast wraps around as reading in nanoseconds does.
     return bool(coarse.cast(fine.type, safe=False).equals(fine))
 
 
 def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Iterator[pa.RecordBatch]:
-    """The rows of some row groups.
-
-    INT96 columns are in nanoseconds only in the batches that need them, else in microseconds.
-    """
+    """Yield the rows of row groups. INT96 columns are in nanoseconds only in batches that need them."""
     batches, names = parquet.iter_batches(_BATCH_ROWS, row_groups=groups), _int96_columns(parquet)
     if not names:
         yield from batches
@@ -193,10 +172,7 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
 
 
 def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
-    """Columns that cannot be read through a row.
-
-    The first one is tried, for Arrow lacks functions for some types.
-    """
+    """Yield columns that rows cannot hold, by trying the first row: Arrow lacks functions for some types."""
     with _reading(path):
         first: pa.RecordBatch | None = next(parquet.iter_batches(1), None)
     if first is None:
@@ -209,38 +185,29 @@ def _not_carried(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Field]:
         except (pa.ArrowException, NotImplementedError, TypeError):
             yield column
         except _NO_VALUE:
-            continue  # a fault of that row
+            continue  # an error of that row only
 
 
 def _content_of(file: SourceFile, num_rows: int) -> bytes:
-    """A file's part in the fingerprint: all its bytes, and the number of its rows."""
+    """Return a file's part of the fingerprint: all its bytes, and the number of rows."""
     with naming(file.path), open_raw(file.path) as handle:
         return f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest()
 
 
 def _end_of(file: SourceFile, num_rows: int) -> bytes:
-    """A file's part in older fingerprints: the footer.
-
-    An edit of equal length need not change it.
-    """
+    """Return a file's part of older fingerprints: the footer, which an edit of equal length may not change."""
     with naming(file.path), open_raw(file.path) as handle:
         handle.seek(-min(file.size, _FOOTER_BYTES), 2)
         return f"{file.size} {num_rows} ".encode() + handle.read()
 
 
 def _unmarked(column: pa.Field) -> pa.Field:
-    """The column without our own mark.
-
-    A file of another run has it, and it means nothing in this one.
-    """
+    """Remove our own marks, which a file of another run may have."""
     return column.with_metadata({key: mark for key, mark in (column.metadata or {}).items() if key != b"peagle"})
 
 
 def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
-    """Whether a column may hold integers that a double does not hold exactly.
-
-    Its statistics decide.
-    """
+    """Whether a column may have integers that a double cannot hold exactly, by its statistics."""
     return has_long_integers(column.type) and any(
         _may_have_wide(chunk)
         for group in groups
@@ -257,9 +224,7 @@ def _may_have_wide(chunk: Any) -> bool:
 
 
 class _Lengths:
-    """Bytes of rows; all rows of a row group count alike.
-
-    Asked for in rising order.
+    """Bytes of rows, estimated per row group. Must be called in rising order.
 
     Args:
         groups: rows and bytes of each row group.
@@ -270,7 +235,7 @@ class _Lengths:
         self._group = self._first = 0
 
     def num_bytes(self, start: int, stop: int) -> float:
-        """Bytes of the rows `start ..< stop`."""
+        """Return the bytes of the rows `start ..< stop`."""
         total = 0.0
         while start < stop:
             num_rows, size = self._groups[self._group]
@@ -284,7 +249,7 @@ class _Lengths:
 
 
 class _ForwardParquet:
-    """A file from a row on, in batches; `position` is the row that comes next."""
+    """Rows of a file from a given one, in batches; `position` is the next row."""
 
     def __init__(self, path: str, first_row: int) -> None:
         self._path = path
@@ -300,15 +265,12 @@ class _ForwardParquet:
         self._batch: pa.RecordBatch | None = None
 
     def skip_to(self, row: int) -> None:
-        """Pass over rows without making Python objects of them."""
-        for batch in self._pieces(row - self.position):
-            del batch
+        """Skip rows without creating Python objects."""
+        for _ in self._pieces(row - self.position):
+            pass
 
     def rows(self, num_rows: int) -> Iterator[RawRow]:
-        """The next rows; fewer where the file ends.
-
-        One with a value that Python does not have is no row.
-        """
+        """Yield the next rows, fewer at the end of the file. A row with a value that Python lacks has an error."""
         for piece in self._pieces(num_rows):
             try:
                 rows = [RawRow(columns) for columns in _values(piece)]
@@ -338,11 +300,7 @@ _readers: ForwardReaders[_ForwardParquet] = ForwardReaders()
 
 
 def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
-    """As `to_values`.
-
-    Raises:
-        OverflowError, ValueError: a value that Python does not have, or would take for another.
-    """
+    """As `to_values`, but raise ValueError for values that Python would change."""
     for column in rows.cast(storage_schema(rows.schema)).columns:
         if changed := changed_in_python(column):
             raise ValueError(changed)
@@ -350,19 +308,16 @@ def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
-    """The one row of a piece, by its readable columns.
-
-    `where` counts from 0, as ids do.
-    """
+    """Return the row of a one-row batch, with its readable columns. `where` counts rows from 0, as ids do."""
     columns: dict[str, Any] = {}
     wrong = None
     for column in piece.schema:
         try:
             columns |= _values(piece.select([column.name]))[0]
         except _NO_VALUE as error:
-            wrong = (
-                wrong or f"{where} (counted from 0): column {column.name!r}, a {column.type}, cannot be read: {error}"
-            )
+            if wrong is None:
+                what = f"column {column.name!r}, a {column.type}, cannot be read: {error}"
+                wrong = f"{where} (counted from 0): {what}"
     return RawRow(columns, error=wrong)
 
 

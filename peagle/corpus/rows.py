@@ -1,9 +1,7 @@
-"""Rows of a corpus: a range of one file, one row, and its guessed work.
+"""Rows of a corpus, ranges of rows, and estimates of their work.
 
-Records only; it knows no format.
-
-The guess decides only in which order units are handed out, so it may be wrong: its unit is an output token, prompts are
-guessed from bytes, and a response is taken to be as long as it may be.
+The estimate only determines the order of units. Its unit is an output token: prompts are estimated from bytes, and a
+response is assumed to have its maximum length.
 """
 
 import json
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Row = dict[str, Any]
-"""A row by its columns' names."""
+"""Values by column name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +17,10 @@ class Span:
     """Rows `first_row ..< first_row + num_rows` of one file.
 
     Attributes:
-        start, end: their bytes, counted in the decompressed file (not for Parquet).
+        start, end: byte positions in the decompressed file (not for Parquet).
         line: number of the line at `start`, from 1 (not for Parquet).
-        header: names of the columns as a JSON list (CSV only).
-        work: a guess of the work in its rows (`rows.py`); 0 in plans that are older than it.
+        header: column names as a JSON list (CSV only).
+        work: estimated work; 0 in older plans.
     """
 
     path: str
@@ -38,10 +36,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row's columns, or why it is not a row.
-
-    A row without columns keeps its text.
-    """
+    """The columns of a row, or an error. A row without columns keeps its text in `raw`."""
 
     columns: dict[str, Any] = field(default_factory=dict)
     raw: str | None = None
@@ -50,37 +45,38 @@ class RawRow:
 
 
 _BYTES_PER_TOKEN = 4
-_PROMPT_TOKEN = 0.1  # of an output token: prompts are read many tokens a step
+_PROMPT_TOKEN = 0.1  # relative to an output token: one step reads many prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEstimate:
-    """The work of a row, in output tokens, from the run's `max_tokens` or its own.
+    """Estimates the work of a row in output tokens, from its own `max_tokens` or the run's.
 
     Attributes:
-        column: the column of a row's own sampling parameters.
+        column: the column with a row's own sampling parameters.
     """
 
     max_tokens: int = 0
     column: str = "sampling"
 
     def of_row(self, row: RawRow, num_bytes: int) -> int:
-        """The work of a text row that takes `num_bytes` of its file; 0 for an invalid one."""
+        """Return the work of a text row of `num_bytes`; 0 for an invalid one."""
         if row.error is not None:
             return 0
         own = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))
         max_tokens = own.get("max_completion_tokens") or own.get("max_tokens") or self.max_tokens
         num_responses = own.get("n") or 1
-        wanted = max_tokens * num_responses if _are_counts(max_tokens, num_responses) else self.max_tokens
+        wanted = self.max_tokens
+        if all(type(count) is int and 0 < count < 2**31 for count in (max_tokens, num_responses)):  # not yet validated
+            wanted = max_tokens * num_responses
         return wanted + self.of_prompt(num_bytes)
 
     def of_rows(self, num_rows: int, num_bytes: float) -> int:
-        """The work of rows of which only the bytes are known."""
+        """Return the work of rows of which only the size is known."""
         return num_rows * self.max_tokens + self.of_prompt(num_bytes)
 
     @staticmethod
     def of_prompt(num_bytes: float) -> int:
-        """The work of reading a prompt."""
         return int(num_bytes / _BYTES_PER_TOKEN * _PROMPT_TOKEN)
 
 
@@ -91,11 +87,3 @@ def _parameters(value: Any) -> dict[str, Any]:
         except ValueError:
             return {}
     return value if isinstance(value, dict) else {}
-
-
-def _are_counts(*values: Any) -> bool:
-    """Whether the values can be multiplied.
-
-    A row's own may be anything; they are checked when the row is prepared.
-    """
-    return all(type(value) is int and 0 < value < 2**31 for value in values)

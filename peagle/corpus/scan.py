@@ -1,12 +1,9 @@
-"""A corpus: its files, columns, rows and unique ids; rows of one range.
+"""Scan a corpus: files, columns, rows, unique ids; read the rows of a range.
 
-It hands each file to its format (`parquet.py`, `text.py`). It does not know prompts, units' commits or engines.
+Text formats have no schema, so planning reads the whole corpus once; memory grows with spans, not with rows. Parquet
+has row counts in footers; its bytes are read only for the fingerprint. An invalid row gets a dead letter later.
 
-Text formats have no schema, so planning reads the whole corpus once, line by line; what it keeps grows with spans, not
-with rows. A line that is no row is a row like any other: it gets an id and, later, a dead letter. Parquet says in its
-footers where rows are; its bytes are read for the fingerprint alone.
-
-An id becomes 16 bytes of a hash, which also choose one of 256 files. Each of these is small enough to sort.
+Ids are hashed to 16 bytes, which also choose one of 256 files, each small enough to sort.
 """
 
 import hashlib
@@ -29,16 +26,16 @@ from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, rea
 from peagle.errors import InputError
 
 _BUCKETS = 256
-_IN_MEMORY_BYTES = 1 << 16  # a bucket; 16 MiB of all
+_IN_MEMORY_BYTES = 1 << 16  # per bucket; 16 MiB in total
 _ENTRY = struct.Struct("<16sQQ")
 _Places = tuple[tuple[int, int], tuple[int, int]]
 
 
 class UniqueIds:
-    """Ids with the file and the line that they are on."""
+    """Finds repeated ids, with their files and lines."""
 
     def __init__(self) -> None:
-        # A bucket is closed with all others in __exit__.
+        # __exit__ closes them.
         self._buckets = [tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) for _ in range(_BUCKETS)]  # noqa: SIM115
 
     def __enter__(self) -> Self:
@@ -49,12 +46,11 @@ class UniqueIds:
             bucket.close()
 
     def add(self, value: str, file: int, line: int) -> None:
-        """Note an id."""
         digest = hashlib.blake2b(value.encode(errors="surrogatepass"), digest_size=16).digest()
         self._buckets[digest[0]].write(_ENTRY.pack(digest, file, line))
 
     def first_repeated(self) -> _Places | None:
-        """File and line of both places of the first repeated id; None without one."""
+        """Return the file and line of both occurrences of the first repeated id, or None."""
         found = [pair for bucket in self._buckets if (pair := self._repeated_in(bucket))]
         return min(found, key=lambda pair: pair[1]) if found else None
 
@@ -71,21 +67,19 @@ class UniqueIds:
         return min(pairs, key=lambda pair: pair[1], default=None)
 
 
-_DIGEST = "2:"  # begins a fingerprint; those of older plans have no such beginning, and of Parquet only the footers
+_DIGEST = "2:"  # prefix of fingerprints; older ones have none, and only cover the footers of Parquet
 
 
 def find(
     uri: str, input_format: str = "auto", *, outside: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
-    """Find a corpus's files with their formats.
-
-    JSON lines that begin as an OpenAI batch are one.
+    """Find a corpus's files with their formats. JSON lines that start with an OpenAI batch request are a batch.
 
     Args:
-        outside, announce: as `discover` takes them.
+        outside, announce: as for `discover`.
 
     Raises:
-        InputError: nothing there, an unknown format, or a batch beside files that are none.
+        InputError: no files, an unknown format, or a batch next to other files.
     """
     files = discover(uri, input_format, outside=outside, announce=announce)
     if input_format == "auto":
@@ -94,17 +88,14 @@ def find(
     if "openai-batch" in kinds and len(kinds) > 1:
         (other, *_) = (file for kind, file in kinds.items() if kind != "openai-batch")
         raise InputError(
-            f"input {other.path} is no OpenAI batch, and {kinds['openai-batch'].path} is one",
-            hint="give them to two runs, or say --input-format",
+            f"input {other.path} is not an OpenAI batch, but {kinds['openai-batch'].path} is",
+            hint="use two runs, or set --input-format",
         )
     return files
 
 
 def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
-    """Count the rows of all files quickly, up to `at_most`.
-
-    By footers for Parquet, else by lines, so blank lines count here.
-    """
+    """Count rows quickly, up to `at_most`: footers of Parquet, else lines, including blank ones."""
     num_rows = 0
     for file in files:
         if file.format == "parquet":
@@ -119,16 +110,16 @@ def count_rows(files: Sequence[SourceFile], at_most: int) -> int:
 def scan(
     files: Sequence[SourceFile], cut: Cut, limit: int | None, estimate: WorkEstimate, *, like: str | None = None
 ) -> tuple[list[Span], pa.Schema, str]:
-    """Cut the files into spans, each with a guess of its work.
+    """Cut the files into spans with estimated work.
 
     Args:
-        like: a fingerprint to compare with; the new one is made as that was, also where an older peagle made it.
+        like: a fingerprint to compare with; the new one uses the same version.
 
     Returns:
         The spans in order, the schema of all columns, and a fingerprint of the content.
 
     Raises:
-        InputError: an unreadable file, no row that is valid, or a batch with a custom_id that is there twice.
+        InputError: an unreadable file, no valid row, or a batch with a repeated custom_id.
     """
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
@@ -154,18 +145,18 @@ def scan(
             schemas.append(schema)
         _require_unique(ids, files)
     if not spans:
-        raise InputError(f"input {files[0].path}: there is no row in it")
+        raise InputError(f"input {files[0].path}: it has no rows")
     schema = unify(schemas)
     if not num_valid or not len(schema):
-        raise InputError(f"input: no row in it is valid; the first is {first_error or 'an empty object'}")
+        raise InputError(f"input: no row is valid; the first error: {first_error or 'an empty object'}")
     return spans, schema, version + digest.hexdigest()
 
 
 def read(span: Span) -> Iterator[RawRow]:
-    """The rows of a span, in order.
+    """Yield the rows of a span, in order.
 
     Raises:
-        InputError: the file has changed since it was planned.
+        InputError: the file has changed since planning.
     """
     count = 0
     for row in read_parquet(span) if span.format == "parquet" else read_records(span):
@@ -173,21 +164,21 @@ def read(span: Span) -> Iterator[RawRow]:
         yield row
     if count != span.num_rows:
         raise InputError(
-            f"{span.path}: {count} rows where the plan has {span.num_rows}: the file changed after planning",
-            hint="put the file back as it was, or start a new run directory",
+            f"{span.path}: {count} rows, but the plan has {span.num_rows}: the file changed after planning",
+            hint="restore the file, or start a new run directory",
         )
 
 
 def read_all(files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
-    """Read the rows of all files as a whole; an invalid row ends it.
+    """Yield the rows of all files.
 
     Raises:
-        InputError: a file that cannot be read, or a row that is none, with its file and line.
+        InputError: a file cannot be read, or a row is invalid.
     """
     for file in files:
         for row in read_parquet_file(file) if file.format == "parquet" else _read_text(file):
             if row.error is not None:
-                raise InputError(f"input {row.error}", hint="correct that row, or leave it out")
+                raise InputError(f"input {row.error}", hint="correct or remove that row")
             yield row.columns
 
 
@@ -200,7 +191,7 @@ def _read_text(file: SourceFile) -> Iterator[RawRow]:
 
 
 class _TextScan:
-    """One pass over a text file: spans, columns, and the rules of a batch."""
+    """One pass over a text file: spans, columns, and the ids of a batch."""
 
     def __init__(self, file: SourceFile, index: int, ids: UniqueIds, estimate: WorkEstimate) -> None:
         self._file = file
@@ -213,7 +204,6 @@ class _TextScan:
         self.first_error: str | None = None
 
     def run(self, sizes: Iterator[int], left: int, digest: Any) -> tuple[list[Span], pa.Schema]:
-        """Spans and schema."""
         lines = Lines(self._file.path)
         lines.on_line = digest.update
         spans: list[Span] = []
@@ -230,8 +220,8 @@ class _TextScan:
     def _next_span(
         self, rows: Iterator[Record], lines: Lines, first_row: int, left: int, sizes: Iterator[int]
     ) -> Span | None:
-        """The span from where `lines` stands; None at the end of the file."""
-        start, number, header = lines.position, lines.number, ""  # the first span of a CSV file begins with its header
+        """Return the next span; None at the end of the file."""
+        start, number, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
         num_rows = work = size = 0
         before = start
         for record in rows:
@@ -290,6 +280,6 @@ def _require_unique(ids: UniqueIds, files: Sequence[SourceFile]) -> None:
     if repeated := ids.first_repeated():
         (file_a, line_a), (file_b, line_b) = repeated
         raise InputError(
-            f"input {files[file_b].path} line {line_b}: its custom_id is that of {files[file_a].path} line {line_a}",
-            hint="each request of a batch needs a different custom_id",
+            f"input {files[file_b].path} line {line_b}: its custom_id is also in {files[file_a].path} line {line_a}",
+            hint="each request of a batch needs a unique custom_id",
         )

@@ -1,14 +1,11 @@
-"""Column types of rows without a schema, found in one pass of bounded memory.
+"""Column types of rows without a schema, in one pass with bounded memory; and conversions between Arrow and Parquet.
 
-Also which Arrow types Parquet can hold, and whether one type holds every value of another.
-
-Columns are the union of all keys, numbers widen (int to float, where none is too large to be exact), and a column whose
-values have no common Arrow type, or none that Parquet can hold, is carried as text: strings as they are, other values
-as JSON.
+Columns are the union of all keys, and numbers widen (int to float if all integers are exact). A column without a common
+Arrow type, or with one that Parquet cannot hold, becomes text: strings as they are, other values as JSON.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -19,18 +16,15 @@ from peagle.corpus.extensions import children, from_values, storage_schema
 from peagle.corpus.rows import RawRow
 from peagle.plain_json import to_json
 
-_DEEPEST = 100  # levels that Parquet has at most
+_DEEPEST = 100  # levels in Parquet
 _NANOSECOND_TIME = pa.time64("ns")
-_NOT_A_TIME = -(2**63)  # as pandas stores it
+_NOT_A_TIME = -(2**63)  # NaT in pandas
 _UNITS_OF_A_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
-LARGEST_EXACT = 2**53  # a double holds every integer up to here, and not every one beyond
+LARGEST_EXACT = 2**53  # of the integers that a double holds exactly
 
 
 def can_be_stored(schema: pa.Schema) -> bool:
-    """Whether Parquet can hold such columns and give them back.
-
-    Empty structs and types that are too deep cannot be held.
-    """
+    """Whether Parquet can store these columns; it cannot store empty structs and deeply nested types."""
     sink = io.BytesIO()
     try:
         pq.write_table(storage_schema(schema).empty_table(), sink)
@@ -41,20 +35,18 @@ def can_be_stored(schema: pa.Schema) -> bool:
 
 
 def is_too_deep(type_: pa.DataType) -> bool:
-    """Whether a type has more levels than Parquet can hold.
-
-    It may have more than Python can recurse through.
-    """
+    """Whether a type has too many levels for Parquet."""
+    # Not recursive: it may have more levels than Python's stack.
     level = [type_]
     for _ in range(_DEEPEST):
-        level = [field.type for one in level for field in children(one)]
+        level = [field.type for nested in level for field in children(nested)]
         if not level:
             return False
     return True
 
 
 def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
-    """Whether every value of `old` fits `new`, to which Arrow would widen it.
+    """Whether `new`, to which Arrow would widen, holds all values of `old`.
 
     Args:
         wide: `old` may have integers beyond `LARGEST_EXACT`.
@@ -64,19 +56,19 @@ def holds(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
     if pa.types.is_nested(new):
         parts = {field.name: field.type for field in children(new)}
         pairs = [(parts.get(field.name), field.type) for field in children(old)]
-        if not pa.types.is_struct(new):  # an item of a list has no name that counts
+        if not pa.types.is_struct(new):  # names of list items do not matter
             pairs = list(zip(parts.values(), (theirs for _, theirs in pairs), strict=False))
         return all(ours is not None and holds(ours, theirs, wide=wide) for ours, theirs in pairs)
     if pa.types.is_integer(old):
         return not (wide and old.bit_width == 64)
     if pa.types.is_decimal(old):
         return bool(pa.types.is_decimal(new))
-    # A nanosecond is too short for years before 1678 and after 2261; 9999 is in use for "never".
+    # Nanoseconds only hold the years 1678 to 2261; 9999 is used for "never".
     return not (pa.types.is_temporal(old) and getattr(new, "unit", None) == "ns" and not pa.types.is_time(new))
 
 
 def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
-    """Whether integers beyond `LARGEST_EXACT` are in it, at any depth."""
+    """Whether it contains integers beyond `LARGEST_EXACT`, at any depth."""
     if isinstance(array, pa.ChunkedArray):
         return any(map(is_wide, array.chunks))
     if pa.types.is_integer(array.type) and array.type.bit_width == 64:
@@ -88,23 +80,23 @@ def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def has_long_integers(type_: pa.DataType) -> bool:
-    """Whether integers of 64 bits are in it, at any depth."""
+    """Whether it contains 64-bit integers, at any depth."""
     return any(pa.types.is_integer(leaf) and leaf.bit_width == 64 for leaf in leaf_types(type_))
 
 
 def has_nanosecond_times(type_: pa.DataType) -> bool:
-    """Whether times of day in nanoseconds are in it, at any depth."""
+    """Whether it contains times of day in nanoseconds, at any depth."""
     return any(leaf == _NANOSECOND_TIME for leaf in leaf_types(type_))
 
 
 def loses_nanoseconds(array: pa.Array) -> bool:
-    """Whether times of day below a microsecond, which Python does not have, are in it."""
+    """Whether it contains times of day with fractions of a microsecond, which Python lacks."""
     times = (leaf for leaf in _leaf_arrays(array) if leaf.type == _NANOSECOND_TIME)
     return any(not leaf.equals(leaf.cast(pa.time64("us"), safe=False).cast(_NANOSECOND_TIME)) for leaf in times)
 
 
 def changed_in_python(array: pa.Array) -> str | None:
-    """Name a value that Python would silently take for another, or return None.
+    """Describe a value that Python would silently change, or return None.
 
     Python wraps times outside of a day around, and pandas takes the smallest 64-bit integer for null.
     """
@@ -113,7 +105,7 @@ def changed_in_python(array: pa.Array) -> str | None:
         if pa.types.is_time(leaf.type):
             first, last = _smallest_and_largest(leaf)
             if first is not None and last is not None and not 0 <= first <= last < _UNITS_OF_A_DAY[unit]:
-                return f"{first if first < 0 else last} {unit} is no time of day"
+                return f"{first if first < 0 else last} {unit} is not a time of day"
         elif pa.types.is_temporal(leaf.type) and unit == "ns" and _smallest_and_largest(leaf)[0] == _NOT_A_TIME:
             return f"{_NOT_A_TIME} ns is NaT (not a time) in pandas"
     return None
@@ -125,7 +117,7 @@ def _smallest_and_largest(array: pa.Array) -> tuple[int | None, int | None]:
 
 
 def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
-    """The arrays of a nested array's leaves; else the array itself."""
+    """Yield the leaves of a nested array, or the array itself."""
     if pa.types.is_struct(array.type):
         parts = array.flatten()
     elif pa.types.is_map(array.type):
@@ -140,10 +132,7 @@ def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str | None:
-    """The name that two columns, or two parts of a column at any depth, share.
-
-    None if there is none.
-    """
+    """Return a name that two fields share at the same level, at any depth, or None."""
     seen: set[str] = set()
     for field in fields:
         name: str = field.name
@@ -156,35 +145,35 @@ def repeated_name(fields: Iterable[pa.Field]) -> str | None:
 
 
 def leaf_types(type_: pa.DataType) -> Iterator[pa.DataType]:
-    """The types of a nested type's leaves, in order; else the type itself."""
+    """Yield the leaf types of a nested type in order, or the type itself."""
     if not pa.types.is_nested(type_):
         yield type_
     for field in children(type_):
         yield from leaf_types(field.type)
 
 
-JSON_TEXT = {b"peagle": b"json"}  # marks a column that is carried as text, other values than strings as JSON
-_WIDE = {b"peagle": b"wide"}  # only while columns are found: it has integers that a double does not hold exactly
+JSON_TEXT = {b"peagle": b"json"}  # metadata of a text column with values other than strings as JSON
+_WIDE = {b"peagle": b"wide"}  # metadata of a column with integers beyond LARGEST_EXACT, only during planning
 _ROWS_PER_INFERENCE = 4096
 
 
 class Columns:
-    """The Arrow schema that fits every row added so far."""
+    """Infers the Arrow schema that fits every added row."""
 
     def __init__(self) -> None:
         self._fields: dict[str, pa.Field] = {}
         self._pending: list[dict[str, Any]] = []
 
     def add(self, row: RawRow) -> None:
-        """Take a row into account; one that is no row has no columns."""
+        """Add a row; an invalid row has no columns."""
         self._pending.append({} if row.error else row.columns)
         if len(self._pending) == _ROWS_PER_INFERENCE:
             self._infer()
 
     def schema(self) -> pa.Schema:
-        """The schema of all rows."""
+        """Return the schema of all rows."""
         self._infer()
-        # A column that is null in every row has no type to widen to later: text can hold any.
+        # A column of nulls becomes text, which can hold other files' values.
         return pa.schema(
             [pa.field(f.name, pa.string()) if pa.types.is_null(f.type) else f for f in self._fields.values()]
         )
@@ -197,30 +186,30 @@ class Columns:
 
 
 def json_text(name: str) -> pa.Field:
-    """A column of any values, carried as text."""
+    """Return a text column for arbitrary values."""
     return pa.field(name, pa.string(), metadata=JSON_TEXT)
 
 
 def widen(a: pa.Field, b: pa.Field) -> pa.Field:
-    """One column that holds the values of both."""
+    """Return a column that holds the values of both."""
     if _is_json(a) or _is_json(b):
         return json_text(a.name)
     try:
         both = pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
     except pa.ArrowException:
         return json_text(a.name)
-    if not all(holds(both.type, one.type, wide=_is_wide(one)) for one in (a, b)):
+    if not all(holds(both.type, column.type, wide=_is_wide(column)) for column in (a, b)):
         return json_text(a.name)
     return wide(both) if _is_wide(a) or _is_wide(b) else both
 
 
 def wide(column: pa.Field) -> pa.Field:
-    """The column, marked for whether it has integers beyond a double's precision."""
+    """Mark a column as having integers beyond a double's precision."""
     return column.with_metadata({**(column.metadata or {}), **_WIDE})
 
 
 def unify(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The columns of several files together, in types that Parquet can hold."""
+    """Return the columns of several files, in types that Parquet can store."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for column in schema:
@@ -229,7 +218,7 @@ def unify(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
-    """The rows' columns under the corpus's schema; a bad row is all nulls."""
+    """Return the rows' columns in the corpus's schema; an invalid row is all nulls."""
     arrays = []
     for column in schema:
         values = [None if row.error else row.columns.get(column.name) for row in rows]
@@ -251,7 +240,7 @@ def _infer_field(name: str, values: list[Any]) -> pa.Field:
 
 
 def _stored(column: pa.Field) -> pa.Field:
-    """The column as it is written: one of any file may be null in the rows of another."""
+    """Return a column in its final form. It is nullable, because other files may lack it."""
     if _is_json(column) or (pa.types.is_nested(column.type) and not can_be_stored(pa.schema([column]))):
         return json_text(column.name)
     if _is_wide(column):
@@ -260,12 +249,8 @@ def _stored(column: pa.Field) -> pa.Field:
 
 
 def _is_json(column: pa.Field) -> bool:
-    return _is_marked(column, JSON_TEXT)
+    return bool(column.metadata) and JSON_TEXT.items() <= column.metadata.items()
 
 
 def _is_wide(column: pa.Field) -> bool:
-    return _is_marked(column, _WIDE)
-
-
-def _is_marked(column: pa.Field, mark: Mapping[bytes, bytes]) -> bool:
-    return bool(column.metadata) and mark.items() <= column.metadata.items()
+    return bool(column.metadata) and _WIDE.items() <= column.metadata.items()

@@ -1,12 +1,9 @@
-"""Rows of the text formats: JSON lines, plain text, CSV and OpenAI batches.
+"""Rows of text formats: JSON lines, plain text, CSV and OpenAI batches.
 
-It turns lines into rows. A row that is no row is one all the same: it gets an id and, later, a dead letter that names
-its file and line.
+An invalid row is yielded, too: it gets an id and, later, a dead letter with its file and line.
 
-A batch's envelope is checked here; what is in a body is checked where prompts and sampling parameters are
-(`peagle/requests/builder.py`). A body is carried as JSON text: bodies differ from row to row.
-
-Every value of CSV is text. A row is only ever cut between records, so the reader counts what the `csv` module pulls.
+The envelope of a batch request is validated here, its body in `peagle/requests/builder.py`. Bodies differ from row to
+row, so they are stored as JSON text. Values of CSV are text.
 """
 
 import csv
@@ -26,13 +23,13 @@ from peagle.requests.fields import URLS
 
 
 def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]]:
-    """Rows, the lines that they begin on, and the header.
+    """Yield rows, the numbers of their first lines, and the header.
 
     Args:
-        header: names of the columns as JSON, where the lines do not begin with them.
+        header: column names as JSON, if the lines do not start with them.
 
     Raises:
-        InputError: no usable header, or a quote that never ends: where the next row begins is then unknown.
+        InputError: no valid header, or an unclosed quote, after which the start of the next row is unknown.
     """
     records = _records(lines)
     if not header:
@@ -43,7 +40,7 @@ def csv_rows(lines: Lines, header: str = "") -> Iterator[tuple[RawRow, int, str]
 
 
 def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
-    """Records that are not blank, and the lines that they begin on."""
+    """Yield the non-blank records with the numbers of their first lines."""
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader((_decode(line, first=lines.number == 2) for line in lines), strict=True)
     while True:
@@ -57,7 +54,7 @@ def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
                 raise carriage_returns(lines.path) from error
             raise InputError(
                 f"input {lines.path} line {number}: not valid CSV: {error}",
-                hint="a quote inside a quoted field is written twice; every quote must be closed",
+                hint="double a quote inside a quoted field, and close every quote",
             ) from error
         if values:
             yield values, number
@@ -66,14 +63,14 @@ def _records(lines: Lines) -> Iterator[tuple[list[str], int]]:
 def _decode(line: bytes, *, first: bool) -> str:
     if first:
         line = line.removeprefix(b"\xef\xbb\xbf")
-    return line.decode(errors="surrogateescape")  # a record with such a character is refused, its neighbours are not
+    return line.decode(errors="surrogateescape")  # so that only the record with invalid bytes is refused
 
 
 def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
     names, number = next(records, ([], 1))
     where = f"input {path} line {number}"
     if not names:
-        raise InputError(f"input {path}: there is no header line", hint="the first line names the columns")
+        raise InputError(f"input {path}: no header line", hint="the first line must have the column names")
     for index, name in enumerate(names):
         if not _is_utf8(name):
             raise InputError(
@@ -83,7 +80,7 @@ def _header(records: Iterator[tuple[list[str], int]], path: str) -> str:
         if not name.strip():
             raise InputError(
                 f"{where}: column {index + 1} of the header has no name",
-                hint="name it; pandas writes its index so: df.to_csv(FILE, index=False)",
+                hint="name it; for the index of pandas, write df.to_csv(FILE, index=False)",
             )
         if name in names[:index]:
             raise InputError(f"{where}: the header names column {name!r} twice")
@@ -96,12 +93,11 @@ def _row(names: list[str], values: list[str], where: str) -> RawRow:
         raw = text.encode(errors="surrogateescape").decode(errors="replace")
         return RawRow(raw=raw, error=f"{where}: not valid UTF-8")
     if len(values) != len(names):
-        return RawRow(raw=text, error=f"{where}: {len(values)} fields where the header has {len(names)}")
+        return RawRow(raw=text, error=f"{where}: {len(values)} fields, but the header has {len(names)}")
     return RawRow(dict(zip(names, values, strict=True)))
 
 
 def _is_utf8(decoded: str) -> bool:
-    """Whether text that `_decode` made was UTF-8."""
     try:
         decoded.encode()
     except UnicodeEncodeError:
@@ -114,18 +110,12 @@ BATCH_SCHEMA = pa.schema([*[(name, pa.string()) for name in BATCH_COLUMNS[:3]], 
 
 
 def is_batch(columns: dict[str, Any]) -> bool:
-    """Whether a row has the columns that a request of a batch needs."""
+    """Whether a row has the columns of a batch request."""
     return {"custom_id", "url", "body"} <= set(columns)
 
 
-def batch_row(columns: dict[str, Any], where: str) -> RawRow:
-    """The row, with what is wrong with its envelope if something is."""
-    error = envelope_error(columns)
-    return RawRow(columns, error=f"{where}: {error}", reason="invalid") if error else RawRow(columns)
-
-
 def envelope_error(columns: dict[str, Any]) -> str | None:
-    """The fault of a request around its body; None without one."""
+    """Return what is wrong with a batch request outside its body, or None."""
     missing = [name for name in BATCH_COLUMNS if columns.get(name) is None]
     if missing:
         return f"the request has no {' and no '.join(missing)}"
@@ -133,7 +123,7 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
         return f"unknown key {shown(unknown[0])}: a request has {', '.join(BATCH_COLUMNS)}"
     custom_id, url = columns["custom_id"], columns["url"]
     if not isinstance(custom_id, str) or not custom_id:
-        return f"custom_id must be text that is not empty, not {shown(custom_id)}"
+        return f"custom_id must be non-empty text, not {shown(custom_id)}"
     if columns["method"] != "POST":
         return f"method must be POST, not {shown(columns['method'])}"
     if url not in URLS:
@@ -144,13 +134,13 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
 
 
 TEXT_COLUMN = "prompt"
-_DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, less those of whoever calls
+_DEEPEST = 500  # levels of a JSON row; Python's limit is 1000, including the caller's
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, its first line's number, and the header it was read with (CSV only)."""
+    """A row, the number of its first line, and the header it was read with (CSV only)."""
 
     row: RawRow
     line: int
@@ -158,11 +148,10 @@ class Record:
 
 
 def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
-    """The rows of the lines; when one is out, `lines` stands exactly behind it.
+    """Yield the rows of a text format; after each, `lines` is exactly behind it.
 
     Args:
-        kind: a format that is text.
-        header: of a CSV file that is entered in the middle.
+        header: of a CSV file, if the lines start in the middle.
     """
     if kind == "csv":
         for csv_row in csv_rows(lines, header):
@@ -176,25 +165,17 @@ def records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
 
 
 def read_records(span: Span) -> Iterator[RawRow]:
-    """The rows of a span, in order.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    header = span.header if span.start else ""  # at the beginning of the file it is there to be read
+    """Yield the rows of a span in order; raises InputError if the file cannot be read."""
+    header = span.header if span.start else ""  # at the start of a file, the header is read
     with lines_of(span) as lines:
         for record in records(span.format, lines, header):
             yield record.row
 
 
 def _json_row(line: bytes, where: str, *, is_strict: bool = False) -> RawRow:
-    """Parse a row.
-
-    Args:
-        is_strict: refuse NaN and infinities, which Python writes into JSON; else they are carried as numbers.
-    """
+    """Parse a row. If `is_strict`, NaN and infinities, which Python writes into JSON, are refused."""
     try:
-        text = line.removeprefix(_BOM).decode()  # of bytes `json.loads` would guess the encoding
+        text = line.removeprefix(_BOM).decode()  # `json.loads` would guess the encoding of bytes
         value = json.loads(
             text,
             parse_float=finite_float,
@@ -203,21 +184,21 @@ def _json_row(line: bytes, where: str, *, is_strict: bool = False) -> RawRow:
         )
         require_unicode(text, value)
     except HalfSurrogate as error:
-        return _no_row(line, f"{where}: {error}")
+        return _invalid(line, f"{where}: {error}")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        return _no_row(line, f"{where}: not valid JSON: {error}")
+        return _invalid(line, f"{where}: not valid JSON: {error}")
     if not isinstance(value, dict):
-        return _no_row(line, f"{where}: a JSON {type(value).__name__}, not an object")
+        return _invalid(line, f"{where}: a JSON {type(value).__name__}, not an object")
     if line.count(b"[") + line.count(b"{") > _DEEPEST and _is_deep(value):
-        return _no_row(line, f"{where}: more than {_DEEPEST} levels deep")
+        return _invalid(line, f"{where}: more than {_DEEPEST} levels deep")
     return RawRow(value)
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it is too deep to be written as JSON again, level by level."""
+    """Whether a value has too many levels to be written as JSON again."""
     level = [value]
     for _ in range(_DEEPEST):
-        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False
@@ -225,8 +206,10 @@ def _is_deep(value: Any) -> bool:
 
 
 def _batch_row(line: bytes, where: str) -> RawRow:
-    row = _json_row(line, where, is_strict=True)  # a body is carried as JSON text
-    return row if row.error else batch_row(row.columns, where)
+    row = _json_row(line, where, is_strict=True)  # the body is stored as JSON text
+    if row.error is None and (error := envelope_error(row.columns)):
+        return RawRow(row.columns, error=f"{where}: {error}", reason="invalid")
+    return row
 
 
 def _text_row(line: bytes, where: str) -> RawRow:
@@ -234,10 +217,10 @@ def _text_row(line: bytes, where: str) -> RawRow:
     try:
         return RawRow({TEXT_COLUMN: line.decode()})
     except UnicodeDecodeError as error:
-        return _no_row(line, f"{where}: not valid UTF-8: {error}")
+        return _invalid(line, f"{where}: not valid UTF-8: {error}")
 
 
-def _no_row(line: bytes, error: str) -> RawRow:
+def _invalid(line: bytes, error: str) -> RawRow:
     return RawRow(raw=line.decode(errors="replace"), error=error)
 
 
@@ -249,8 +232,5 @@ _PARSERS: dict[str, Callable[[bytes, str], RawRow]] = {
 
 
 def first_object(lines: Lines) -> dict[str, Any] | None:
-    """The first row that is a JSON object.
-
-    It tells an OpenAI batch from other JSON lines.
-    """
-    return next((one.row.columns for one in records("jsonl", lines) if one.row.error is None), None)
+    """Return the first valid JSON object, which distinguishes an OpenAI batch from other JSON lines."""
+    return next((record.row.columns for record in records("jsonl", lines) if record.row.error is None), None)

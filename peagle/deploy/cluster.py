@@ -1,7 +1,6 @@
 """The file for `ray up`: a Ray cluster on AWS for a bulk run.
 
-A CPU head that drives, and machines with engines that exist only while there is work. Pure: nothing is written, and no
-account is asked.
+A CPU head runs the driver; machines with engines exist only while there is work.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,8 @@ from peagle.deploy.workload import Workload, require_reachable
 from peagle.errors import ConfigError
 
 REPLACE_ME = "REPLACE-ME"
-SHARED_FOLDER = "/mnt/peagle"  # as docs/security.md mounts it, where somebody does
+MAX_NAME_LENGTH = 50
+SHARED_FOLDER = "/mnt/peagle"  # docs/security.md mounts it
 _HOME = "/home/ubuntu/peagle"
 _RAY = f"{_HOME}/.venv/bin/ray"
 _HEAD_FLAGS = "--port=6379 --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
@@ -22,16 +22,16 @@ _HEAD_TYPE = "m7i.xlarge"
 _HEAD_GB, _WORKER_GB = 200, 500
 # vLLM compiles with g++, against Python's headers; its CPU build loads libnuma.
 _PACKAGES = "g++ libnuma1 make python3-dev python3-venv"
-_MOST_OF_LINE = 10_000  # commands stand on a line each
+_MAX_LINE_LENGTH = 10_000  # one line per command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsNames:
-    """Names of an account's parts; docs/deploy.md has the commands that make them.
+    """Names in the AWS account; docs/deploy.md has the commands that create them.
 
     Attributes:
-        image: an AMI of the region with NVIDIA's driver and Python 3.12.
-        security_group: it lets its own members in, and SSH from one address.
+        image: an AMI with NVIDIA's driver and Python 3.12.
+        security_group: admits its members, and SSH from one address.
         head_profile, worker_profile: ARNs of instance profiles.
     """
 
@@ -42,7 +42,7 @@ class AwsNames:
 
     @property
     def missing(self) -> list[str]:
-        """The flags of those that were not given."""
+        """The flags of the names that were not given."""
         flags = {
             "--ami": self.image,
             "--security-group": self.security_group,
@@ -53,36 +53,36 @@ class AwsNames:
 
 
 def cluster_file(workload: Workload, names: AwsNames, *, config: str, output: str) -> str:
-    """The text of the file, with its commands at its head.
+    """Return the text of the file, with commands in a comment at the top.
 
     Args:
-        config: the configuration's path, for the commands.
-        output: the file's own.
+        config: path of the configuration, for the commands.
+        output: path of the file itself.
 
     Raises:
-        ConfigError: an endpoint, a machine of another provider, or paths of this machine.
+        ConfigError: it is an endpoint, a machine of another provider, or has local paths.
     """
     offer = workload.offer
     if workload.command == "serve":
         raise ConfigError(
-            "an endpoint's state needs a folder that all nodes share, which `ray up` does not set up",
-            hint="peagle deploy kuberay, or `peagle serve` on a cluster that has such a folder (docs/online.md)",
+            "`ray up` does not set up a folder that all nodes share, which an endpoint needs for its state",
+            hint="peagle deploy kuberay, or `peagle serve` on a cluster with a shared folder (docs/online.md)",
         )
     if offer.provider != "aws":
         raise ConfigError(
-            f"{offer.instance_type} is {offer.provider}'s, and this file is for AWS",
-            hint="name an instance_type of AWS, or start Ray on the machines yourself (docs/deploy.md)",
+            f"{offer.instance_type} is a machine of {offer.provider}, but the file is for AWS",
+            hint="use an instance_type of AWS, or start Ray on the machines yourself (docs/deploy.md)",
         )
     require_reachable(workload.keys, ("input", "output", "model", "drafter"), SHARED_FOLDER)
-    text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=_MOST_OF_LINE)
+    text = yaml.safe_dump(cluster(workload, names), sort_keys=False, width=_MAX_LINE_LENGTH)
     return "\n".join(_head(workload, config=config, output=output)) + "\n" + text
 
 
 def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
-    """The file's content as `ray-schema.json` has it."""
+    """Return the file as data, by Ray's `ray-schema.json`."""
     offer, (fewest, most) = workload.offer, workload.num_machines
-    # A run asks for machines itself where it names their accelerator, and waits for them.
-    asks = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
+    # A run with an accelerator type that waits for the cluster requests its machines itself.
+    requests_machines = bool(workload.keys.get("accelerator_type") and workload.keys.get("cluster_wait_s"))
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if workload.market == "spot" else {}
     return {
         "cluster_name": workload.name,
@@ -92,12 +92,12 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
         "auth": {"ssh_user": "ubuntu"},
         "available_node_types": {
             "head": {
-                # GPU 0 keeps engines off it: the driver holds units, not rows.
+                # No GPU, so that no engine runs there; the driver needs little memory.
                 "resources": {"CPU": 4, "GPU": 0},
                 "node_config": _node(names, _HEAD_TYPE, names.head_profile, _HEAD_GB),
             },
             "engines": {
-                "min_workers": 0 if asks else fewest,
+                "min_workers": 0 if requests_machines else fewest,
                 "max_workers": most,
                 "resources": _resources(workload),
                 "node_config": _node(names, offer.instance_type, names.worker_profile, _WORKER_GB) | market,
@@ -124,7 +124,7 @@ def _resources(workload: Workload) -> dict[str, float]:
 
 
 def _node(names: AwsNames, instance_type: str, profile: str, disk_gb: int) -> dict[str, Any]:
-    """A machine with an encrypted disk and credentials for its own processes alone."""
+    """Return a node's configuration, with an encrypted disk and credentials only for its own processes."""
     disk: Mapping[str, Any] = {"VolumeSize": disk_gb, "VolumeType": "gp3", "Encrypted": True}
     return {
         "ImageId": names.image,
@@ -137,7 +137,7 @@ def _node(names: AwsNames, instance_type: str, profile: str, disk_gb: int) -> di
 
 
 def _start(workload: Workload, arguments: str) -> str:
-    """The command that starts Ray, in the environment that asks for its token."""
+    """Return the command that starts Ray, with a token required."""
     environment = [
         f". {_HOME}/deploy/ray.env",
         f"RAY_JOB_STOP_WAIT_TIME_S={int(workload.grace_s)}",
@@ -151,10 +151,10 @@ def _head(workload: Workload, *, config: str, output: str) -> list[str]:
     count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     has = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
     return [
-        f"# A Ray cluster on AWS for {config}: a CPU head that drives, and {count} x {offer.instance_type}{has}",
+        f"# A Ray cluster on AWS for {config}: a CPU head for the driver, and {count} x {offer.instance_type}{has}",
         f"# ({workload.market.replace('_', '-')}), which exist only while there is work.",
         f"# Written by: peagle deploy cluster {config}",
-        "# A test checks such files against Ray's own schema; none was run on AWS yet.",
+        "# Checked against Ray's schema by a test; not yet run on AWS.",
         "#",
         "#   (umask 077; ray get-auth-token --generate > /dev/null)   # once; each node gets a copy",
         f"#   ray up {output}",
@@ -163,8 +163,8 @@ def _head(workload: Workload, *, config: str, output: str) -> list[str]:
         f"#       python -m jobs.generate --config {config}",
         f"#   ray down {output}",
         "#",
-        f"# Names of your account stand where it says {REPLACE_ME}; docs/deploy.md has the commands that make them: an",
-        "# image with NVIDIA's driver and Python 3.12, a security group that lets its own members in and SSH from your",
-        "# address, and two instance profiles. Ray's own would open SSH to everybody and let the head do anything with",
+        f"# Replace {REPLACE_ME} with names of your account; docs/deploy.md has the commands that create them: an",
+        "# image with NVIDIA's driver and Python 3.12, a security group that admits its members and SSH from your",
+        "# address, and two instance profiles. Ray's own would open SSH to everyone and give the head full access to",
         "# EC2 and S3.",
     ]

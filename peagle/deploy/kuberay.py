@@ -1,9 +1,7 @@
-"""KubeRay's objects for a configuration.
+"""KubeRay's objects for a configuration: a RayJob or RayCronJob for a bulk run, a RayService for an endpoint.
 
-A bulk run is a RayJob or a RayCronJob, an endpoint a RayService.
-
-Their fields are those of KubeRay 1.7 (`helm-chart/kuberay-operator/crds` of ray-project/kuberay); `authOptions` with a
-Secret of one's own, and RayCronJob, exist since 1.6. Pure: nothing is written, and no cluster is asked.
+Fields are those of KubeRay 1.7 (`helm-chart/kuberay-operator/crds` of ray-project/kuberay). `authOptions` with a custom
+Secret, and RayCronJob, need 1.6.
 """
 
 import shlex
@@ -17,14 +15,14 @@ from peagle.deploy.pods import CONFIG_FOLDER, FOLDER, KEYS_FOLDER, PodOptions, r
 from peagle.deploy.workload import Workload, require_reachable, require_servable
 from peagle.errors import ConfigError
 
-# KubeRay adds a suffix of 6 letters for a cluster, and 11 for each job of a RayCronJob
-# (`MaxRayJobNameLength`, `MaxRayCronJobNameLength` in ray-operator/controllers/ray/utils/constant.go).
-MOST_OF_NAME, MOST_OF_CRON_NAME = 47, 36
+# KubeRay appends 6 characters for a cluster, and 11 for each job of a RayCronJob (`MaxRayJobNameLength` and
+# `MaxRayCronJobNameLength` in ray-operator/controllers/ray/utils/constant.go).
+MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
 _API = "ray.io/v1"
-_PRE_STOP_S = 15  # until no Service sends requests to a pod that ends
+_PRE_STOP_S = 15  # until Services no longer send requests to a terminating pod
 _RUN = """\
-# A job that failed is retried by KubeRay, in a new cluster: exit code 3 (stopped early) is continued there. Code 2 (bad
-# configuration) would come again, so the job stops itself then: one that was stopped is not retried.
+# KubeRay retries a failed job in a new cluster: this continues a run with exit code 3 (stopped early). Code 2 (bad
+# configuration) would repeat, so the job stops itself: a stopped job is not retried.
 {nightly}peagle generate --config {folder}/job.yaml "$@" &
 pid=$!
 echo "$pid" > /tmp/peagle.pid
@@ -37,10 +35,10 @@ if [ "$code" = 2 ]; then
 fi
 exit "$code"
 """
-# The name of the RayJob, which its retries share, is that of its cluster without the suffix.
+# The RayJob's name, which its retries share, is the name of its cluster without the suffix.
 _NIGHTLY = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
 _STOP = """\
-# Before the head's pod ends: units under way are committed.
+# Runs before the head's pod terminates: lets the run commit its units.
 [ -f /tmp/peagle.pid ] || exit 0
 pid=$(cat /tmp/peagle.pid)
 kill -TERM "$pid"
@@ -50,15 +48,15 @@ while kill -0 "$pid" 2> /dev/null; do sleep 1; done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeRayOptions:
-    """Choices that the configuration does not have.
+    """Options that are not in the configuration.
 
     Attributes:
-        namespace: None for the one that the client has.
+        namespace: None for the client's own.
         retries: of a bulk run, each in a new cluster.
-        schedule: of a nightly run, as cron has it; None for a run now.
-        time_zone: of the schedule; None is the operator's own.
-        keys_secret: the Secret with the endpoint's file of keys, under `keys.json`.
-        env: of every pod, in which Ray is started.
+        schedule: in cron's format; None to run once, now.
+        time_zone: of the schedule; None for the operator's.
+        keys_secret: Secret with the endpoint's API keys as `keys.json`.
+        env: environment of every pod.
     """
 
     pods: PodOptions
@@ -71,28 +69,28 @@ class KubeRayOptions:
 
 
 def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
-    """The objects, in the order in which they are applied.
+    """Return the objects in the order to apply them.
 
     Raises:
-        ConfigError: the configuration names what no pod has, or an endpoint without keys; an option means nothing.
+        ConfigError: the configuration has local paths, or is an endpoint without keys; or options do not fit it.
     """
     if options.retries < 0:
-        raise ConfigError(f"--retries {options.retries}: a run is retried 0 times or more")
+        raise ConfigError(f"--retries must be 0 or more, got {options.retries}")
     if options.schedule is None and options.time_zone is not None:
         raise ConfigError("--time-zone requires --schedule")
     if options.schedule is not None and not (options.schedule.startswith("@") or len(options.schedule.split()) == 5):
         raise ConfigError(
-            f"--schedule {options.schedule!r}: cron has five fields", hint='every night at two: --schedule "0 2 * * *"'
+            f"--schedule {options.schedule!r}: cron needs five fields", hint='for every night at two: "0 2 * * *"'
         )
     if workload.command == "generate":
         return _bulk(workload, options)
     if options.schedule is not None:
-        raise ConfigError("a schedule is for bulk runs, and the configuration is an endpoint's", hint="leave it out")
+        raise ConfigError("--schedule is for bulk runs, but the configuration is an endpoint's", hint="leave it out")
     return [_service(workload, options)]
 
 
 def secrets_of(workload: Workload, options: KubeRayOptions) -> list[str]:
-    """The Secrets that must be there, each with the command that makes it."""
+    """Return the commands that create the required Secrets."""
     space = f" -n {options.namespace}" if options.namespace else ""
     create = f"kubectl create secret generic{space}"
     token, keys = options.pods.token_secret, options.keys_secret
@@ -107,20 +105,20 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     nightly = _NIGHTLY.format(output=shlex.quote(str(workload.keys["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
-        "job.yaml": workload.with_keys(),
+        "job.yaml": workload.yaml(),
         "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
         "stop.sh": _STOP,
     }
     job = {
         "entrypoint": f"sh {CONFIG_FOLDER}/run.sh",
-        "jobId": workload.name,  # a cluster has one job, so the script knows its own
+        "jobId": workload.name,  # a cluster has one job; the script needs the id
         "backoffLimit": options.retries,
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": ray_cluster(
             workload,
             options.pods,
             head={"lifecycle": {"preStop": {"exec": {"command": ["sh", f"{CONFIG_FOLDER}/stop.sh"]}}}},
-            # `ray job stop` kills after it, so it is what the driver needs to commit units under way.
+            # `ray job stop` kills the driver after this time; it needs it to commit its units.
             env={**options.env, "RAY_JOB_STOP_WAIT_TIME_S": str(int(workload.grace_s))},
             volumes={CONFIG_FOLDER: {"configMap": {"name": name}}},
         ),
@@ -137,14 +135,14 @@ def _bulk(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     keys = workload.keys
     require_servable(keys, FOLDER)
-    # Without ports of its own a head has KubeRay's usual ones, this one among them; with some it has no others.
+    # A head without ports gets KubeRay's default ports, which include 8000.
     address = {"host": "0.0.0.0", "port": 8000}
-    ours = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}
+    overrides = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}
     application = {
         "name": "peagle",
         "route_prefix": "/",
         "import_path": "pipelines.online.app:build",
-        "args": {**keys, **ours},
+        "args": {**keys, **overrides},
     }
     serve = {
         "proxy_location": "HeadOnly",

@@ -1,7 +1,4 @@
-"""Pods of a Ray cluster on Kubernetes: a head, and a worker for each machine.
-
-Pure: a workload in, parts of KubeRay's RayCluster out. Secrets are named, never held.
-"""
+"""Pods of a Ray cluster on Kubernetes: a head, and a worker per machine. Secrets are referenced by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,21 +8,20 @@ from peagle.deploy.workload import Workload
 from peagle.economics.prices import Offer
 
 FOLDER = "/mnt/peagle"
-"""The volume that all pods share: weights, and whatever the configuration puts there."""
-CONFIG_FOLDER = "/etc/peagle"
-KEYS_FOLDER = "/etc/peagle-keys"
+"""Mount path of the shared volume: weights, and what the configuration stores there."""
+CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
 _HEAD = {"cpu": "4", "memory": "16Gi"}
-# A machine's own agents, the kubelet's reserve and the pods of every node need the rest.
+# The rest is for the machine's agents, the kubelet and the pods of every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
-_SHM_SHARE = 0.3  # of a pod's memory: Ray's object store, and what ranks of an engine hand each other
+_SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
 _SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_GROUP = 1000  # the shared volume and the secrets are for this group, whoever the image's user is
-# Labels by which a cloud's nodes are spot, any of them; the taint that keeps other pods off them, where it sets one.
+_GROUP = 1000  # owns the shared volume and the secrets, for any user of the image
+# Labels of a cloud's spot nodes (any of them), and the taint that keeps other pods off them.
 _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
     "aws": ({"eks.amazonaws.com/capacityType": "SPOT", "karpenter.sh/capacity-type": "spot"}, None),
     "gcp": ({"cloud.google.com/gke-spot": "true"}, "cloud.google.com/gke-spot"),
@@ -34,14 +30,14 @@ _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodOptions:
-    """Choices for all pods of a cluster.
+    """Options of all pods of a cluster.
 
     Attributes:
-        image: with peagle installed.
-        claim: the PersistentVolumeClaim of the shared volume, ReadWriteMany.
+        image: container image with peagle installed.
+        claim: PersistentVolumeClaim of the shared volume, ReadWriteMany.
         env_secrets: Secrets whose entries become environment variables (AWS credentials, HF_TOKEN).
-        service_account: whose rights the pods have; None for the namespace's own.
-        token_secret: the Secret with Ray's token, under `auth_token`.
+        service_account: of the pods; None for the namespace's default.
+        token_secret: Secret with Ray's token as `auth_token`.
     """
 
     image: str
@@ -59,12 +55,12 @@ def ray_cluster(
     env: Mapping[str, str],
     volumes: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The spec of a RayCluster.
+    """Return the spec of a RayCluster.
 
     Args:
-        head: further keys of the head's container.
-        env: further environment of every pod.
-        volumes: further volumes of every pod by their paths, as Kubernetes' volumes without names.
+        head: additional keys of the head's container.
+        env: additional environment variables of every pod.
+        volumes: additional volumes of every pod, by mount path.
     """
     fewest, most = workload.num_machines
     scales = {"enableInTreeAutoscaling": True} if fewest != most else {}
@@ -123,8 +119,8 @@ def _worker(
 
 
 def _sizes(offer: Offer) -> dict[str, str]:
-    """Nearly all of a machine: a pod is alone on it."""
-    assert offer.memory_gib is not None, "the packaged table has it"
+    """Return the resources of a worker, which has a machine to itself."""
+    assert offer.memory_gib is not None, "the packaged price table has it"
     sizes = {
         "cpu": str(max(1, int(offer.num_vcpus * _CPU_SHARE))),
         "memory": f"{max(1, int(offer.memory_gib * _MEMORY_SHARE))}Gi",

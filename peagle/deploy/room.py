@@ -1,7 +1,6 @@
-"""Room for a model on a machine, before anything is fetched or bought.
+"""Check from the catalog and the price table that a machine can hold a model, before anything is downloaded.
 
-By the catalog and the price table. It knows weights, a step and CUDA graphs. What a request's KV cache takes is known
-where the model's `config.json` is.
+It counts weights, one step and CUDA graphs. The KV cache needs the model's `config.json`.
 """
 
 from dataclasses import replace
@@ -21,14 +20,14 @@ _HINT = "name a larger instance type; `peagle models {}` shows its memory"
 def require_room(offer: Offer, keys: TargetKeys, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
     """Refuse a machine that clearly cannot hold a model of the catalog.
 
-    Passes where the model is of no card or nothing is written down of the machine's accelerator or memory.
+    Passes if the model has no card, or the machine's accelerator or memory is unknown.
 
     Args:
-        keys: of the engine; it lies on so many machines.
+        num_nodes: machines of one engine.
 
     Raises:
         CapacityError: the weights alone are too large.
-        PrecisionError: the accelerator does not compute in that precision.
+        PrecisionError: the accelerator does not support the precision.
     """
     card = load_catalog().find(keys.model)
     if card is None or card.architecture.num_parameters is None:
@@ -66,7 +65,7 @@ def require_room(offer: Offer, keys: TargetKeys, *, pipeline_parallel_size: int 
         gpu_memory_utilization=keys.gpu_memory_utilization,
         enforce_eager=keys.enforce_eager,
     )
-    # Machines are counted by others: here is one engine, with as many of its accelerators as it has on one machine.
+    # `machines_for` counts machines. This checks one engine, with as many accelerators as it needs per machine.
     machine = replace(hardware, num_accelerators=max(hardware.num_accelerators, spec.accelerators_per_node))
     try:
         check_capacity(spec, machine, known=weights)

@@ -1,9 +1,7 @@
-"""A catalog model as an endpoint of SageMaker's: its settings, and the requests.
+"""A catalog model as a SageMaker endpoint: the container's settings, and the requests that create it.
 
-    catalog card -> preset: drafter, variables, uploads -> requests: a model, an endpoint configuration, an endpoint
-
-The variables are those of AWS's own vLLM container and of peagle's in it (`peagle.engine.sagemaker`), so that either
-serves the model. Pure: cards and keys in, requests out; `sagemaker_api.py` sends them.
+The variables work for AWS's own vLLM container and for peagle's (`peagle.engine.sagemaker`). `sagemaker_api.py` sends
+the requests.
 """
 
 import re
@@ -25,9 +23,8 @@ from peagle.errors import ConfigError, PriceError
 from peagle.pairs import parse_pairs
 
 DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
-"""Where SageMaker puts further data, a folder for each channel."""
+"""Where SageMaker mounts additional data, one folder per channel."""
 HEAD_CHANNEL = "eagle"  # as JumpStart calls it
-_OF_SAGEMAKER = "SageMaker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +33,9 @@ class Preset:
 
     Attributes:
         variables: of the container.
-        drafter: why this one, in a phrase.
-        model_folder, head_folder: folders here that the container needs under `MODEL_FOLDER` and in `HEAD_CHANNEL`;
-            None where it loads that from the hub.
+        drafter: the drafter, and why.
+        model_folder, head_folder: local folders that the container needs as `MODEL_FOLDER` and in `HEAD_CHANNEL`; None
+            if it loads them from the hub.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -48,7 +45,7 @@ class Preset:
 
     @property
     def uploads(self) -> list[tuple[Path, Path]]:
-        """Folders here, and where SageMaker has to put their data."""
+        """Local folders, and the paths where SageMaker must mount their data."""
         places = ((self.model_folder, MODEL_FOLDER), (self.head_folder, DATA_SOURCES / HEAD_CHANNEL))
         return [(folder, place) for folder, place in places if folder is not None]
 
@@ -61,13 +58,13 @@ def preset(
     has_model_data: bool = False,
     has_head_data: bool = False,
 ) -> Preset:
-    """The settings of a catalog model.
+    """Return the settings of a catalog model.
 
-    K is that of another's deployment on SageMaker, for `instance_type` where there is one, and else the card's advice.
+    K is that of a published SageMaker deployment, preferably on `instance_type`, else the card's advice.
 
     Args:
-        concurrency: requests decoded at once: the card's advice for so many, whatever others deploy. None is one.
-        has_model_data, has_head_data: SageMaker mounts them, wherever they could be had beside.
+        concurrency: take the card's advice for this many concurrent requests instead of a published deployment.
+        has_model_data, has_head_data: SageMaker mounts them, even if they could be loaded elsewhere.
     """
     model_folder = Path(card.source.id) if card.source.kind == "folder" else None
     if card.source.kind == "package":
@@ -94,75 +91,75 @@ def preset(
 def _speculation(
     card: ModelCard, instance_type: str | None, concurrency: int | None
 ) -> tuple[DraftMethod | None, int, str]:
-    """Method, K and where they come from; None where nothing speaks for a drafter."""
+    """Return method, K and their source; the method is None without a drafter."""
     heads = {method: head for method, head in card.heads.items() if head.published}
     if not heads:
-        return None, 0, "none, since no head is published for the model"
+        return None, 0, "none, because no head is published for the model"
     deployments = [
-        (method, one) for method, head in heads.items() for one in head.deployments if _OF_SAGEMAKER in one.where
+        (method, deployment)
+        for method, head in heads.items()
+        for deployment in head.deployments
+        if "SageMaker" in deployment.where
     ]
     if deployments and concurrency is None:
-        method, one = min(deployments, key=lambda found: found[1].instance_type != instance_type)
-        return method, one.num_speculative_tokens, f"{one.where}, {one.instance_type} [{one.source}]"
+        method, chosen = min(deployments, key=lambda pair: pair[1].instance_type != instance_type)
+        return method, chosen.num_speculative_tokens, f"{chosen.where}, {chosen.instance_type} [{chosen.source}]"
     row = card.speculation_for(concurrency or 1)
     if row is None:
-        most = f" for {concurrency} requests at once" if concurrency else ""
-        return None, 0, f"none, since nothing was measured or published{most}"
+        limit = f" for {concurrency} concurrent requests" if concurrency else ""
+        return None, 0, f"none, because nothing was measured or published{limit}"
     if row.method == "none":
-        return None, 0, f"none, since one would cost more than it saves [{row.source}]"
-    most = "any number of" if row.max_concurrency is None else f"up to {row.max_concurrency}"
-    return row.method, row.num_speculative_tokens, f"advice for {most} requests at once [{row.source}]"
+        return None, 0, f"none, because a drafter would cost more than it saves [{row.source}]"
+    limit = "any number of" if row.max_concurrency is None else f"up to {row.max_concurrency}"
+    return row.method, row.num_speculative_tokens, f"advice for {limit} concurrent requests [{row.source}]"
 
 
 def _local_head(head: HeadCard) -> Path | None:
-    """The folder of a head that no container finds on the hub."""
+    """Return the folder of a head that is not on the hub, or None."""
     if head.kind == "huggingface":
         return None
-    return whole_head(HEADS_FOLDER / str(head.id)) if head.kind == "shipped" else Path(str(head.id))
+    if head.kind == "shipped":
+        return whole_head(HEADS_FOLDER / str(head.id))
+    return Path(str(head.id))
 
 
-MOST_START_S = 3600  # what SageMaker gives a container at most
-_MOST_NAME, _MOST_VALUE = 63, 1024
-_NOT_OF_A_NAME = re.compile(r"[^a-zA-Z0-9-]+")
+MAX_START_S = 3600  # SageMaker's limit
+_MAX_NAME_LENGTH, _MAX_VALUE_LENGTH = 63, 1024
+_INVALID_IN_NAME = re.compile(r"[^a-zA-Z0-9-]+")
 _S3 = re.compile(r"s3://[^/]+/.+"), "s3://BUCKET/FOLDER"
 _FORMS = {
     "instance_type": (re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+"), "ml.g7e.2xlarge"),
     "role": (re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+"), "arn:aws:iam::123456789012:role/NAME"),
-    "name": (re.compile(r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*"), "my-endpoint, of 63 letters, digits and hyphens"),
+    "name": (re.compile(r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*"), "my-endpoint: up to 63 letters, digits, hyphens"),
     "model_data": _S3,
     "head_data": _S3,
 }
 
 
 class SageMakerKeys(BaseModel):
-    """The keys of `peagle deploy sagemaker`.
-
-    A description is the help text of its flag.
-    """
+    """The keys of `peagle deploy sagemaker`. A description is the help of its flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    instance_type: str = Field(description="SageMaker's name of the instances, such as ml.g7e.2xlarge")
-    image: str = Field(description="peagle's image, or AWS's for vLLM, in your registry (ECR) in that region")
-    role: str = Field(description="ARN of the container's role, which reads the image and the model's data")
+    instance_type: str = Field(description="SageMaker's name of the instance type, such as ml.g7e.2xlarge")
+    image: str = Field(description="peagle's image, or AWS's vLLM image, in your registry (ECR) in that region")
+    role: str = Field(description="ARN of the container's role, which can read the image and the model's data")
     name: str | None = Field(None, description="name of the endpoint; default: the model's")
     region: str | None = Field(None, description="AWS region; default: from your AWS configuration")
-    instances: int = Field(1, ge=1, description="number of instances, each with an engine")
+    instances: int = Field(1, ge=1, description="number of instances, each with one engine")
     concurrency: int | None = Field(
-        None, ge=1, description="requests at once that the drafter is chosen for; default: as others deploy it"
+        None, ge=1, description="concurrent requests to choose the drafter for; default: as in published deployments"
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
-    model_data: str | None = Field(
-        None, description="s3:// folder for /opt/ml/model; default: it is loaded from the hub"
-    )
-    head_data: str | None = Field(None, description="s3:// folder of the drafter; default: it is loaded from the hub")
-    ami_version: str | None = Field(None, description="SageMaker's name of the instances' image (NVIDIA's driver)")
+    model_data: str | None = Field(None, description="s3:// folder for /opt/ml/model; default: load it from the hub")
+    head_data: str | None = Field(None, description="s3:// folder of the drafter; default: load it from the hub")
+    ami_version: str | None = Field(None, description="SageMaker's name of the instances' AMI (NVIDIA's driver)")
     usd_per_hour: float | None = Field(
-        None, gt=0, description="SageMaker's price of one instance; default: EC2's of the table, which may be lower"
+        None, gt=0, description="SageMaker's price of one instance; default: EC2's in the table, which may be lower"
     )
     variables: dict[str, str] = Field(
         default_factory=dict,
-        description="a further variable of the container, as KEY=VALUE; may be repeated; a map in YAML",
+        description="an additional variable of the container, as KEY=VALUE; may be repeated; a map in YAML",
         json_schema_extra={"flag": "variable", "metavar": "KEY=VALUE"},
     )
 
@@ -176,16 +173,16 @@ class SageMakerKeys(BaseModel):
     def _has_its_form(cls, value: str | None, info: ValidationInfo) -> str | None:
         form, example = _FORMS[str(info.field_name)]
         if value is not None and not form.fullmatch(value):
-            raise ValueError(f"it must be as {example}")
+            raise ValueError(f"must have the form {example}")
         return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The three requests, as boto3 takes them, and what the instances cost together.
+    """The three requests, as boto3 takes them, and the price of all instances together.
 
     Attributes:
-        price: where the price comes from, in a phrase.
+        price: source of the price.
     """
 
     name: str
@@ -196,20 +193,22 @@ class Requests:
     price: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As data."""
         return asdict(self)
 
 
 def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Requests:
-    """The requests for a model with its preset.
+    """Return the requests for a model with its preset.
 
     Raises:
-        ConfigError: data is only here, or a name or a variable is longer than SageMaker takes it.
-        PriceError: nobody says what the instances cost.
-        CapacityError: they clearly cannot hold the model.
+        ConfigError: data is only on this machine, or a name or variable is too long for SageMaker.
+        PriceError: the price of the instances is unknown.
+        CapacityError: the instances clearly cannot hold the model.
     """
-    _require_room(card, keys)
-    name = keys.name or _NOT_OF_A_NAME.sub("-", card.name)[:_MOST_NAME].strip("-")
+    offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
+    if offer is not None and size.isdecimal():
+        target = TargetKeys.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
+        require_room(offer, target)
+    name = keys.name or _INVALID_IN_NAME.sub("-", card.name)[:_MAX_NAME_LENGTH].strip("-")
     usd_per_hour, price = _price(keys)
     container: dict[str, Any] = {"Image": keys.image, "Environment": _variables(keys, found, usd_per_hour)}
     if keys.model_data:
@@ -218,14 +217,22 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
         container["AdditionalModelDataSources"] = [
             {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(keys.head_data)},
         ]
-    _require_uploads(keys, found)
+    for folder, data, flag in (
+        (found.model_folder, keys.model_data, "--model-data"),
+        (found.head_folder, keys.head_data, "--head-data"),
+    ):
+        if folder is not None and data is None:
+            raise ConfigError(
+                f"{folder} is only on this machine, so SageMaker's instances cannot load it",
+                hint=f"upload it with aws s3 cp --recursive {folder} s3://BUCKET/FOLDER/, and use {flag}",
+            )
     variant = {
         "VariantName": "all",
         "ModelName": name,
         "InstanceType": keys.instance_type,
         "InitialInstanceCount": keys.instances,
-        "ContainerStartupHealthCheckTimeoutInSeconds": MOST_START_S,
-        "ModelDataDownloadTimeoutInSeconds": MOST_START_S,
+        "ContainerStartupHealthCheckTimeoutInSeconds": MAX_START_S,
+        "ModelDataDownloadTimeoutInSeconds": MAX_START_S,
         **({"InferenceAmiVersion": keys.ami_version} if keys.ami_version else {}),
     }
     tags = [{"Key": "peagle", "Value": card.name}]
@@ -239,31 +246,21 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
     )
 
 
-def _on_ec2(keys: SageMakerKeys) -> str:
-    return keys.instance_type.removeprefix("ml.")
-
-
 def known_offer(keys: SageMakerKeys) -> Offer | None:
-    """The instances as EC2 has them; None for types that are not in the price table."""
-    return PriceTable.load().offer(_on_ec2(keys))
-
-
-def _require_room(card: ModelCard, keys: SageMakerKeys) -> None:
-    offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
-    if offer is not None and size.isdecimal():
-        require_room(offer, TargetKeys.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))}))
+    """Return EC2's offer of the instance type, or None if it is not in the price table."""
+    return PriceTable.load().offer(keys.instance_type.removeprefix("ml."))
 
 
 def _price(keys: SageMakerKeys) -> tuple[float, str]:
-    """USD of an instance for an hour, and whose word that is."""
+    """Return US dollars per instance and hour, and the source of the price."""
     if keys.usd_per_hour is not None:
         return keys.usd_per_hour, "as stated"
     try:
-        found = PriceTable.load().price(_on_ec2(keys), provider="aws", region=keys.region)
+        found = PriceTable.load().price(keys.instance_type.removeprefix("ml."), provider="aws", region=keys.region)
     except PriceError as error:
         raise PriceError(
-            f"what {keys.instance_type} costs is not known: {error.message}",
-            hint="state SageMaker's price of one instance with --usd-per-hour",
+            f"the price of {keys.instance_type} is unknown: {error.message}",
+            hint="set SageMaker's price of one instance with --usd-per-hour",
         ) from error
     return found.usd_per_hour, f"EC2's price of {found.instance_type}, {found.as_of}; SageMaker's own may be higher"
 
@@ -277,21 +274,11 @@ def _variables(keys: SageMakerKeys, found: Preset, usd_per_hour: float) -> dict[
         **keys.variables,
     }
     for name, value in variables.items():
-        if len(value) > _MOST_VALUE:
-            raise ConfigError(f"the variable {name} has {len(value)} letters; SageMaker takes {_MOST_VALUE}")
-    return variables
-
-
-def _require_uploads(keys: SageMakerKeys, found: Preset) -> None:
-    for folder, data, flag in (
-        (found.model_folder, keys.model_data, "--model-data"),
-        (found.head_folder, keys.head_data, "--head-data"),
-    ):
-        if folder is not None and data is None:
+        if len(value) > _MAX_VALUE_LENGTH:
             raise ConfigError(
-                f"{folder} is only on this machine, so SageMaker's instances cannot load it",
-                hint=f"aws s3 cp --recursive {folder} s3://BUCKET/FOLDER/, and name that with {flag}",
+                f"the variable {name} has {len(value)} characters; SageMaker's limit is {_MAX_VALUE_LENGTH}"
             )
+    return variables
 
 
 def _s3(uri: str) -> dict[str, str]:

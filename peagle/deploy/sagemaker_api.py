@@ -1,7 +1,7 @@
-"""Make an endpoint of SageMaker's, wait for it, take it away.
+"""Create a SageMaker endpoint, wait for it, and delete it.
 
-What fails half-way is taken back, since an endpoint costs money from its instances' first minute. It sends requests by
-boto3, which is not among peagle's own packages.
+If creation fails half-way, everything is deleted, because an endpoint costs money from the start of its instances.
+boto3 is not a dependency of peagle.
 """
 
 import time
@@ -15,16 +15,16 @@ from peagle.economics.report.figures import format_duration
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, did_you_mean
 
 POLL_S = 15.0
-_SAID_EVERY_S = 60.0
+_REPORT_EVERY_S = 60.0
 _DELETION_S = 1800.0
 _MISSING = ("could not find", "does not exist", "cannot find")
 _BUSY = "in-progress"
-# By AWS's code: what it means here, and what to do.
+# By AWS's error code: our exception, and a hint.
 _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
     "ExpiredTokenException": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
     "ExpiredToken": (ConfigError, "the credentials have expired: aws sso login, or new ones"),
-    "UnrecognizedClientException": (ConfigError, "the credentials are not AWS's: aws configure"),
-    "InvalidClientTokenId": (ConfigError, "the credentials are not AWS's: aws configure"),
+    "UnrecognizedClientException": (ConfigError, "the credentials are invalid: aws configure"),
+    "InvalidClientTokenId": (ConfigError, "the credentials are invalid: aws configure"),
     "AccessDeniedException": (ConfigError, "docs/deploy.md has the rights that your user and the role need"),
     "ResourceLimitExceeded": (
         CapacityError,
@@ -36,27 +36,23 @@ _EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """An endpoint that was taken away.
+    """A deleted endpoint.
 
     Attributes:
-        kinds: what there was of it: "endpoint", "endpoint configuration", "model".
-        lived_s: from its making until now; None where there was no endpoint.
-        usd_per_hour: of its instances together, as they were told when it was made; None where nobody did.
-        remains: what is still there and may cost money, in words.
+        kinds: what existed of it: "endpoint", "endpoint configuration", "model".
+        lifetime_s: seconds since its creation; None if there was no endpoint.
+        usd_per_hour: of its instances together, as set at creation; None if unknown.
+        remains: what still exists and may cost money.
     """
 
     kinds: tuple[str, ...]
-    lived_s: float | None
+    lifetime_s: float | None
     usd_per_hour: float | None
     remains: tuple[str, ...]
 
 
 class SageMaker:
-    """The API in one region.
-
-    Args:
-        say: told how far it is.
-    """
+    """SageMaker's API in one region. `say` receives progress."""
 
     def __init__(
         self,
@@ -69,68 +65,71 @@ class SageMaker:
         try:
             import boto3
         except ImportError:
-            raise ConfigError("SageMaker is reached by boto3, which is not here", hint="pip install boto3") from None
+            raise ConfigError("boto3 is not installed, and SageMaker needs it", hint="pip install boto3") from None
         with _explained("no connection to SageMaker"):
             self._api: Any = boto3.client("sagemaker", region_name=region)
         self._say, self._sleep, self._now = say, sleep, now
 
     def create(self, requests: Requests) -> str:
-        """Make the endpoint, and return its ARN when it is in service.
+        """Create the endpoint, and return its ARN when it is in service. Leaves nothing behind on failure.
 
         Raises:
-            ConfigError: a name is taken, the instance type is none, or AWS refuses a request or the credentials.
-            CapacityError: a quota.
-            EngineError: the endpoint did not come up. In each case nothing of it is left.
+            ConfigError: a name is in use, the instance type does not exist, or AWS refuses a request or credentials.
+            CapacityError: a quota is too small.
+            EngineError: the endpoint failed to start.
         """
         name = requests.name
         self._require_instance_type(requests.endpoint_config["ProductionVariants"][0]["InstanceType"])
         self._require_free(name)
-        made: list[str] = []
+        created: list[str] = []
         try:
             for kind in _KINDS:
-                self._make(kind, requests, made)
+                self._create(kind, requests, created)
             return self._wait_until_in_service(name)
-        except BaseException as error:  # Ctrl-C too
-            self._take_back(name, made, error)
+        except BaseException as error:  # also Ctrl-C
+            self._roll_back(name, created, error)
             raise
 
     def remove(self, name: str) -> Removed:
         """Delete the endpoint, its configuration and its model.
 
         Raises:
-            ConfigError: there is nothing of that name.
+            ConfigError: none of them exists.
         """
         endpoint = self._describe("endpoint", name)
         model = self._describe("model", name)
         config = self._describe("endpoint configuration", name)
-        there = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
-        kinds = tuple(kind for kind, found in there.items() if found is not None)
+        existing = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
+        kinds = tuple(kind for kind, found in existing.items() if found is not None)
         if not kinds:
             raise ConfigError(f"SageMaker has nothing called {name}", hint=self._names())
         for kind in kinds:
             self._delete(kind, name)
-        created = endpoint and endpoint.get("CreationTime")
+        created_at = endpoint and endpoint.get("CreationTime")
         return Removed(
             kinds=kinds,
-            lived_s=self._now() - created.timestamp() if created else None,
+            lifetime_s=self._now() - created_at.timestamp() if created_at else None,
             usd_per_hour=_usd_per_hour(model, config),
             remains=tuple(_remains(name, model)),
         )
 
-    def _make(self, kind: str, requests: Requests, made: list[str]) -> None:
+    def _create(self, kind: str, requests: Requests, created: list[str]) -> None:
+        body = {"model": requests.model, "endpoint configuration": requests.endpoint_config}.get(
+            kind, requests.endpoint
+        )
         try:
             with _explained(f"{kind} {requests.name}"):
-                getattr(self._api, _CREATE[kind])(**_request(requests, kind))
+                getattr(self._api, _CREATE[kind])(**body)
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: it may be made all the same
-            made.append(kind)
+        except BaseException:  # Ctrl-C: AWS may have created it nevertheless
+            created.append(kind)
             raise
-        made.append(kind)
-        self._say(f"{kind} {requests.name}: made")
+        created.append(kind)
+        self._say(f"{kind} {requests.name}: created")
 
     def _wait_until_in_service(self, name: str) -> str:
-        began_at = said_at = self._now()
+        started_at = reported_at = self._now()
         while True:
             with _explained(f"endpoint {name}"):
                 found = self._api.describe_endpoint(EndpointName=name)
@@ -140,31 +139,31 @@ class SageMaker:
             if status not in ("Creating", "Updating", "SystemUpdating"):
                 reason = found.get("FailureReason") or f"its status is {status}"
                 raise EngineError(
-                    f"the endpoint {name} did not come up: {reason}",
-                    hint=f"its log was {_log_group(name)} (CloudWatch)",
+                    f"the endpoint {name} failed to start: {reason}",
+                    hint=f"see its log {_log_group(name)} (CloudWatch)",
                 )
-            if self._now() - said_at >= _SAID_EVERY_S:
-                said_at = self._now()
-                self._say(f"endpoint {name}: {status} since {format_duration(said_at - began_at)}")
+            if self._now() - reported_at >= _REPORT_EVERY_S:
+                reported_at = self._now()
+                self._say(f"endpoint {name}: {status} for {format_duration(reported_at - started_at)}")
             self._sleep(POLL_S)
 
-    def _take_back(self, name: str, made: list[str], error: BaseException) -> None:
-        if not made:
+    def _roll_back(self, name: str, created: list[str], error: BaseException) -> None:
+        if not created:
             return
-        self._say(f"taking back: {', '.join(made)}")
-        left = list(made)
+        self._say(f"deleting: {', '.join(created)}")
+        left = list(created)
         try:
-            for kind in reversed(made):
+            for kind in reversed(created):
                 self._delete(kind, name)
                 left.remove(kind)
         except BaseException as another:
             raise EngineError(
-                f"{error}; and of {name} there is still its {', '.join(left)}, which may cost money: {another}",
+                f"{error}; {name} still has its {', '.join(left)}, which may cost money: {another}",
                 hint=f"peagle deploy sagemaker --down {name}",
             ) from error
 
     def _delete(self, kind: str, name: str) -> None:
-        """Delete one of the three; an endpoint that is being made only then."""
+        """Delete one of the three. An endpoint can only be deleted after its creation has finished."""
         until = self._now() + _DELETION_S
         while True:
             try:
@@ -176,7 +175,7 @@ class SageMaker:
                     return
                 if _BUSY not in error.message or self._now() >= until:
                     raise
-            self._say(f"{kind} {name}: SageMaker does not delete it before it is made; waiting")
+            self._say(f"{kind} {name}: SageMaker deletes it only after its creation; waiting")
             self._sleep(POLL_S)
 
     def _describe(self, kind: str, name: str) -> dict[str, Any] | None:
@@ -193,8 +192,8 @@ class SageMaker:
         for kind in _KINDS:
             if self._describe(kind, name) is not None:
                 raise ConfigError(
-                    f"SageMaker has the {kind} {name} already",
-                    hint=f"choose another --name, or take it away: peagle deploy sagemaker --down {name}",
+                    f"SageMaker already has the {kind} {name}",
+                    hint=f"choose another --name, or delete it: peagle deploy sagemaker --down {name}",
                 )
 
     def _require_instance_type(self, instance_type: str) -> None:
@@ -206,8 +205,8 @@ class SageMaker:
 
     def _names(self) -> str:
         with _explained("the list of endpoints"):
-            names = [one["EndpointName"] for one in self._api.list_endpoints()["Endpoints"]]
-        return f"endpoints there: {', '.join(names)}" if names else "there is no endpoint in this region"
+            names = [endpoint["EndpointName"] for endpoint in self._api.list_endpoints()["Endpoints"]]
+        return f"existing endpoints: {', '.join(names)}" if names else "there is no endpoint in this region"
 
 
 _KINDS = ("model", "endpoint configuration", "endpoint")
@@ -217,20 +216,14 @@ _DELETE = {kind: name.replace("create", "delete") for kind, name in _CREATE.item
 _NAMES = {"model": "ModelName", "endpoint configuration": "EndpointConfigName", "endpoint": "EndpointName"}
 
 
-def _request(requests: Requests, kind: str) -> dict[str, Any]:
-    return {"model": requests.model, "endpoint configuration": requests.endpoint_config, "endpoint": requests.endpoint}[
-        kind
-    ]
-
-
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn AWS's errors into ours: one line, and what to do.
+    """Convert AWS's errors to ours, with a hint.
 
     Raises:
-        ConfigError: credentials, region, rights, or a request that is refused.
+        ConfigError: credentials, region, permissions, or an invalid request.
         CapacityError: a quota.
-        PeagleError: anything else that AWS says.
+        PeagleError: any other error.
     """
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
@@ -239,11 +232,11 @@ def _explained(what: str) -> Iterator[None]:
     except NoCredentialsError:
         raise ConfigError(f"{what}: no AWS credentials were found", hint="aws configure, or AWS_PROFILE") from None
     except NoRegionError:
-        raise ConfigError(f"{what}: no region is named", hint="--region, or AWS_REGION") from None
+        raise ConfigError(f"{what}: no AWS region is set", hint="--region, or AWS_REGION") from None
     except ClientError as error:
-        told = error.response["Error"]
-        kind, hint = _EXPLAINED.get(told["Code"], (PeagleError, ""))
-        raise kind(f"{what}: {told['Message']} ({told['Code']})", hint=hint) from error
+        details = error.response["Error"]
+        kind, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
+        raise kind(f"{what}: {details['Message']} ({details['Code']})", hint=hint) from error
     except BotoCoreError as error:
         raise PeagleError(f"{what}: {error}", hint="does SageMaker exist in that region?") from error
 
@@ -257,20 +250,20 @@ def _log_group(name: str) -> str:
 
 
 def _usd_per_hour(model: dict[str, Any] | None, config: dict[str, Any] | None) -> float | None:
-    """The price that the container was told, for all instances."""
+    """Return the price of all instances, from the container's variables."""
     variables = (model or {}).get("PrimaryContainer", {}).get("Environment", {})
     variants = (config or {}).get("ProductionVariants", [])
     if "PEAGLE_USD_PER_HOUR" not in variables or not variants:
         return None
-    num_instances: int = sum(one.get("InitialInstanceCount", 0) for one in variants)
+    num_instances: int = sum(variant.get("InitialInstanceCount", 0) for variant in variants)
     return float(variables["PEAGLE_USD_PER_HOUR"]) * num_instances
 
 
 def _remains(name: str, model: dict[str, Any] | None) -> Iterator[str]:
     container = (model or {}).get("PrimaryContainer", {})
     if image := container.get("Image"):
-        yield f"the image {image}, by the GB and month"
+        yield f"the image {image}, billed by GB and month"
     sources = [container["ModelDataSource"]] if "ModelDataSource" in container else []
     for source in [*sources, *container.get("AdditionalModelDataSources", [])]:
-        yield f"the data in {source['S3DataSource']['S3Uri']}, by the GB and month"
-    yield f"the log {_log_group(name)} in CloudWatch, by the GB and month"
+        yield f"the data in {source['S3DataSource']['S3Uri']}, billed by GB and month"
+    yield f"the log {_log_group(name)} in CloudWatch, billed by GB and month"

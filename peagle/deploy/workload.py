@@ -1,4 +1,4 @@
-"""A configuration as other machines see it: which, how many, with which keys."""
+"""A configuration as other machines need it: machine type, number of machines, keys."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from peagle.economics.prices import Offer, PriceTable, choices
 from peagle.errors import ConfigError
 from peagle.private import user_path
 
-_SIZES = "machines are sized by it, and it is the price"
+_SIZES = "it determines the size and price of the machines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,11 @@ class Workload:
 
     Attributes:
         name: a DNS label.
-        keys: the configuration's own keys, as its command's YAML takes them.
-        offer: a machine of its engines.
+        keys: the configuration, as YAML of its command.
+        offer: a machine for its engines.
         market: on_demand or spot.
         num_machines: the fewest and the most.
-        grace_s: time for its process to end after SIGTERM.
+        grace_s: time for its process to exit after SIGTERM.
     """
 
     name: str
@@ -36,26 +36,25 @@ class Workload:
     num_machines: tuple[int, int]
     grace_s: float
 
-    def with_keys(self, **keys: Any) -> str:
-        """The configuration's YAML with these keys in the place of its own."""
-        return yaml.safe_dump({**self.keys, **keys}, sort_keys=False, allow_unicode=True, width=120)
+    def yaml(self) -> str:
+        return yaml.safe_dump(dict(self.keys), sort_keys=False, allow_unicode=True, width=120)
 
 
 def offer_of(keys: PriceOptions) -> Offer:
-    """The machine that a configuration names.
+    """Return the machine that a configuration names.
 
     Raises:
-        ConfigError: it names none, one that is not in the price table, or a table that other machines do not have.
+        ConfigError: it names none, one that is not in the price table, or a local price table.
     """
     if keys.prices is not None:
         raise ConfigError(
-            f"prices {keys.prices}: a file of this machine is not on others", hint="state usd_per_hour instead"
+            f"prices {keys.prices}: other machines do not have this file", hint="set usd_per_hour instead"
         )
     table = PriceTable.load()
     if keys.instance_type is None:
         raise ConfigError(
-            f"the configuration names no instance_type: {_SIZES}",
-            hint="\n    ".join(["name one of", *choices(table.offers, keys.market)]),
+            f"the configuration has no instance_type: {_SIZES}",
+            hint="\n    ".join(["use one of", *choices(table.offers, keys.market)]),
         )
     offers = [
         offer
@@ -70,28 +69,28 @@ def offer_of(keys: PriceOptions) -> Offer:
 
 
 def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
-    """The number of machines that hold so many engines.
+    """Return the number of machines that hold these engines.
 
     Args:
-        parts: accelerators of an engine on one machine, and how many such parts there are. Without accelerators an
+        parts: accelerators that an engine needs on one machine, and the number of such parts. Without accelerators each
             engine has a machine to itself.
 
-    Example: on machines of 8, three engines of 4 and one of 8 take 3: two, one and one.
+    Example: on machines of 8, three engines of 4 and one of 8 take 3 machines.
 
     Raises:
-        ConfigError: an engine has more accelerators than a machine.
+        ConfigError: an engine needs more accelerators than a machine has.
     """
     if not offer.num_accelerators:
-        return sum(num for _, num in parts)
+        return sum(count for _, count in parts)
     free: list[int] = []
-    for size, num in sorted(parts, reverse=True):
+    for size, count in sorted(parts, reverse=True):
         if size > offer.num_accelerators:
             raise ConfigError(
-                f"an engine takes {size} accelerators of one machine, and {offer.instance_type} has"
+                f"an engine needs {size} accelerators of one machine, and {offer.instance_type} has"
                 f" {offer.num_accelerators}",
-                hint="use a larger instance_type, a smaller tensor_parallel_size, or in bulk more nodes_per_engine",
+                hint="use a larger instance_type, a smaller tensor_parallel_size or more nodes_per_engine",
             )
-        for _ in range(num):
+        for _ in range(count):
             machine = next((index for index, left in enumerate(free) if left >= size), None)
             if machine is None:
                 free.append(offer.num_accelerators - size)
@@ -100,34 +99,35 @@ def machines_for(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     return len(free)
 
 
-def label_of(name: str, *, most: int) -> str:
-    """A name as a DNS label.
+def label_of(name: str, *, max_length: int) -> str:
+    """Return a name as a DNS label.
 
-    >>> label_of("My job_2.yaml", most=20)
+    >>> label_of("My job_2.yaml", max_length=20)
     'my-job-2-yaml'
 
     Raises:
-        ConfigError: it does not begin with a letter, or is too long.
+        ConfigError: it does not start with a letter, or is too long.
     """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label or not label[0].isalpha():
-        raise ConfigError(f"the name {name} does not begin with a letter", hint="name another: --name")
-    if len(label) > most:
+        raise ConfigError(f"the name {name} does not start with a letter", hint="choose another with --name")
+    if len(label) > max_length:
         raise ConfigError(
-            f"the name {label} has {len(label)} letters, and may have {most}", hint="name another: --name"
+            f"the name {label} has {len(label)} characters; the limit is {max_length}",
+            hint="choose another with --name",
         )
     return label
 
 
 def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str | None) -> None:
-    """Refuse paths of this machine, which no other one has.
+    """Refuse local paths, which other machines do not have.
 
     Args:
-        names: keys that may hold a path.
-        folder: one that all machines share; None where they share none.
+        names: keys that may have a path.
+        folder: a folder that all machines share; None if there is none.
 
     Raises:
-        ConfigError: one of them is neither in a store, nor in that folder, nor a name.
+        ConfigError: a value is neither in a store, nor in that folder, nor a name.
     """
     for name in names:
         value = str(keys.get(name) or "")
@@ -135,27 +135,27 @@ def require_reachable(keys: Mapping[str, Any], names: Sequence[str], folder: str
         is_path = name not in ("model", "drafter") or user_path(value).exists()
         if is_path and not is_shared:
             raise ConfigError(
-                f"{name} {value}: it is a path of this machine, which the others do not have",
-                hint="use s3://BUCKET/FOLDER" + (f", or a folder under {folder}, which they share" if folder else ""),
+                f"{name} {value}: a local path, which other machines do not have",
+                hint="use s3://BUCKET/FOLDER" + (f", or a folder in {folder}, which they share" if folder else ""),
             )
 
 
 def require_servable(keys: Mapping[str, Any], folder: str) -> None:
-    """Refuse an endpoint that Kubernetes cannot run as its configuration says.
+    """Refuse an endpoint that Kubernetes cannot run as configured.
 
     Args:
         folder: as in `require_reachable`.
 
     Raises:
-        ConfigError: it has no file of keys, has a certificate, or names paths of this machine.
+        ConfigError: it has no API keys, has a certificate, or has local paths.
     """
     if not keys.get("keys"):
         raise ConfigError(
-            "the configuration has no keys, and anyone in the cluster can reach a Service",
-            hint="make a file with `peagle serve keys add`, and name it under keys",
+            "the configuration has no keys, but everyone in the cluster can reach a Service",
+            hint="create a file with `peagle serve keys add`, and set `keys` to it",
         )
     if keys.get("tls_cert"):
-        raise ConfigError("tls_cert: on Kubernetes the Ingress has the certificate", hint="leave out tls_cert")
+        raise ConfigError("tls_cert: on Kubernetes the Ingress has the certificate", hint="leave tls_cert out")
     require_reachable(keys, ("batches",), folder)
     for model in keys.get("models") or [keys]:
         require_reachable(model, ("model", "drafter"), folder)

@@ -3,9 +3,10 @@
 For each token these are the states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, the paper's 2, L/2, L-1),
 concatenated, and the state BEFORE the final norm, from which the target's distribution follows.
 
-Each shard of a store (`features.py`) covers a fixed range of the samples. So an interrupted extraction resumes where it
-stopped, and shards can be computed anywhere in any order. Features on the fly have the same interface and the same
-numbers, rounded to bf16; each pass over the documents runs the target again.
+A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. The process that
+computes a shard writes it; the process that fills the store then adds it to the index, with its checksum. So an
+interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order. Features on the fly
+have the same interface and the same numbers, rounded to bf16; each pass over the documents runs the target again.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """

@@ -49,8 +49,7 @@ from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary, voca
 from peagle.drafter.workers import SingleProcess
 from peagle.errors import ConfigError, DivergedError
 from peagle.files import sha256, write_atomic, writing
-from peagle.hardware import detect
-from peagle.machine import identified
+from peagle.machine import detect_machine
 
 
 def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[TrainConfig, Target, torch.device]:
@@ -195,7 +194,7 @@ class Prepared:
 
 def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
     """Train a head and save it; return the contents of run.json."""
-    on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), identified(detect())
+    on_gpu, hardware = config.device != "cpu" and torch.cuda.is_available(), detect_machine()
     num_devices = 1 if on_gpu else hardware.num_cpus
     with training_spending(config, hardware, listener.say, on_gpu=on_gpu, num_devices=num_devices) as spending:
 

@@ -53,6 +53,17 @@ def render_card(facts: CardFacts) -> str:
         layers += f" of {config.num_key_value_heads} KV heads"
     method = _METHODS[config.algorithm]
     parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
+    embeddings = "shares the target's embeddings; the file does not contain them"
+    if config.train_embeddings:
+        embeddings = "has its own embeddings"
+    loss = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
+    loss += ", D-PACE" if config.depth_weight == "dpace" else ""
+    # Cards are published, so they do not name the user's folders.
+    start = f"{config.init} start" if config.init in INITS else "start from an earlier head"
+    optimizer = f"AdamW, peak learning rate {config.learning_rate:g}"
+    if config.optimizer == "muon":
+        optimizer = f"Muon and AdamW, peak learning rates {config.muon_learning_rate:g} and {config.learning_rate:g}"
+    frozen = f", the first {config.num_frozen_layers} layers frozen" if config.num_frozen_layers else ""
     return f"""---
 library_name: vllm
 base_model: {facts.verifier}
@@ -69,7 +80,7 @@ speculative_config = {{
 }}
 ```
 
-{_embeddings(config)}
+The head {embeddings}.
 
 | | |
 |---|---|
@@ -78,7 +89,7 @@ speculative_config = {{
 | Draft vocabulary | {facts.vocabulary_size:,} tokens, {facts.vocabulary_coverage:.2%} of the training documents |
 | Data | {facts.num_documents:,} {_responses(config)}, {facts.num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
 | Seen | {facts.num_tokens_seen:,} tokens in {facts.num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
-| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{_loss(config)}, {_start(config)}, {_optimizer(config)}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{_frozen(config)} |
+| Recipe | K_train {config.num_depths}, COD ratio {config.cod_ratio:g}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
 | Hardware | {facts.hardware}, {facts.train_s / 3600:.2f} h of training |
 | Target's fingerprint | `{facts.target_fingerprint[:16]}` |
 | Licence | {facts.licence or "that of its target"} |
@@ -87,10 +98,6 @@ speculative_config = {{
 
 {_acceptance(facts.held_out, config.num_speculative_tokens)}
 """
-
-
-def _frozen(config: TrainConfig) -> str:
-    return f", the first {config.num_frozen_layers} layers frozen" if config.num_frozen_layers else ""
 
 
 def _responses(config: TrainConfig) -> str:
@@ -105,29 +112,6 @@ def _responses(config: TrainConfig) -> str:
 def _by_name(sources: Sequence[str]) -> str:
     """Join the names of files and folders, without their paths."""
     return ", ".join(Path(source).absolute().name for source in sources)
-
-
-def _start(config: TrainConfig) -> str:
-    # Cards are published, so they do not name the user's folders.
-    return f"{config.init} start" if config.init in INITS else "start from an earlier head"
-
-
-def _loss(config: TrainConfig) -> str:
-    decay = f", depth decay {config.depth_decay:g}" if config.depth_decay != 1 else ""
-    pace = ", D-PACE" if config.depth_weight == "dpace" else ""
-    return decay + pace
-
-
-def _embeddings(config: TrainConfig) -> str:
-    if config.train_embeddings:
-        return "The head has its own embeddings."
-    return "The head shares the target's embeddings; the file does not contain them."
-
-
-def _optimizer(config: TrainConfig) -> str:
-    if config.optimizer == "adamw":
-        return f"AdamW, peak learning rate {config.learning_rate:g}"
-    return f"Muon and AdamW, peak learning rates {config.muon_learning_rate:g} and {config.learning_rate:g}"
 
 
 def _acceptance(stats: SpeculationStats, num_speculative_tokens: int) -> str:

@@ -14,19 +14,7 @@ from peagle.drafter.loss import Weighting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """The recipe; its defaults are the best found so far.
-
-    Attributes:
-        batch_tokens: documents are added to a step until it has this many tokens.
-        micro_batch_tokens: maximum tokens whose gradients are computed together; a longer document is split
-            (`training.py`). Saves memory; the gradients stay the same. None: a whole step.
-        depth_decay: the weight of a row at depth d is depth_decay ** d.
-        depth_weight: "dpace" multiplies it by the row's D-PACE weight (`loss.py`), "fixed" does not.
-        optimizer: "muon" for the matrices of the layers and AdamW for the rest, or "adamw" for all.
-        muon_learning_rate: Muon's peak, for updates of AdamW's size (Moonlight's scale, `match_rms_adamw`).
-        final_learning_rate: share of the peak at the end of the cosine.
-        weight_decay: for matrices; norms and the mask state have none.
-    """
+    """The numbers of a recipe, as in `TrainConfig`; None for `micro_batch_tokens` is a whole step."""
 
     num_steps: int
     batch_tokens: int = 1024

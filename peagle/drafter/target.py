@@ -1,4 +1,4 @@
-"""The target of a training, with early checks of its configuration and tokenizer."""
+"""The target of a training: its architecture, weights and tokenizer, checked early."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,11 @@
-"""The training loop of a head, with its optimizer.
+"""The training loop of a head, with its optimizer, micro-batches and checkpoint.
 
 The documents (`recipe.py`), the rows (COD, seeded by step and document) and the learning rate of a step are a pure
 function of the seed and the step. So a training that resumes from a checkpoint repeats the uninterrupted curve, and
 several workers, each with a share of a step's documents, repeat the curve of one.
+
+Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
+document is split by ranges of anchors. The checkpoint is replaced atomically.
 
 Muon (Jordan et al. 2024, `torch.optim.Muon`) makes the update of a matrix orthogonal. Following its authors, AdamW
 trains embeddings, lm_head and vectors.

@@ -4,8 +4,15 @@
     beats-ID.jsonl         endpoints only: one heartbeat per minute, for costs per hour
     requests-ID.jsonl      endpoints only: one line per request of the process; a batch has a file with one line
 
-A bulk run has its ledger in the run directory, an endpoint in a separate folder. `peagle ledger compact` merges the
-files of ended processes (`ledger.py`, `compaction.py`).
+A bulk run has its ledger in the run directory, an endpoint in a separate folder. `peagle ledger compact`
+(`compaction.py`) merges the lines of ended processes:
+
+    requests-merged-HASH.jsonl           the lines of many processes, one after the other
+    requests-merged-HASH.jsonl.index     their names and lengths, in order
+
+The lines of a process are a segment, named after its own file. Readers keep their offset by that name, so lines that
+move are neither read twice nor missed. An index is written before its file and deleted before it, so a merged file
+without an index is ignored. `beats-*.jsonl` work in the same way.
 """
 
 import contextlib

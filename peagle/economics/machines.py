@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.prices import Offer, PriceTable, is_accelerator
 from peagle.errors import ConfigError
-from peagle.hardware import Hardware, detect
-from peagle.machine import identified
+from peagle.hardware import Hardware
+from peagle.machine import detect_machine
 
 _ANY = "any"
 
@@ -49,7 +49,7 @@ def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators
     Arguments and errors are those of `named_machine`.
     """
     named = named_machine(keys, accelerator, num_accelerators=num_accelerators)
-    return (named, False) if named else (identified(detect()), True)
+    return (named, False) if named else (detect_machine(), True)
 
 
 def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> Hardware | None:

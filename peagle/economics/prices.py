@@ -2,6 +2,9 @@
 
 A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
 types or prices match, the error lists them; only a spot price without a region is chosen, the cheapest one.
+
+The packaged prices.csv comes from a public catalogue of cloud prices: `source` names its file and commit, `as_of` the
+day of that commit. Spot prices are medians over the zones of a region.
 """
 
 import csv

@@ -1,4 +1,9 @@
-"""Spending by day: charges from the ledgers of runs and endpoints."""
+"""Spending by day: charges from the ledgers of runs and endpoints.
+
+Every dollar of an engine's life is in exactly one charge: attributed (work that was committed, or billed to a request),
+loading, idle or lost. Overhead belongs to no key. Work counts on the UTC day on which it is committed
+(`shares_by_period`). Cluster nodes without engines are charged at a stated price while any engine is live.
+"""
 
 import math
 from collections import defaultdict

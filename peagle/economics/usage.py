@@ -3,7 +3,9 @@
     UnitUsage       the usage of a committed unit; in the metadata (`UNIT_KEY`) of its Parquet file, so that output and
                     usage are committed together
     RequestUsage    the usage of one request to the endpoint, as a line of JSON
-    EngineSession   the life of one engine process, as of its latest heartbeat
+    EngineFacts     facts about an engine that do not change
+    EngineSession   the same, and the life of one engine process as of its latest heartbeat
+    Work            sums of usage, for statements
 
 Times are Unix times in seconds; every other `_s` is a duration in seconds of one engine.
 """

@@ -65,9 +65,7 @@ def require_passed(check: SelfCheck) -> None:
         EngineError: the engine's answers are not its target's.
     """
     if check.outcome == "failed":
-        raise EngineError(
-            f"the engine is refused, since its answers are not its target's: {check.seen}", hint=check.advice
-        )
+        raise EngineError(f"the engine failed its self-check: {check.seen}", hint=check.advice)
 
 
 def require_none_failed(checks: Iterable[str]) -> None:
@@ -86,8 +84,8 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
     ways += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
     ways += ["--precision bf16"] * (precision.quantization is not None)
     ways += ["--enforce-eager"] * (not spec.enforce_eager)
-    other = f" by another setting: {', or '.join(ways)}" if ways else ""
-    return f"a kernel of this vLLM is wrong on this hardware or in this precision; find out which{other}"
+    other = f"; try {' or '.join(ways)} to find out which" if ways else ""
+    return f"a kernel of vLLM is wrong on this hardware or in this precision{other}"
 
 
 def counted(checks: Iterable[str]) -> dict[str, int]:
@@ -143,8 +141,8 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) ->
 def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float) -> str:
     first = judgements[wrong[0]]
     return (
-        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), where its "
-        f"target alone prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
+        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without "
+        f"a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
         f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
     )
 

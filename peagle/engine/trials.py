@@ -231,7 +231,7 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
         asyncio.run(trials.require(_SchemaAlone(schema)))
     except TrialRefused as refusal:
         raise ConfigError(
-            f"json_schema: {refusal}", hint="make the schema smaller; docs/bulk.md has the bounds"
+            f"json_schema: {refusal}", hint="make the schema smaller; docs/http-api.md lists the limits"
         ) from None
     except TrialsBusy:
         pass  # each engine checks it as well

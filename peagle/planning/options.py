@@ -1,6 +1,19 @@
 """All possible fleets: machine, market and measured cell within the limits.
 
-Machines are rented whole and run as many engines as their devices allow.
+Machines are rented whole and run as many engines as their devices allow. A cell was measured on one instance type;
+other types with the same accelerator can be priced instead. Published speeds apply to every machine with their
+accelerator.
+
+A machine starts its engines, works, and is interrupted at a rate `r` (spot interruptions, failures). Each interruption
+loses the work in open units and needs another start, which are paid, and waits for a new machine, which is not. The
+useful fraction of the time after the first start is
+
+    u = exp(-r * start) * (1 - r * lost)
+
+so for `work` seconds of work, `start + work / u` seconds are paid per machine.
+
+Example: 3,600 s of work, 100 s to start, 0.05 interruptions per hour, 60 s lost and 300 s to replace a machine:
+u = exp(-0.00139) * (1 - 0.00083) = 0.9978; 3,708 s are paid, and 3,708 * (1 + 0.05 / 3600 * 300) = 3,723 s pass.
 """
 
 import math

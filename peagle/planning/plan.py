@@ -1,4 +1,4 @@
-"""A plan: the cheapest fleet, its alternatives, and the effect of the acceptance length on the cost."""
+"""A plan: the cheapest fleet, its alternatives, and the effect of the acceptance length on the cost; also as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,13 +1,10 @@
-"""Bounds on requests and answers: lists, texts, schemas, patterns, answer size.
+"""Bounds on requests and answers: lists, texts, schemas, patterns, answer size; for bulk and online.
 
-Bulk and online share them. Pure: values in, a fault out.
-
-A grammar compiler takes seconds and gigabytes for a few kilobytes of the wrong kind, and every request on the engine
-waits. The bounds here refuse the obvious at once and say why; what passes is compiled on trial (`engine/trials.py`)
-before an engine sees it. Online and bulk share both.
+A grammar compiler can take seconds and gigabytes for a few kilobytes, while all requests of the engine wait. The bounds
+refuse obvious cases immediately; what passes is compiled on trial (`engine/trials.py`) before an engine gets it.
 
 A request of one mebibyte can ask for gigabytes of answer, which the engine's front end, the replica and the ingress
-would each hold. The figures are upper estimates in bytes of JSON.
+would all hold. Answer sizes are upper estimates in bytes of JSON.
 """
 
 import json
@@ -18,21 +15,19 @@ from typing import Any
 
 MOST_ENTRIES = {
     "tools": 128, "stop": 64, "bad_words": 128, "documents": 128, "stop_token_ids": 1024,
-    # vLLM 0.29 on accelerators dies of more than these (v1/worker/gpu/sample/logit_bias.py).
+    # vLLM 0.29 on accelerators crashes with more (v1/worker/gpu/sample/logit_bias.py).
     "allowed_token_ids": 1024, "logit_bias": 1024,
 }  # fmt: skip
-_MOST_STOP_IDS = 100  # likewise, where a response has a least length
+_MOST_STOP_IDS = 100  # also, with a minimum response length
 _MOST_TEXT_BYTES = {"stop": 8_192, "bad_words": 8_192}
-_MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM's core looks for each length at each token
+_MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM checks each length at each token
 
 
 def bounds_error(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The field that holds more than an engine is given, with a sentence.
-
-    None where none does.
+    """Return the first field above its bound, and a message; None if there is none.
 
     >>> bounds_error({"stop_token_ids": [1] * 101, "min_tokens": 1})
-    ('stop_token_ids', 'stop_token_ids has 101 entries, and may have 100')
+    ('stop_token_ids', 'stop_token_ids has 101 entries; the limit is 100')
     """
     return next(_errors(values), None)
 
@@ -42,20 +37,20 @@ def _errors(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = values.get(field)
         most = _MOST_STOP_IDS if field == "stop_token_ids" and values.get("min_tokens") else most
         if isinstance(value, list | dict) and len(value) > most:
-            yield field, f"{field} has {len(value):,} entries, and may have {most:,}"
+            yield field, f"{field} has {len(value):,} entries; the limit is {most:,}"
     for field, most in _MOST_TEXT_BYTES.items():
         value = values.get(field)
         texts = value if isinstance(value, list) else [value]
         size = sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
         if size > most:
-            yield field, f"{field} has {size:,} bytes, and may have {most:,}"
+            yield field, f"{field} has {size:,} bytes; the limit is {most:,}"
     detection = values.get("repetition_detection")
     detection = detection if isinstance(detection, dict) else {}
     for name, most in _MOST_REPETITIONS.items():
         number = detection.get(name)
-        # A number as text is one for pydantic, too.
+        # pydantic also accepts a number as text.
         if (isinstance(number, int | float) and number > most) or (isinstance(number, str) and len(number) > 2):
-            yield "repetition_detection", f"repetition_detection.{name} may be {most} at most"
+            yield "repetition_detection", f"repetition_detection.{name} must be at most {most}"
 
 
 _TOKEN_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias")
@@ -64,13 +59,12 @@ _TOKEN_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", 
 def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[str, str] | None:
     """Return the field with a token id that the model does not have, and a message; None if there is none.
 
-    An engine uses token ids as indices. One id that is too large crashes it, and every request it is running.
-    vLLM 0.29 compares prompts with the tokenizer, which may allow more ids than the model has embeddings.
+    An engine uses token ids as indices, so one that is too large crashes it. vLLM 0.29 compares prompts with the
+    tokenizer, which may have more ids than the model has embeddings.
 
     Args:
-        values: a request body or sampling parameters. `prompt` may be token ids or a list of them.
-        vocab_size: rows of the embedding, or None if it is unknown.
-
+        values: a request body or sampling parameters; `prompt` may be token ids or a list of them.
+        vocab_size: rows of the embedding; None if unknown.
     >>> token_id_error({"prompt": [5, 100]}, 100)
     ('prompt', 'prompt has the token id 100, but the model only has ids 0 to 99')
     """
@@ -88,12 +82,12 @@ def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[s
 
 
 def _first_unknown(ids: Any, vocab_size: int) -> int | None:
-    """Return the first id outside the vocabulary. Values that are not token ids are for others to refuse."""
+    """Return the first id outside the vocabulary. Values that are not token ids are checked elsewhere."""
     if isinstance(ids, dict):  # logit_bias
         ids = [int(key) for key in ids if isinstance(key, int) or (key.isascii() and key.lstrip("-").isdecimal())]
     if not isinstance(ids, list):
         return None
-    return next((one for one in ids if isinstance(one, int) and not 0 <= one < vocab_size), None)
+    return next((token_id for token_id in ids if isinstance(token_id, int) and not 0 <= token_id < vocab_size), None)
 
 
 def _unknown_id(field: str, token_id: int, vocab_size: int) -> str:
@@ -101,9 +95,9 @@ def _unknown_id(field: str, token_id: int, vocab_size: int) -> str:
 
 
 MAX_BYTES = 65_536
-MAX_DEPTH = 64  # lists and objects in each other
+MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
-MAX_OPTIONAL = 200  # of one object; xgrammar's time grows with their square and worse
+MAX_OPTIONAL = 200  # of one object; xgrammar's time grows at least with their square
 MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
 MAX_REFERENCES = 500
 MAX_REPETITIONS = 100_000  # of one element
@@ -112,17 +106,15 @@ MAX_PATTERN_BYTES = 8_192
 _UNIONS = ("enum", "anyOf", "oneOf", "allOf")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _PATTERNS = ("pattern", "regex", "excludes_regex")
-# Possessive, so that a text of nothing but blanks is read once.
+# Possessive, so that long runs of blanks do not backtrack.
 _REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Why something with JSON schemas is more than an engine is given.
-
-    None where it may pass.
+    """Return why a value with JSON schemas exceeds the bounds, or None.
 
     >>> schema_error({"type": "string", "maxLength": 10**9})
-    'maxLength is 1,000,000,000, and may be 100,000'
+    'maxLength is 1,000,000,000; the limit is 100,000'
     """
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -132,15 +124,15 @@ def schema_error(schema: Any) -> str | None:
     except RecursionError:
         return f"it is nested deeper than {MAX_DEPTH} levels"
     except ValueError:
-        return None  # no JSON at all: whoever reads it says so
+        return None  # invalid JSON is refused elsewhere
     return _Count().take(value)
 
 
 def pattern_error(pattern: Any) -> str | None:
-    """The same of a regular expression.
+    """Return why a regular expression exceeds the bounds, or None.
 
     >>> pattern_error("a{3,500000}")
-    'it repeats an element 500,000 times, and may do so 100,000 times'
+    'it repeats an element 500,000 times; the limit is 100,000'
     """
     if not isinstance(pattern, str):
         return None
@@ -148,18 +140,16 @@ def pattern_error(pattern: Any) -> str | None:
 
 
 def grammar_error(grammar: Any) -> str | None:
-    """The same of a grammar."""
     if not isinstance(grammar, str):
         return None
     return _too_long(grammar, MAX_BYTES) or _repetition_error(grammar)
 
 
 def choice_error(choices: Any) -> str | None:
-    """The same of a list of choices."""
     if not isinstance(choices, list):
         return None
     if len(choices) > MAX_ALTERNATIVES:
-        return f"it has {len(choices):,} alternatives, and may have {MAX_ALTERNATIVES:,}"
+        return f"it has {len(choices):,} alternatives; the limit is {MAX_ALTERNATIVES:,}"
     return _too_long("".join(choice for choice in choices if isinstance(choice, str)), MAX_BYTES)
 
 
@@ -174,16 +164,11 @@ _KINDS = {
 
 
 def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The field of an OpenAI request with too large a constraint, and why.
+    """Return the first field of an OpenAI request whose constraint exceeds the bounds, and why; None if there is none.
 
-    None where none is.
-
-    Tools count where a response must keep to their parameters: `tool_choice` demands one, or one is strict.
+    Tools only count if they constrain the response: `tool_choice` requires one, or one is strict.
     """
-    for field, error in _faults(body):
-        if error is not None:
-            return field, error
-    return None
+    return next(((field, error) for field, error in _faults(body) if error is not None), None)
 
 
 def _faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
@@ -206,7 +191,7 @@ def _strict(tool: Any) -> bool:
 
 def _too_long(text: str, most: int) -> str | None:
     size = len(text.encode(errors="surrogatepass"))
-    return f"it has {size:,} bytes, and may have {most:,}" if size > most else None
+    return f"it has {size:,} bytes; the limit is {most:,}" if size > most else None
 
 
 def _repetition_error(text: str) -> str | None:
@@ -214,12 +199,12 @@ def _repetition_error(text: str) -> str | None:
         digits = max(least, most, key=len)
         if len(digits) > len(str(MAX_REPETITIONS)) or int(digits) > MAX_REPETITIONS:
             shown = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
-            return f"it repeats an element {shown} times, and may do so {MAX_REPETITIONS:,} times"
+            return f"it repeats an element {shown} times; the limit is {MAX_REPETITIONS:,}"
     return None
 
 
 class _Count:
-    """Counts over a whole schema."""
+    """Counts properties, alternatives and references over a whole schema."""
 
     def __init__(self) -> None:
         self._properties = self._alternatives = self._references = 0
@@ -229,74 +214,63 @@ class _Count:
         for _ in range(MAX_DEPTH + 1):
             if not level:
                 return None
-            for one in level:
-                if isinstance(one, dict) and (wrong := self._object(one)):
+            for item in level:
+                if isinstance(item, dict) and (wrong := self._object(item)):
                     return wrong
-            level = [child for one in level for child in _children(one)]
+            level = [child for item in level for child in _children(item)]
         return f"it is nested deeper than {MAX_DEPTH} levels"
 
     def _object(self, schema: Mapping[str, Any]) -> str | None:
-        return (
-            self._too_many_properties(schema)
-            or self._too_many_alternatives(schema)
-            or self._too_many_references(schema)
-            or _count_error(schema)
-            or next(filter(None, (pattern_error(schema.get(name)) for name in _PATTERNS)), None)
-        )
+        self._references += isinstance(schema.get("$ref"), str)
+        if self._references > MAX_REFERENCES:
+            return f"it has more than {MAX_REFERENCES:,} references"
+        self._alternatives += sum(len(schema[name]) for name in _UNIONS if isinstance(schema.get(name), list))
+        if self._alternatives > MAX_ALTERNATIVES:
+            return f"it has {self._alternatives:,} alternatives or more; the limit is {MAX_ALTERNATIVES:,}"
+        if wrong := self._properties_error(schema):
+            return wrong
+        for name in _COUNTS:
+            count = schema.get(name)
+            if isinstance(count, int | float) and not isinstance(count, bool) and count > MAX_REPETITIONS:
+                return f"{name} is {count:,}; the limit is {MAX_REPETITIONS:,}"
+        return next(filter(None, (pattern_error(schema.get(name)) for name in _PATTERNS)), None)
 
-    def _too_many_properties(self, schema: Mapping[str, Any]) -> str | None:
+    def _properties_error(self, schema: Mapping[str, Any]) -> str | None:
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             return None
         self._properties += len(properties)
         if self._properties > MAX_PROPERTIES:
-            return f"it has {self._properties:,} properties or more, and may have {MAX_PROPERTIES:,}"
+            return f"it has {self._properties:,} properties or more; the limit is {MAX_PROPERTIES:,}"
         required = schema.get("required")
         needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         if (optional := len(properties.keys() - needed)) > MAX_OPTIONAL:
-            return f"an object has {optional:,} optional properties, and may have {MAX_OPTIONAL:,}; require the others"
+            return f"an object has {optional:,} optional properties; the limit is {MAX_OPTIONAL:,}; require the others"
         return None
-
-    def _too_many_alternatives(self, schema: Mapping[str, Any]) -> str | None:
-        self._alternatives += sum(len(schema[name]) for name in _UNIONS if isinstance(schema.get(name), list))
-        if self._alternatives <= MAX_ALTERNATIVES:
-            return None
-        return f"it has {self._alternatives:,} alternatives or more, and may have {MAX_ALTERNATIVES:,}"
-
-    def _too_many_references(self, schema: Mapping[str, Any]) -> str | None:
-        self._references += isinstance(schema.get("$ref"), str)
-        return f"it has more than {MAX_REFERENCES:,} references" if self._references > MAX_REFERENCES else None
 
 
 def _children(value: Any) -> list[Any]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        value = list(value.values())
+    inner = value if isinstance(value, list) else []
     return [child for child in inner if isinstance(child, dict | list)]
-
-
-def _count_error(schema: Mapping[str, Any]) -> str | None:
-    for name in _COUNTS:
-        count = schema.get(name)
-        if isinstance(count, int | float) and not isinstance(count, bool) and count > MAX_REPETITIONS:
-            return f"{name} is {count:,}, and may be {MAX_REPETITIONS:,}"
-    return None
 
 
 DEFAULT_MIB = 16
 _TOKEN_BYTES = 16  # text of a token
 _ID_BYTES = 8
-_LOGPROB_BYTES = 128  # of one token at one position: its text, bytes, rank and figure
+_LOGPROB_BYTES = 128  # of one token at one position: text, bytes, rank and value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """The parts that an answer repeats for each token.
+    """What an answer repeats for each token.
 
     Attributes:
-        num_choices: of all prompts.
-        prompt_tokens: those that come back, each as often as it comes.
-        logprobs: log-probabilities at each position of a response; 0 for none.
-        prompt_logprobs: and at each position of a prompt.
-        with_ids: token ids come, too.
+        num_choices: of all prompts together.
+        prompt_tokens: in the answer, counted once per repetition.
+        logprobs, prompt_logprobs: log-probabilities per position of a response or a prompt; 0 for none.
+        with_ids: whether it has token ids.
     """
 
     num_choices: int = 1
@@ -306,13 +280,11 @@ class AnswerShape:
     with_ids: bool = False
 
     def num_bytes(self, output_tokens: int) -> int:
-        """The whole answer, where each choice has so many tokens."""
+        """Return the size of the answer if each choice has this many tokens."""
         return self._prompt_bytes() + self.num_choices * output_tokens * self._place_bytes(self.logprobs)
 
     def most_output_tokens(self, num_bytes: int) -> int:
-        """Tokens of each choice that an answer of so many bytes has room for.
-
-        Below 1 there is none.
+        """Return the tokens per choice that fit into an answer of this size; below 1 if none fits.
 
         >>> AnswerShape(num_choices=2, logprobs=1).most_output_tokens(2 * 10 * (16 + 128))
         10

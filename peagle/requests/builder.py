@@ -1,9 +1,4 @@
-"""Build a request from a row: prompt token ids and sampling parameters.
-
-Or the reason why there is none.
-
-It puts prompts and sampling together; what each of them is, is in `prompts.py`, `sampling.py` and `openai.py`.
-"""
+"""Build a request (prompt token ids and sampling parameters) from a row, or return why it is invalid."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +15,9 @@ class SamplingSpec:
     """Where a request's sampling parameters come from.
 
     Attributes:
-        base: the run's own, complete.
-        column: the input's column with a row's own, if there is one.
-        limits: what the engine takes.
+        base: the run's parameters.
+        column: the column with a row's own parameters, if there is one.
+        limits: those of the engine.
     """
 
     base: Mapping[str, Any]
@@ -32,7 +27,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, and the parameters in which this row differs from the run."""
+    """A prompt, and the parameters in which the row differs from the run."""
 
     prompt_token_ids: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +41,6 @@ class RequestBuilder:
         self.sampling = sampling
 
     def build(self, columns: Mapping[str, Any]) -> Request | RowError:
-        """The row's request, or why there is none."""
         if self._prompts.spec.body_column is not None:
             return self._from_body(columns)
         column = self.sampling.column
@@ -62,8 +56,8 @@ class RequestBuilder:
         return self._request(self._prompts.of_body(body), body.sampling)
 
     def _request(self, prompt: list[int] | RowError, own: dict[str, Any]) -> Request | RowError:
-        if "structured_outputs" in own:
-            own = {"json_schema": None, **own}  # in the place of the run's
+        if "structured_outputs" in own:  # replaces the run's schema
+            own = {"json_schema": None, **own}
         if own and (wrong := conflict({**self.sampling.base, **own}, self.sampling.limits)):
             return _invalid(wrong)
         if isinstance(prompt, RowError):

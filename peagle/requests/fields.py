@@ -1,10 +1,7 @@
-"""All fields of OpenAI's and vLLM's requests, and their use online and in bulk.
+"""The fields of OpenAI's and vLLM's chat and completion requests, and their support online and in bulk.
 
-For chat and completions.
-
-One table for all: the endpoint, its batches and bulk runs refuse by it, and `docs/requests.md` is made from it. A test
-holds it against the installed schemas. It knows names and values that ask for nothing; other values are checked
-where they are used.
+The endpoint, batches and bulk runs refuse requests by this table, `docs/requests.md` is generated from it, and a test
+compares it with the installed schemas. Values are validated elsewhere.
 """
 
 from collections.abc import Mapping
@@ -24,10 +21,9 @@ class Field:
     """A field of a request.
 
     Attributes:
-        use: "online" is honoured there and refused in bulk; "ignored" changes no response, and is taken everywhere.
-        urls: the routes that have it.
-        neutral: values that ask for nothing, which are taken everywhere; null is one of every field.
-        note: why it is refused, or what to know of it.
+        use: "online" is refused in bulk; "ignored" has no effect on responses and is accepted everywhere.
+        neutral: values without an effect, which are accepted everywhere, as is null.
+        note: why it is refused, or a remark.
     """
 
     use: Use
@@ -38,10 +34,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A refused field.
-
-    `hint` names the nearest known field where unknown field, else it is None.
-    """
+    """A refused field. `hint` suggests a known field if this one is unknown."""
 
     field: str
     value: Any
@@ -51,17 +44,14 @@ class Refused:
     def __str__(self) -> str:
         if self.hint is not None:
             return f"unknown parameter {shown(self.field)}: {self.hint}"
-        return f"{self.field} is not taken: {self.why}"
+        return f"{self.field} is not supported: {self.why}"
 
 
 def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refused | None:
-    """The first field that is not taken; None where all are.
-
-    Args:
-        values: a request's body, in which null is not set.
+    """Return the first refused field of a request body, or None. Null counts as not set.
 
     >>> str(refused_field("/v1/completions", {"prompt": "x", "best_of": 3}, in_bulk=False))
-    'best_of is not taken: engines make as many responses as n says'
+    'best_of is not supported: use n'
     """
     for name, value in values.items():
         if value is None:
@@ -77,11 +67,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether an engine need not be told of an accepted field.
-
-    A null, which may be of a field that nobody knows; or a value that asks for nothing of a field that engines do not
-    have.
-    """
+    """Whether an accepted field can be omitted for the engine: a null, or a neutral value of a field it lacks."""
     if value is None:
         return True
     field = FIELDS[name]
@@ -91,12 +77,12 @@ def asks_nothing(name: str, value: Any) -> bool:
 _BOTH = URLS
 _CHAT = (CHAT_URL,)
 _COMPLETIONS = (COMPLETIONS_URL,)
-_NO_STREAM = "only an answer online can be a stream"
-_TEXT_ALONE = "a row's response is text, without this"
-_OF_THE_ENGINES = "it is the engines' own"
-_OF_THE_OPERATOR = "media are read as the endpoint's operator says"
-_NO_BEAMS = "engines sample"
-_OF_RENDER = "it is for vLLM's routes that only render"
+_NO_STREAM = "only online answers can be streamed"
+_TEXT_ALONE = "a row's response is only text"
+_OF_THE_ENGINES = "reserved for the engines"
+_OF_THE_OPERATOR = "the endpoint's operator configures media"
+_NO_BEAMS = "beam search is not supported"
+_OF_RENDER = "only for vLLM's render routes"
 
 
 def _fields(
@@ -106,23 +92,23 @@ def _fields(
 
 
 FIELDS: dict[str, Field] = {
-    **_fields("honoured", _CHAT, "messages", note="text, and online the media that the model takes; tool calls too"),
-    **_fields("honoured", _COMPLETIONS, "prompt", note="in bulk one: a text, token ids, or a list of one of them"),
-    **_fields("honoured", _BOTH, "model", note="in bulk the run's own answers"),
+    **_fields("honoured", _CHAT, "messages", note="text, tool calls, and online the media that the model supports"),
+    **_fields("honoured", _COMPLETIONS, "prompt", note="in bulk one: a text, token ids, or a list with one of them"),
+    **_fields("honoured", _BOTH, "model", note="ignored in bulk"),
     **_fields("honoured", _BOTH, "max_tokens", "n", "temperature", "top_p", "repetition_penalty"),
-    **_fields("honoured", _BOTH, "top_k", note="0 and -1 keep every token"),
+    **_fields("honoured", _BOTH, "top_k", note="0 and -1 keep all tokens"),
     **_fields("honoured", _BOTH, "seed", note="on a CPU only with temperature 0"),
     **_fields("honoured", _BOTH, "frequency_penalty", "presence_penalty", "stop", "stop_token_ids", "bad_words"),
-    **_fields("honoured", _BOTH, "logit_bias", "min_p", note="without drafts; on a GPU refused if there is a drafter"),
+    **_fields("honoured", _BOTH, "logit_bias", "min_p", note="without drafts; refused on a GPU with a drafter"),
     **_fields("honoured", _BOTH, "allowed_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     **_fields("honoured", _BOTH, "skip_special_tokens", "spaces_between_special_tokens", "repetition_detection"),
     **_fields("honoured", _BOTH, "logprobs", note="up to 20"),
     **_fields("honoured", _BOTH, "response_format", "structured_outputs", "add_special_tokens"),
     **_fields("honoured", _CHAT, "max_completion_tokens", "top_logprobs", "documents", "reasoning_effort"),
-    **_fields("honoured", _CHAT, "chat_template_kwargs", note="but for chat_template and tokenize"),
+    **_fields("honoured", _CHAT, "chat_template_kwargs", note="except chat_template and tokenize"),
     **_fields("honoured", _CHAT, "add_generation_prompt", "continue_final_message"),
-    **_fields("honoured", _CHAT, "tools", neutral=([],), note='in bulk with tool_choice "none": a response is text'),
-    **_fields("online", _CHAT, "tool_choice", neutral=("none",), note="a row's response is text: say \"none\""),
+    **_fields("honoured", _CHAT, "tools", neutral=([],), note='in bulk only with tool_choice "none"'),
+    **_fields("online", _CHAT, "tool_choice", neutral=("none",), note='a row\'s response is only text: use "none"'),
     **_fields("online", _CHAT, "parallel_tool_calls", neutral=(True, False), note=_TEXT_ALONE),
     **_fields("online", _BOTH, "stream", neutral=(False,), note=_NO_STREAM),
     **_fields("online", _BOTH, "stream_options", "stream_interval", note=_NO_STREAM),
@@ -131,14 +117,14 @@ FIELDS: dict[str, Field] = {
     **_fields("online", _CHAT, "return_prompt_text", neutral=(False,), note=_TEXT_ALONE),
     **_fields("online", _BOTH, "prompt_logprobs", "logprob_token_ids", note=_TEXT_ALONE),
     **_fields("online", _BOTH, "truncate_prompt_tokens", "truncation_side",
-              note="a prompt that does not fit is a dead letter"),
-    **_fields("online", _BOTH, "thinking_token_budget", neutral=(-1,), note="bulk takes no response apart"),
-    **_fields("online", _CHAT, "include_reasoning", neutral=(True,), note="bulk takes no response apart"),
+              note="a prompt that is too long becomes a dead letter"),
+    **_fields("online", _BOTH, "thinking_token_budget", neutral=(-1,), note="bulk does not parse reasoning"),
+    **_fields("online", _CHAT, "include_reasoning", neutral=(True,), note="bulk does not parse reasoning"),
     **_fields("ignored", _BOTH, "user"),
     **_fields("ignored", _CHAT, "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     **_fields("ignored", _CHAT, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **_fields("ignored", _BOTH, "cache_salt", "request_id", "session_id", note="the endpoint gives its own"),
-    **_fields("refused", _BOTH, "priority", neutral=(0,), note="requests are served as they come"),
+    **_fields("ignored", _BOTH, "cache_salt", "request_id", "session_id", note="the endpoint sets its own"),
+    **_fields("refused", _BOTH, "priority", neutral=(0,), note="requests are served in order"),
     **_fields("refused", _BOTH, "vllm_xargs", neutral=({},), note="engines have no extensions that read it"),
     **_fields("refused", _BOTH, "use_beam_search", neutral=(False,), note=_NO_BEAMS),
     **_fields("refused", _BOTH, "length_penalty", neutral=(1,), note=_NO_BEAMS),
@@ -148,14 +134,14 @@ FIELDS: dict[str, Field] = {
     **_fields("refused", _CHAT, "return_assistant_tokens_mask", neutral=(False,), note=_OF_RENDER),
     **_fields("refused", _CHAT, "chat_template", note="the model's own template is used"),
     **_fields("refused", _CHAT, "media_io_kwargs", "mm_processor_kwargs", note=_OF_THE_OPERATOR),
-    **_fields("refused", _CHAT, "function_call", neutral=("none",), note="say it as tool_choice"),
-    **_fields("refused", _CHAT, "functions", neutral=([],), note="say them as tools"),
-    **_fields("refused", _CHAT, "audio", note="models here answer in text"),
-    **_fields("refused", _CHAT, "modalities", neutral=(["text"],), note="models here answer in text"),
-    **_fields("refused", _CHAT, "moderation", note="nothing here moderates"),
-    **_fields("refused", _CHAT, "web_search_options", note="nothing here searches"),
-    **_fields("refused", _CHAT, "verbosity", neutral=("medium",), note="say it in a message"),
+    **_fields("refused", _CHAT, "function_call", neutral=("none",), note="use tool_choice"),
+    **_fields("refused", _CHAT, "functions", neutral=([],), note="use tools"),
+    **_fields("refused", _CHAT, "audio", note="models answer in text"),
+    **_fields("refused", _CHAT, "modalities", neutral=(["text"],), note="models answer in text"),
+    **_fields("refused", _CHAT, "moderation", note="moderation is not supported"),
+    **_fields("refused", _CHAT, "web_search_options", note="web search is not supported"),
+    **_fields("refused", _CHAT, "verbosity", neutral=("medium",), note="put it into a message"),
     **_fields("refused", _COMPLETIONS, "prompt_embeds", note="prompts are text or token ids"),
-    **_fields("refused", _COMPLETIONS, "suffix", neutral=("",), note="only a prompt can be completed"),
-    **_fields("refused", _COMPLETIONS, "best_of", neutral=(1,), note="engines make as many responses as n says"),
+    **_fields("refused", _COMPLETIONS, "suffix", neutral=("",), note="insertion is not supported"),
+    **_fields("refused", _COMPLETIONS, "best_of", neutral=(1,), note="use n"),
 }  # fmt: skip

@@ -1,9 +1,7 @@
-"""Chat messages of rows and requests, as a chat template takes them.
+"""Chat messages of rows and requests, in the form that a chat template expects.
 
-Contents are text or parts; developers become systems where the template lacks them.
-
-vLLM tells from a template's text whether contents are texts or parts, and so does this, so that a request becomes the
-same tokens in bulk and online.
+vLLM infers from a template's text whether contents are texts or lists of parts. This does the same, so that a request
+becomes the same tokens in bulk and online.
 """
 
 import functools
@@ -13,20 +11,20 @@ from typing import Any
 
 from jinja2 import nodes, sandbox
 
-_TEXT_PARTS = ("text", "refusal", "thinking")  # each holds its text under its own name
-_SILENT = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # an assistant that has one may say nothing else
+_TEXT_PARTS = ("text", "refusal", "thinking")  # each has its text under its own name
+_SILENT = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # an assistant with one needs no content
 _CALL = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+_NEEDED = "it needs a role and a content, both text"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """The messages, or what is wrong with them, to follow the name of where they are.
+    """Return the messages, or what is wrong with them, to be appended to their location.
 
-    A file without lists (CSV) has them as JSON text. Every message gets a content that is text: parts of type text
-    become their texts, one below the other, and an assistant that only calls tools says "". Arguments of calls become
-    objects. So vLLM has it online.
+    Messages from CSV are JSON text. As in vLLM, each message gets a text content (text parts are joined by newlines, an
+    assistant that only calls tools has ""), and arguments of tool calls become objects.
 
     Args:
-        keep_parts: a content that came in parts stays so, for a template that takes parts; but a tool's.
+        keep_parts: keep contents in parts, for a template that expects them; except a tool's.
 
     >>> parse_messages([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}])
     [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': {}}}], 'content': ''}]
@@ -34,7 +32,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
     if isinstance(value, str):
         value = _json_list(value)
     if not isinstance(value, list) or not value:
-        return f" holds {kind_of(value)}, not a list of messages"
+        return f" has {kind_of(value)}, not a list of messages"
     messages = []
     for index, message in enumerate(value):
         parsed = _parse(message, keep_parts)
@@ -45,19 +43,19 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
 
 
 def message_error(message: Mapping[str, Any]) -> str | None:
-    """The fault of a message beside its parts: no content, unknown form of calls."""
+    """Return what is wrong with a message apart from its parts: no content, or invalid tool calls."""
     if message.get("function_call") is not None:
-        return "function_call is not taken: say it as tool_calls"
+        return "function_call is not supported: use tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
         return f"its tool_calls must be a list of {_CALL}"
     is_silent = message.get("role") == "assistant" and any(message.get(name) for name in _SILENT)
     if message.get("content") in (None, []) and not is_silent:
-        return "it needs a role and a content, both text"
+        return _NEEDED
     return None
 
 
 def kind_of(value: Any) -> str:
-    """A value in words, for an error.
+    """Describe a value for an error message.
 
     >>> kind_of(None), kind_of(7)
     ('nothing', 'a int')
@@ -77,13 +75,13 @@ def _json_list(text: str) -> Any:
 
 def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return "it needs a role and a content, both text"
+        return _NEEDED
     if wrong := message_error(message):
         return wrong
     texts = _texts(message.get("content"))
     if texts is None:
-        return "it needs a role and a content, both text"
-    # Columnar files give every struct every key; a key that is null was not there.
+        return _NEEDED
+    # Columnar files give every struct every key, so null means not set.
     kept = {key: item for key, item in message.items() if item is not None}
     if (reasoning := kept.get("reasoning", kept.get("reasoning_content"))) is not None:
         kept |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
@@ -95,13 +93,15 @@ def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
 
 
 def _texts(content: Any) -> list[str] | None:
-    """The texts of a content; None where something in it is no text."""
+    """Return the texts of a content, or None if a part is not text."""
     if isinstance(content, str):
         return [content]
     if content is None:
         return []
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
-    return None if None in texts else [text for text in texts if text]  # vLLM leaves empty ones out
+    if None in texts:
+        return None
+    return [text for text in texts if text]  # vLLM drops empty ones
 
 
 def _part_text(part: Any) -> str | None:
@@ -117,10 +117,10 @@ def _is_call(call: Any) -> bool:
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates expect.
+    """Return a call with its arguments as an object, which templates expect.
 
-    The API has them as JSON text that a model wrote: text that is none becomes {}, as one bad call must not end every
-    later turn of its conversation.
+    In the API they are JSON text from a model. Invalid text becomes {}, so that one bad call does not break the rest of
+    the conversation.
     """
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
@@ -133,24 +133,24 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages in the form that the template takes.
-
-    Args:
-        messages: as `parse_messages` gives them.
-    """
-    told = [dict(message) for message in messages]
+    """Convert messages of `parse_messages` to the form that the template expects."""
+    converted = [dict(message) for message in messages]
     if takes_parts(template):
-        for message in told:
+        for message in converted:
             if isinstance(text := message["content"], str) and message["role"] != "tool":
                 message["content"] = [{"type": "text", "text": text}] if text else []
-    if any(message["role"] == "developer" for message in told) and not _knows_developers(template):
-        told = _one_system_message([{**m, "role": "system"} if m["role"] == "developer" else m for m in told])
-    return told
+    knows_developers = '"developer"' in template or "'developer'" in template
+    if not knows_developers and any(message["role"] == "developer" for message in converted):
+        for message in converted:
+            if message["role"] == "developer":
+                message["role"] = "system"
+        converted = _one_system_message(converted)
+    return converted
 
 
 @functools.lru_cache(maxsize=32)
 def takes_parts(template: str) -> bool:
-    """Whether the template goes through a content part by part.
+    """Whether the template iterates over the parts of a content.
 
     >>> takes_parts("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     True
@@ -159,16 +159,13 @@ def takes_parts(template: str) -> bool:
     """
     try:
         tree = sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except Exception:  # a tag of the model's own; whoever renders it says what is wrong
+    except Exception:  # for example an unknown tag; rendering reports it
         return False
     return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether it is a variable `content`, or a variable's content.
-
-    A filtered, tested or sliced one too.
-    """
+    """Whether it is a variable `content` or an attribute `content`, possibly filtered, tested or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):
@@ -180,15 +177,8 @@ def _is_content(node: nodes.Node | None) -> bool:
     return isinstance(node, nodes.Name) and node.name == "content"
 
 
-def _knows_developers(template: str) -> bool:
-    return '"developer"' in template or "'developer'" in template
-
-
 def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All system messages as one at the beginning.
-
-    Where there are several, or one stands elsewhere.
-    """
+    """Merge all system messages into one at the beginning."""
     system = [index for index, message in enumerate(messages) if message["role"] == "system"]
     if system == [0]:
         return messages

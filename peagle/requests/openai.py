@@ -1,8 +1,7 @@
 """OpenAI's chat completions and completions: request bodies, answers, batch lines.
 
-A field that a row cannot have is refused by name (`fields.py`); a field that changes no response is left aside.
-
-Every value of an output line follows from the row, so the same run gives the same bytes.
+Unsupported fields are refused by name (`fields.py`). Output lines only depend on the row, so that the same run writes
+the same bytes.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from typing import Any
 
 from peagle.errors import shown
 from peagle.plain_json import logprob_number
-from peagle.requests.fields import CHAT_URL, Refused, refused_field
+from peagle.requests.fields import CHAT_URL, refused_field
 from peagle.requests.sampling import MAX_LOGPROBS, RequestSampling, parse_overrides
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -29,8 +28,8 @@ class Body:
 
     Attributes:
         content: messages, a text or token ids.
-        template: what the chat template is told beside the messages, by name; `tools` too.
-        add_special_tokens: beside those of a template; None is as the kind of prompt has it.
+        template: variables for the chat template, including `tools`.
+        add_special_tokens: None for the default of the kind of prompt.
     """
 
     content: Any
@@ -40,16 +39,18 @@ class Body:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-class _Wrong(Exception):  # noqa: N818 - it never leaves this file
-    """A wrong field of a body: its name, and the fault."""
+class _Wrong(Exception):  # noqa: N818
+    """An invalid field of a body: its name, and what is wrong."""
 
 
 def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
-    """The body, or what is wrong with it. Null is not set."""
+    """Return the parsed body, or what is wrong with it. Null counts as not set."""
     is_chat = url == CHAT_URL
     given = {key: value for key, value in body.items() if value is not None}
     if refused := refused_field(url, given, in_bulk=True):
-        return _refusal(refused)
+        if refused.hint is not None:
+            return f"body: {refused}"
+        return f"body.{refused.field}: {shown(refused.value)} is not supported: {refused.why}"
     source = "messages" if is_chat else "prompt"
     if source not in given:
         return f"body: the request has no {source}"
@@ -66,30 +67,24 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
 
 
 def template_error(arguments: Any) -> str | None:
-    """The fault of a request's `chat_template_kwargs`; None without one."""
+    """Return what is wrong with `chat_template_kwargs`, or None."""
     if not isinstance(arguments, dict):
         return f"must be an object, not {shown(arguments)}"
     refused = next((name for name in _NOT_FOR_TEMPLATES if name in arguments), None)
-    return refused and f"{refused} is not taken: the model's own template is used"
-
-
-def _refusal(refused: Refused) -> str:
-    if refused.hint is not None:
-        return f"body: {refused}"
-    return f"body.{refused.field}: {shown(refused.value)} is not taken: {refused.why}"
+    return refused and f"{refused} is not supported: the model's own template is used"
 
 
 def _one_prompt(prompt: Any) -> Any:
-    """A text or token ids; the API also has a list of prompts, of which a row has one."""
+    """Return a text or token ids. The API also accepts a list of prompts; a row has only one."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
-        raise _Wrong(f"prompt: it holds {len(prompt)} prompts, and a row has one: send a line for each")
+        raise _Wrong(f"prompt: it has {len(prompt)} prompts, but a row has one: use a line for each")
     return prompt[0]
 
 
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that a template gets, as vLLM gives them."""
+    """Return the variables of the chat template, as in vLLM."""
     own = given.get("chat_template_kwargs", {})
     if wrong := template_error(own):
         raise _Wrong(f"chat_template_kwargs: {wrong}")
@@ -105,7 +100,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     if tools := given.get("tools"):
         template["tools"] = _tools(tools)
         if given.get("tool_choice") != "none":
-            raise _Wrong('tools: they need tool_choice: "none" here: a response is text, and calls in it stay text')
+            raise _Wrong('tools: need tool_choice: "none" in bulk, where responses are only text')
     return template
 
 
@@ -117,14 +112,14 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _documents(documents: Any) -> list[dict[str, str]]:
-    is_list = isinstance(documents, list) and all(isinstance(one, dict) for one in documents)
-    if not is_list or not all(isinstance(text, str) for one in documents for text in one.values()):
+    is_list = isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
+    if not is_list or not all(isinstance(text, str) for document in documents for text in document.values()):
         raise _Wrong(f"documents: must be a list of objects of texts, not {shown(documents)}")
     return list(documents)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
-    """The tools with every key that vLLM gives a template."""
+    """Return the tools with all keys that vLLM passes to a template."""
     named = []
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -163,7 +158,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
-    """The constraint on a response, as a sampling parameter."""
+    """Return a response format as sampling parameters."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return {}
@@ -192,11 +187,11 @@ _REQUEST_FAULTS = frozenset(
 
 
 def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, created: int, run_id: str) -> dict[str, Any]:
-    """A line of the output file.
+    """Return a line of the output file.
 
     Args:
-        row: an output row of a run, with `ANSWER_COLUMNS` at least.
-        created: when it was answered, in Unix seconds.
+        row: an output row of a run, with at least `ANSWER_COLUMNS`.
+        created: Unix time of the answer.
         run_id: makes ids unique among runs.
     """
     key = _key(run_id, row["id"])
@@ -206,10 +201,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
 
 
 def error_line(letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
-    """A line of the error file.
-
-    A bad request has a response that says so, as from the API; anything else is an error.
-    """
+    """Return a line of the error file. An invalid request has an API error response, other failures an error."""
     key = _key(run_id, letter["id"])
     line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
     if letter["reason"] not in _REQUEST_FAULTS:
@@ -221,7 +213,6 @@ def error_line(letter: Mapping[str, Any], *, custom_id: str | None, run_id: str)
 def error_body(
     message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: Any = None
 ) -> dict[str, Any]:
-    """The JSON of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -230,13 +221,7 @@ def _key(run_id: str, row_id: str) -> str:
 
 
 def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
-    """A whole answer.
-
-    Args:
-        row: as `output_line` takes it.
-        key: makes its id unique.
-        created: in Unix seconds.
-    """
+    """Return a complete answer to a row of `output_line`; `key` makes its id unique."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -248,11 +233,7 @@ def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> 
 
 
 def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
-    """An event of a streamed answer.
-
-    Args:
-        choices: as `added` makes them; none in the last event, which has only usage.
-    """
+    """Return an event of a streamed answer, with choices of `added`; the last event has none, only usage."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion.chunk" if is_chat else "text_completion",
@@ -274,8 +255,8 @@ def added(
     """Return a choice of a `chunk`: its new text, and the finish reason if it ended.
 
     Args:
-        logprobs: of the new tokens, as in an output row. None if the request asked for none.
-        offset: characters that earlier chunks of the choice had.
+        logprobs: of the new tokens, as in an output row; None if not requested.
+        offset: number of characters in earlier chunks.
     """
     content = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
     shown_logprobs = _chat_logprobs_of(logprobs) if is_chat else _logprobs_of(logprobs, offset)
@@ -283,7 +264,7 @@ def added(
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None = None) -> dict[str, Any]:
-    """The tokens of an answer, or of a choice in an event; None cached is unknown."""
+    """Return the usage of an answer or a choice; None cached is unknown."""
     details = None if num_cached_tokens is None else {"cached_tokens": num_cached_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,

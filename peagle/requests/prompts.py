@@ -1,7 +1,4 @@
-"""Build a prompt's token ids from a row's columns, or say why not.
-
-One bad row never raises: it comes back as a `RowError`, which becomes its dead letter.
-"""
+"""Build a prompt's token ids from a row's columns. An invalid row becomes a `RowError`, not an exception."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +13,7 @@ from peagle.requests.templates import Template
 
 
 class PromptKeys(BaseModel):
-    """The keys of prompts, among those of commands that read a corpus."""
+    """The prompt options of commands that read a corpus."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -25,39 +22,34 @@ class PromptKeys(BaseModel):
         None, description="Jinja2 template over the row's columns, in place of a prompt column"
     )
     messages_column: str | None = Field(
-        None,
-        description="column with chat messages (a list of role and content); default: messages, if there",
+        None, description="column with chat messages (a list of role and content); default: messages, if it exists"
     )
-    system_prompt: str | None = Field(None, description="system message put before each prompt (chat only)")
-    chat: bool | None = Field(
-        None, description="put prompts through the model's chat template; default: where the model has one"
-    )
+    system_prompt: str | None = Field(None, description="system message before each prompt (chat only)")
+    chat: bool | None = Field(None, description="apply the model's chat template; default: if the model has one")
 
     @model_validator(mode="after")
     def _one_source_of_prompts(self) -> "PromptKeys":
         named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
         if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} exclude each other: a row has one prompt")
+            raise ValueError(f"{' and '.join(named)} cannot be combined: a row has one prompt")
         if self.messages_column and self.chat is False:
-            raise ValueError("messages_column needs the chat template: leave chat out")
+            raise ValueError("messages_column needs the chat template: remove chat: false")
         return self
 
 
 class Tokenizer(Protocol):
-    """The methods used of a Hugging Face tokenizer."""
+    """The used methods of a Hugging Face tokenizer."""
 
     chat_template: Any
 
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Messages to text or token ids."""
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """Text to token ids."""
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowError:
-    """Why a row cannot be done: a machine-readable reason, and a message for people."""
+    """Why a row failed: a machine-readable reason and a message."""
 
     reason: str
     message: str
@@ -65,9 +57,9 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec:
-    """Where a row's prompt comes from. Exactly one of the four sources is set.
+    """The source of prompts: exactly one of the columns or the template.
 
-    `body_column` holds bodies of OpenAI requests; each says itself whether it is a chat.
+    `body_column` has OpenAI requests, each of which is a chat or not.
     """
 
     column: str | None = None
@@ -78,7 +70,7 @@ class PromptSpec:
     chat: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as the fingerprint carries it."""
+        """Return the spec for the run's fingerprint."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -90,15 +82,15 @@ def resolve_prompts(
     body_column: str | None = None,
     where: str = "the corpus",
 ) -> PromptSpec:
-    """Decide, before an engine starts, where prompts come from.
+    """Choose the source of prompts, before an engine starts.
 
     Args:
-        body_column: the column with OpenAI bodies, where the corpus is a batch of them.
+        body_column: the column with OpenAI bodies, if the corpus is a batch.
         where: the corpus's name, for errors.
 
     Raises:
-        InputError: the column that is named, or any that would do, is not in the corpus.
-        ConfigError: the template does not compile, or chat is asked of a model without a chat template.
+        InputError: the column, or a default one, does not exist.
+        ConfigError: the template is invalid, or the model has no chat template for a chat.
     """
     if body_column is not None:
         return _batch_prompts(keys, body_column, has_chat_template)
@@ -113,7 +105,7 @@ def resolve_prompts(
             raise InputError(f"{where} has no column {name!r}", hint=did_you_mean(name, columns))
     chat = has_chat_template if keys.chat is None else keys.chat
     if not has_chat_template and (chat or messages_column is not None):
-        raise ConfigError("the model has no chat template", hint="give plain prompts, and chat: false")
+        raise ConfigError("the model has no chat template", hint="use plain prompts, and chat: false")
     if keys.system_prompt is not None and not chat:
         raise ConfigError("system_prompt needs a chat template", hint="put it into prompt_template instead")
     return PromptSpec(
@@ -130,19 +122,13 @@ def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) 
         if getattr(keys, name) is not None:
             raise ConfigError(
                 f"{name} cannot be used with an OpenAI batch: its prompts are in the bodies",
-                hint=f"leave {name} out, or say --input-format jsonl to take the lines as plain rows",
+                hint=f"remove {name}, or use --input-format jsonl to read the lines as plain rows",
             )
     return PromptSpec(body_column=body_column, system_prompt=keys.system_prompt, chat=has_chat_template)
 
 
 class PromptBuilder:
-    """Turns rows into token ids under one `PromptSpec`.
-
-    Args:
-        spec: where the prompt comes from.
-        tokenizer: the target's.
-        max_model_len: context of the engine in tokens; a prompt must leave room for one token at least.
-    """
+    """Converts rows to token ids. A prompt must leave room for at least one token in `max_model_len`."""
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
         self.spec = spec
@@ -151,14 +137,13 @@ class PromptBuilder:
         self._template = None if spec.template is None else Template(spec.template)
 
     def build(self, columns: Mapping[str, Any]) -> list[int] | RowError:
-        """Token ids of the row's prompt, or why there are none."""
         content = self._content(columns)
         if isinstance(content, RowError):
             return content
         return self._tokens(Body(content=content, is_chat=self.spec.chat))
 
     def of_body(self, body: Body) -> list[int] | RowError:
-        """Token ids of an OpenAI request: messages, text or token ids."""
+        """Return the token ids of an OpenAI request, or why it is invalid."""
         content = body.content
         if body.is_chat and not self.spec.chat:
             return RowError(reason="invalid", message="the model has no chat template")
@@ -169,24 +154,22 @@ class PromptBuilder:
             return self._tokens(body)
         if isinstance(content, list) and content and all(map(_is_token_id, content)):
             return self._fitting(content)
-        return RowError(reason="invalid_prompt", message=f"body.prompt holds {kind_of(content)}, not text or token ids")
+        return RowError(reason="invalid_prompt", message=f"body.prompt has {kind_of(content)}, not text or token ids")
 
     def _tokens(self, body: Body) -> list[int] | RowError:
         try:
             token_ids = self._encode(body)
-        except Exception as error:  # it refuses roles, and its filters raise whatever they meet
-            # A client of a batch reads this: a template's own words, and none of Python's.
-            reason = str(error) if type(error).__name__ == "TemplateError" else "a value that it does not expect"
-            return RowError(reason="template_error", message=f"the chat template refuses the row: {reason}")
+        except Exception as error:  # templates refuse roles, and filters raise various errors
+            # Shown to a client of a batch: the template's own message, but not Python's.
+            reason = str(error) if type(error).__name__ == "TemplateError" else "unexpected value"
+            return RowError(reason="template_error", message=f"the chat template failed: {reason}")
         return self._fitting(token_ids)
 
     def _fitting(self, token_ids: list[int]) -> list[int] | RowError:
         if not token_ids:
-            return RowError(reason="empty_prompt", message="the prompt has no token")
+            return RowError(reason="empty_prompt", message="the prompt has no tokens")
         if len(token_ids) >= self._max_model_len:
-            message = (
-                f"the prompt has {len(token_ids)} tokens; the context holds {self._max_model_len} with the response"
-            )
+            message = f"the prompt has {len(token_ids)} tokens; with the response, the limit is {self._max_model_len}"
             return RowError(reason="prompt_too_long", message=message)
         return token_ids
 
@@ -197,11 +180,11 @@ class PromptBuilder:
         if self._template is not None:
             try:
                 return self._template.render(columns)
-            except Exception as error:  # filters raise whatever they meet in a row
+            except Exception as error:  # filters raise various errors
                 return RowError(reason="template_error", message=f"prompt_template: {error}")
         value = columns.get(spec.column or "")
         if not isinstance(value, str):
-            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} holds {kind_of(value)}, not text")
+            return RowError(reason="invalid_prompt", message=f"column {spec.column!r} has {kind_of(value)}, not text")
         return value
 
     def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
@@ -211,10 +194,10 @@ class PromptBuilder:
         return messages
 
     def _encode(self, body: Body) -> list[int]:
-        """A text is encoded with the model's special tokens; a template writes its own."""
+        # A template adds its own special tokens.
         special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
         text = self._chat(body) if body.is_chat else body.content
-        # Not said where it is the default: not every tokenizer knows the word.
+        # Passed only if necessary: not every tokenizer has this argument.
         return list(self._tokenizer.encode(text, **({} if special else {"add_special_tokens": False})))
 
     def _chat(self, body: Body) -> Any:
@@ -222,12 +205,12 @@ class PromptBuilder:
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         if self.spec.system_prompt is not None:
             messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
-        told = conversation(messages, self._chat_template(body.template.get("tools")))
+        messages = conversation(messages, self._chat_template(body.template.get("tools")))
         template = {"add_generation_prompt": True, **body.template}
-        return self._tokenizer.apply_chat_template(told, tokenize=False, **template)
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **template)
 
     def _chat_template(self, tools: Any) -> str:
-        """The template's text; a model may have one of its own for tools."""
+        """Return the template's text; a model may have another one for tools."""
         own = self._tokenizer.chat_template
         if isinstance(own, dict):
             own = own.get("tool_use" if tools and "tool_use" in own else "default", "")
@@ -239,10 +222,10 @@ def _default_source(columns: list[str], where: str) -> tuple[str | None, str | N
         return None, "messages"
     if "prompt" in columns:
         return "prompt", None
-    hint = "name one with --prompt-column or --messages-column, or build prompts with --prompt-template"
+    hint = "set --prompt-column or --messages-column, or build prompts with --prompt-template"
     if {"custom_id", "body"}.issubset(columns):
-        hint = "its rows look like requests of an OpenAI batch: say --input-format openai-batch"
-    raise InputError(f"{where} has neither a column 'prompt' nor 'messages'; it has: {', '.join(columns)}", hint=hint)
+        hint = "the rows look like an OpenAI batch: use --input-format openai-batch"
+    raise InputError(f"{where} has no column 'prompt' or 'messages'; it has: {', '.join(columns)}", hint=hint)
 
 
 def _is_token_id(value: Any) -> bool:

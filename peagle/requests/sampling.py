@@ -1,7 +1,4 @@
-"""Sampling parameters of runs and rows, and conflicts between them.
-
-It checks values; it knows no engine and no file. A row is never an exception: what is wrong with it is a message.
-"""
+"""Sampling parameters of runs and rows, and conflicts between them."""
 
 import functools
 import json
@@ -31,36 +28,31 @@ MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
 class SamplingKeys(BaseModel):
-    """The parameters, each with its limits.
-
-    A row's own ones are checked by the same fields.
-    """
+    """The sampling parameters of a run; also validates a row's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
-    top_k: int = Field(0, ge=-1, description="0 (or -1, as vLLM has it) keeps every token")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability, relative to the most likely token's")
-    max_tokens: int = Field(256, ge=1, description="longest response in tokens")
+    top_k: int = Field(0, ge=-1, description="0 (or -1, as in vLLM) keeps all tokens")
+    min_p: float = Field(0.0, ge=0, le=1, description="minimum probability, relative to the most likely token's")
+    max_tokens: int = Field(256, ge=1, description="maximum response length in tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end a response")
-    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling repeatable, row by row")
-    n: int = Field(1, ge=1, le=128, description="responses to each prompt; more than one needs a temperature above 0")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling repeatable, per row")
+    n: int = Field(1, ge=1, le=128, description="responses per prompt; more than one needs a temperature above 0")
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="log-probabilities of each token, and of this many of the likeliest at its position",
+        description="log-probabilities of each token, and of this many of the most likely ones at its position",
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by how often they occur")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by their number of occurrences")
     repetition_penalty: float = Field(
         1.0, gt=0, le=10, description="the same as a factor, including the prompt; 1 is off"
     )
-    json_schema: str | None = Field(
-        None, description="JSON schema that every response keeps to: a file, or the schema itself"
-    )
-    ignore_eos: bool = Field(False, description="generate max_tokens always (for measuring)")
+    json_schema: str | None = Field(None, description="JSON schema for every response: a file, or the schema itself")
+    ignore_eos: bool = Field(False, description="always generate max_tokens (for measuring)")
 
     @field_validator("top_k")
     @classmethod
@@ -76,7 +68,7 @@ class SamplingKeys(BaseModel):
     @classmethod
     def _no_empty_stop(cls, value: list[str]) -> list[str]:
         if "" in value:
-            raise ValueError("an empty string ends nothing")
+            raise ValueError("an empty string cannot be a stop string")
         return value
 
     @field_validator("json_schema", mode="before")
@@ -93,11 +85,10 @@ class SamplingKeys(BaseModel):
 
 
 SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
-"""The sampling parameters of a run."""
 
 
 class RequestSampling(SamplingKeys):
-    """The parameters of one request: those of a run, and those of a single prompt."""
+    """The parameters of one request."""
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
@@ -115,7 +106,7 @@ class RequestSampling(SamplingKeys):
     @classmethod
     def _biases_are_of_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if wrong := next((key for key in value or () if not (key.isascii() and key.isdecimal())), None):
-            raise ValueError(f"{shown(wrong)} is no token id")
+            raise ValueError(f"{shown(wrong)} is not a token id")
         return value
 
     @field_validator("repetition_detection")
@@ -128,7 +119,7 @@ class RequestSampling(SamplingKeys):
     @field_validator("structured_outputs")
     @classmethod
     def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        given = {name for name, one in (value or {}).items() if one is not None}
+        given = {name for name, constraint in (value or {}).items() if constraint is not None}
         if unknown := sorted(given - {*_CONSTRAINTS, *_CONSTRAINT_OPTIONS}):
             raise ValueError(
                 f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS))}"
@@ -142,13 +133,13 @@ class RequestSampling(SamplingKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """Limits that an engine adds to those of the fields.
+    """Limits of an engine, in addition to those of the fields.
 
     Attributes:
         max_model_len: context in tokens.
-        has_drafter: whether it drafts for every request, so that it takes neither `logit_bias` nor `min_p`.
-        can_seed: whether a sampling seed works.
-        vocab_size: token ids that the model has; None if unknown.
+        has_drafter: whether it drafts for every request, and so supports neither `logit_bias` nor `min_p`.
+        can_seed: whether it supports a sampling seed.
+        vocab_size: token ids of the model; None if unknown.
         max_answer_bytes: of one row's responses, by `AnswerShape`.
     """
 
@@ -160,54 +151,49 @@ class SamplingLimits:
 
 
 def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
-    """Why an engine would not take these parameters together, or None.
+    """Return why an engine cannot use these parameters together, or None.
 
     >>> conflict({"n": 2, "temperature": 0.0, "max_tokens": 8}, SamplingLimits(max_model_len=100))
-    'n: 2 responses need a temperature above 0: greedy ones are all the same'
+    'n: 2 responses need a temperature above 0: greedy ones are identical'
     """
     greedy = sampling.get("temperature", 0) == 0
     if sampling["max_tokens"] > limits.max_model_len:
-        return f"max_tokens: {sampling['max_tokens']} is more than the context of {limits.max_model_len} tokens"
+        return f"max_tokens: {sampling['max_tokens']} exceeds the context of {limits.max_model_len} tokens"
     if sampling.get("n", 1) > 1 and greedy:
-        return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are all the same"
+        return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are identical"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
-        return "min_p: on a GPU vLLM does not take it together with a drafter; use top_p, or drafter: none"
+        return "min_p: not supported by vLLM on a GPU with a drafter; use top_p, or drafter: none"
     if sampling.get("logit_bias") and limits.has_drafter:
-        return "logit_bias: on a GPU vLLM does not take it together with a drafter; use drafter: none"
+        return "logit_bias: not supported by vLLM on a GPU with a drafter; use drafter: none"
     if sampling.get("min_tokens", 0) > sampling["max_tokens"]:
-        return f"min_tokens: {sampling['min_tokens']} are more than max_tokens, {sampling['max_tokens']}"
+        return f"min_tokens: {sampling['min_tokens']} exceeds max_tokens, {sampling['max_tokens']}"
     if sampling.get("json_schema") is not None and sampling.get("structured_outputs") is not None:
-        return "structured_outputs: it excludes json_schema and response_format"
-    # vLLM 0.29 rewinds a seeded request's generator when it prefills in pieces; CPU generators cannot.
+        return "structured_outputs: cannot be combined with json_schema and response_format"
+    # vLLM 0.29 rewinds a seeded request's generator when it prefills in chunks, which CPU generators do not support.
     if sampling.get("seed") is not None and not greedy and not limits.can_seed:
-        return "seed: vLLM on CPU dies on seeded sampling ('CPU Generator does not use offset'); leave it out"
+        return "seed: vLLM on CPU crashes with seeded sampling ('CPU Generator does not use offset'); leave it out"
     if wrong := token_id_error(sampling, limits.vocab_size):
         return wrong[1]
-    return _answer_error(sampling, limits.max_answer_bytes)
-
-
-def _answer_error(sampling: Mapping[str, Any], most_bytes: int) -> str | None:
     top = sampling.get("logprobs")
     shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if top is None else 1 + top)
-    if (num_bytes := shape.num_bytes(sampling["max_tokens"])) <= most_bytes:
+    num_bytes = shape.num_bytes(sampling["max_tokens"])
+    if num_bytes <= limits.max_answer_bytes:
         return None
     return (
-        f"n, max_tokens, logprobs: together they make an answer of up to {num_bytes / 2**20:,.1f} MiB, and it may have "
-        f"{most_bytes / 2**20:,.0f}"
+        f"n, max_tokens, logprobs: the answer may have up to {num_bytes / 2**20:,.1f} MiB; the limit is "
+        f"{limits.max_answer_bytes / 2**20:,.0f}"
     )
 
 
 def parse_overrides(values: Any) -> dict[str, Any] | str:
-    """A row's own parameters, or what is wrong with them.
-
-    Null is not set, as columnar files give every row every key.
+    """Return a row's own parameters, or what is wrong with them. Null counts as not set.
 
     Args:
-        values: an object, or one as JSON text; None and empty text (CSV) are none.
+        values: an object or its JSON text; None and empty text (CSV) mean no parameters.
     """
     try:
         return _overrides(values)
-    except RecursionError:  # of JSON, of what validates it, or of the message that would show it
+    except RecursionError:  # in the JSON parser, the validation or the message
         return "nested too deeply"
 
 
@@ -256,6 +242,6 @@ def _schema_error(text: str) -> str | None:
         jsonschema.validators.validator_for(schema).check_schema(schema)
     except jsonschema.SchemaError as error:
         return f"not a valid JSON schema: at {error.json_path}: {error.message}"
-    except Exception as error:  # jsonschema trips over a "$schema" that is no text, for one, and over depth
+    except Exception as error:  # jsonschema fails on a "$schema" that is not text, and on deep nesting
         return f"not a valid JSON schema: {error}"
     return None

@@ -1,7 +1,7 @@
-"""Prompt templates: sandboxed Jinja2 with null as missing and plain JSON.
+"""Prompt templates: sandboxed Jinja2 in which null is missing, and JSON is plain.
 
-A missing value (no such key, null or NaN) may be tested, compared and given a default. Printing it, or reading anything
-of it, raises: it never becomes a word of the prompt.
+A missing value (no such key, null or NaN) can be tested, compared and given a default. Printing it or accessing its
+attributes raises, so that it never becomes part of a prompt.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,11 +16,7 @@ from peagle.plain_json import is_nan, to_json
 
 
 class Template:
-    """A template over the columns of a row.
-
-    Raises:
-        ConfigError: it does not compile.
-    """
+    """A template over the columns of a row; raises ConfigError if it does not compile."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -30,36 +26,32 @@ class Template:
             raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
 
     def require_columns(self, columns: Iterable[str]) -> None:
-        """Make sure that no rendering is bound to fail for want of a column.
+        """Check that no rendering must fail because of a missing column.
 
-        A name in a branch, in a test or with a default may be absent: only a row that needs it misses it.
+        Names in branches, in tests or with a default may be missing.
 
         Raises:
-            InputError: it prints or reads a name that is no column, whatever the row.
+            InputError: it always reads a name that is not a column.
         """
         absent = meta.find_undeclared_variables(self._tree).difference(columns)
         own = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
         for name in sorted(absent.intersection(_needed(self._tree)) - own):
-            raise InputError(f"prompt_template uses {name!r}, which is no column", hint=did_you_mean(name, columns))
+            raise InputError(f"prompt_template uses {name!r}, which is not a column", hint=did_you_mean(name, columns))
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text for a row.
-
-        Raises:
-            Exception: filters raise whatever they meet in a row.
-        """
+        """Return the text for a row. Filters may raise any exception."""
         return self._template.render({name: _value(value, name) for name, value in columns.items()})
 
 
 class _Missing(jinja2.Undefined):
-    """A missing value: false and equal to null; anything else with it raises."""
+    """A missing value: false and equal to null; everything else raises."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
         self._fail_with_undefined_error()
 
-    __repr__ = __str__  # lists and records print their parts by it
+    __repr__ = __str__  # lists and dicts print their items with it
 
     def __len__(self) -> int:
         self._fail_with_undefined_error()
@@ -81,7 +73,7 @@ class _Missing(jinja2.Undefined):
 
 
 def _value(value: Any, name: str) -> Any:
-    """A value with every null and NaN in it, at any depth, missing."""
+    """Replace every null and NaN in a value with a missing value."""
     if value is None or is_nan(value):
         return _Missing(hint=f"{name!r} is {'null' if value is None else 'NaN'}", name=name)
     if isinstance(value, dict):
@@ -92,10 +84,7 @@ def _value(value: Any, name: str) -> Any:
 
 
 def _printed(value: Any) -> Any:
-    """An expression's value on its way into the text.
-
-    A method may have given None.
-    """
+    """Check an expression's value before it is printed; a method may have returned None."""
     if value is None or is_nan(value):
         raise jinja2.UndefinedError(f"a rendered value is {'null' if value is None else 'NaN'}")
     return value
@@ -104,9 +93,9 @@ def _printed(value: Any) -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As chat templates have it; Jinja2's own escapes HTML."""
     if isinstance(value, _Missing):
-        str(value)  # raises: only what is inside of a value is null
+        str(value)  # raises; only a null inside a value is allowed
+    # As in chat templates; Jinja2's own filter escapes HTML.
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return to_json(_with_nulls(value), ensure_ascii=ensure_ascii, **layout)
 
@@ -120,7 +109,7 @@ def _with_nulls(value: Any) -> Any:
 
 
 def _environment() -> jinja2.Environment:
-    # Templates are configuration, but rows are untrusted: the sandbox keeps attributes of values out of reach.
+    # Rows are untrusted: the sandbox prevents access to attributes of values.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=_Missing, finalize=_printed, keep_trailing_newline=True
     )
@@ -133,10 +122,7 @@ _ENVIRONMENT = _environment()
 
 
 def _needed(node: nodes.Node) -> Iterator[str]:
-    """Names whose values every rendering reads.
-
-    Not those in a branch, in a test, or with a default.
-    """
+    """Yield names that every rendering reads: not those in a branch, in a test, or with a default."""
     match node:
         case nodes.Name():
             yield node.name
@@ -161,10 +147,7 @@ def _needed(node: nodes.Node) -> Iterator[str]:
 
 
 def _tested(node: nodes.Node) -> Iterator[str]:
-    """The same of an expression whose own value may be missing.
-
-    It is tested, or has a default.
-    """
+    """As `_needed`, for an expression that is tested or has a default, so that its own value may be missing."""
     match node:
         case nodes.Filter(name="default" | "d", node=nodes.Expr() as value):
             yield from _tested(value)

@@ -1,37 +1,31 @@
-"""A target's tokenizer, without torch where that is possible.
+"""A target's tokenizer, if possible without torch.
 
-`AutoTokenizer` imports torch to know every architecture: five seconds of a core in each process that only tokenises,
-and several of them start beside an engine. The embedded target names a class that needs none of it.
+`AutoTokenizer` imports torch: five seconds of a core in each process that only tokenises. The embedded target does not
+need it.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-# (model_type of config.json, tokenizer_class of tokenizer_config.json) for which AutoTokenizer takes that very class.
+# model_type of config.json and tokenizer_class of tokenizer_config.json, for which AutoTokenizer uses this class.
 _GENERIC = ("llama", "TokenizersBackend")
 
 
 def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
-    """Load the tokenizer of a folder or a hub id's revision.
-
-    It equals that of `AutoTokenizer.from_pretrained`, errors included.
-    """
+    """Load the tokenizer of a folder or a hub id's revision, as `AutoTokenizer.from_pretrained`."""
     if _kind(Path(model)) == _GENERIC:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    # Without the word, transformers asks on the terminal whether code of the folder's own may run.
+    # Without this argument, transformers asks on the terminal whether the folder's code may run.
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **({"revision": revision} if revision else {}))
 
 
 def _kind(folder: Path) -> tuple[Any, Any] | None:
-    """The kind of tokenizer; None where the files do not say.
-
-    AutoTokenizer knows more, or has the words for the fault.
-    """
+    """Return the kind of tokenizer, or None if AutoTokenizer has to decide."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())

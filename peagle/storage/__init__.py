@@ -26,50 +26,39 @@ WRITE_ERRORS = (OSError, StorageError)  # raised by a failed write, local or rem
 
 
 class Stat(Protocol):
-    """The part of `os.stat_result` that is used."""
+    """The used part of `os.stat_result`."""
 
     @property
-    def st_size(self) -> int:
-        """In bytes."""
+    def st_size(self) -> int: ...
 
 
 class Place(Protocol):
     """A file or folder: a `Path`, or an `S3Path` with the same methods."""
 
     @property
-    def name(self) -> str:
-        """The last part."""
+    def name(self) -> str: ...
 
     @property
-    def stem(self) -> str:
-        """The last part without its suffix."""
+    def stem(self) -> str: ...
 
-    def __truediv__(self, name: str, /) -> Self:
-        """Return a file or folder in this folder."""
+    def __truediv__(self, name: str, /) -> Self: ...
 
-    def exists(self) -> bool:
-        """Whether it exists."""
+    def exists(self) -> bool: ...
 
-    def is_dir(self) -> bool:
-        """Whether it is an existing folder."""
+    def is_dir(self) -> bool: ...
 
-    def stat(self) -> Stat:
-        """Return its size."""
+    def stat(self) -> Stat: ...
 
-    def iterdir(self) -> Iterator[Self]:
-        """Iterate over the contents of the folder."""
+    def iterdir(self) -> Iterator[Self]: ...
 
-    def glob(self, pattern: str) -> Iterator[Self]:
-        """Iterate over the contents of the folder that match a pattern."""
+    def glob(self, pattern: str) -> Iterator[Self]: ...
 
-    def read_bytes(self) -> bytes:
-        """Return the content of the file."""
+    def read_bytes(self) -> bytes: ...
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Create the folder; on S3, do nothing."""
 
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the file."""
+    def unlink(self, missing_ok: bool = False) -> None: ...
 
 
 def place(location: "str | Place") -> Place:
@@ -86,25 +75,20 @@ def place(location: "str | Place") -> Place:
     if isinstance(location, str) and location.startswith(SCHEME):
         return S3Path.parse(location)
     if isinstance(location, str) and "://" in location:
-        raise ConfigError(f"{location!r} is neither local nor in S3", hint=f"write {SCHEME}BUCKET/FOLDER, or a path")
+        raise ConfigError(f"{location!r} is neither local nor in S3", hint=f"use {SCHEME}BUCKET/FOLDER, or a path")
     return user_path(str(location)).absolute()
 
 
 def on_disk(location: Any) -> Any:
-    """Validate, for pydantic, a path that must be local.
-
-    Raises:
-        ValueError: it is a URL, which as a path would create a folder of that name.
-    """
+    """Refuse URLs; a pydantic validator for local paths."""
+    # As a path, a URL would create a folder of that name.
     if "://" in str(location):
         raise ValueError("has to be a folder on a disk (that every node sees)")
     return location
 
 
 def require_usable(folder: Place) -> None:
-    """Check that an object store supports conditional writes.
-
-    Local folders are checked by `require_links`.
+    """Check that an object store supports conditional writes; for local folders, use `require_links`.
 
     Raises:
         ConfigError: the store does not support them, refuses access, or does not respond.
@@ -117,40 +101,30 @@ def require_usable(folder: Place) -> None:
 
 
 def require_links(folder: Place) -> None:
-    """Check that a file system supports exclusive hard links.
-
-    Object stores are checked by `require_usable`.
-
-    Args:
-        folder: must exist.
+    """Check that the file system of an existing folder supports exclusive hard links; see `require_usable`.
 
     Raises:
-        ConfigError: the file system has no hard links, or two writers can create the same name.
-        OSError: the folder cannot be written.
+        ConfigError: it does not support them.
+        OSError: the folder is not writable.
     """
     if not isinstance(folder, S3Path):
         files.require_links(cast(Path, folder))
 
 
 def is_remote(path: Place) -> bool:
-    """Whether it is in an object store."""
     return isinstance(path, S3Path)
 
 
 def open_to_read(path: Place) -> BinaryIO:
-    """Open a file to read; it is seekable.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-    """
+    """Open a seekable file to read."""
     return cast(BinaryIO, cast(Path, path).open("rb"))
 
 
 def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
-    """Return a URL that gives anyone temporary read access; for a local file, None.
+    """Return a URL that gives anyone temporary read access; None for a local file.
 
     Args:
-        disposition: `Content-Disposition` of the answer.
+        disposition: `Content-Disposition` of the response.
 
     Raises:
         StorageError: this process has no credentials.
@@ -159,9 +133,7 @@ def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
 
 
 def write_once(path: Place, data: bytes) -> bool:
-    """Create `path` with `data` unless it exists.
-
-    Of several writers, only the first gets True.
+    """Create `path` with `data` unless it exists. Exactly one of several writers gets True.
 
     Raises:
         OSError, StorageError: it cannot be written. An object store may have stored it nevertheless.
@@ -170,11 +142,7 @@ def write_once(path: Place, data: bytes) -> bool:
 
 
 def write_atomic(path: Place, data: bytes) -> None:
-    """Replace `path` with `data`; a reader sees the old bytes or the new ones.
-
-    Raises:
-        OSError, StorageError: it cannot be written.
-    """
+    """Replace `path` with `data`. Readers see either the old or the new bytes."""
     if isinstance(path, S3Path):
         path.write(data)
     else:
@@ -187,30 +155,18 @@ def write_json(path: Place, value: Any) -> None:
 
 
 def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`.
-
-    Raises:
-        OSError, StorageError: it cannot be written.
-    """
+    """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`."""
     return path.writer() if isinstance(path, S3Path) else files.atomic_file(cast(Path, path))
 
 
 def make_folder(folder: Place) -> None:
-    """Create a folder and its parents durably; on S3, do nothing.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a folder and its parents durably; on S3, do nothing."""
     if not isinstance(folder, S3Path):
         files.make_folder(cast(Path, folder))
 
 
 def remove(path: Place) -> None:
-    """Delete a file durably, if it exists.
-
-    Raises:
-        OSError, StorageError: it cannot be deleted.
-    """
+    """Delete a file durably, if it exists."""
     if isinstance(path, S3Path):
         path.unlink()
     else:
@@ -221,8 +177,7 @@ def remove_temporaries(folder: Place, *, older_than_s: float = 0.0) -> int:
     """Delete the temporary files of killed writers in `folder`; return their number.
 
     Args:
-        older_than_s: minimum age, if other processes may be writing: seconds since a file changed, or since an upload
-            to a store began.
+        older_than_s: minimum age since a file changed or an upload began, if other processes may be writing.
     """
     if isinstance(folder, S3Path):
         return folder.abort_uploads(older_than_s)

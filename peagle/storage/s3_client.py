@@ -1,9 +1,8 @@
 """A client for S3 stores: read, write, conditional writes, listings, and retries.
 
-Transient errors (500, 503, SlowDown, broken connections, timeouts) are retried with exponential backoff and jitter for
-a bounded time. A retry may repeat a write whose response was lost. That is harmless for a replacement. For a
-conditional write, the metadata of the object names its writer, so that the writer recognises its own object
-(`docs/decisions/0008-exactly-once-on-s3.md`).
+Transient errors are retried with exponential backoff and jitter for a bounded time. A retry may repeat a write whose
+response was lost: harmless for a replacement, and for a conditional write the writer recognises its own object by its
+metadata (`docs/decisions/0008-exactly-once-on-s3.md`).
 """
 
 import functools
@@ -47,7 +46,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An entry of a listing; a subfolder has no `etag` and no bytes."""
+    """An entry of a listing; a subfolder has no `etag`."""
 
     name: str
     etag: str | None
@@ -66,7 +65,7 @@ class ObjectStore:
         patience_s: how long transient errors are retried.
 
     Raises:
-        StorageError: the variables, or the files that they name, are invalid.
+        StorageError: here and in all methods, a permanent error, or a transient one that lasted too long.
     """
 
     def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
@@ -96,7 +95,6 @@ class ObjectStore:
 
         Raises:
             FileNotFoundError: it does not exist.
-            StorageError: here and below, the error is not transient, or lasted too long.
         """
         with self._lock:
             if etag is not None and (kept := self._kept.get((at, etag))) is not None:
@@ -110,11 +108,7 @@ class ObjectStore:
         return data
 
     def read_range(self, at: Address, first: int, last: int, etag: str) -> bytes:
-        """Return bytes `first` to `last`, inclusive, of an object with this etag.
-
-        Raises:
-            StorageError: the object was replaced.
-        """
+        """Return bytes `first` to `last`, inclusive, of an object; StorageError if it no longer has this etag."""
 
         def piece() -> tuple[bytes, str]:
             try:
@@ -128,11 +122,7 @@ class ObjectStore:
         return data
 
     def read_tail(self, at: Address, num_bytes: int) -> tuple[bytes, int, str]:
-        """Return the last bytes of an object, its size and its etag.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
+        """Return the last bytes of an object, its size and its etag; FileNotFoundError if it does not exist."""
 
         def tail() -> tuple[bytes, int, str]:
             answer = self.api.get_object(Bucket=at.bucket, Key=at.key, Range=f"bytes=-{num_bytes}")
@@ -147,16 +137,12 @@ class ObjectStore:
             raise
 
     def size(self, at: Address) -> int:
-        """Return the size of an object in bytes.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
+        """Return the size of an object in bytes; FileNotFoundError if it does not exist."""
         answer = self.ask(f"{at}: cannot be read", at, lambda: self.api.head_object(Bucket=at.bucket, Key=at.key))
         return int(answer["ContentLength"])
 
     def names(self, folder: Address, prefix: str = "", *, page: int = 1000) -> Iterator[Listed]:
-        """Iterate over the entries of a folder that start with `prefix`, sorted within a page."""
+        """Yield the entries of a folder that start with `prefix`, sorted within a page."""
         begin = f"{folder.key}/" if folder.key else ""
         more: dict[str, str] = {}
         while True:
@@ -182,16 +168,13 @@ class ObjectStore:
         """Return a URL that gives anyone temporary read access; the object need not exist.
 
         Args:
-            how: further parameters of `get_object`, such as `ResponseContentDisposition`.
-
-        Raises:
-            StorageError: this process has no credentials.
+            how: parameters of `get_object`, such as `ResponseContentDisposition`.
         """
         wanted = {"Bucket": at.bucket, "Key": at.key, **how}
         try:
             return str(self.api.generate_presigned_url("get_object", Params=wanted, ExpiresIn=valid_s))
         except s3_errors.ERRORS as error:
-            raise s3_errors.refused(f"{at}: no URL can be made", error) from error
+            raise s3_errors.refused(f"{at}: cannot create a URL", error) from error
 
     # --- writing
 
@@ -201,10 +184,7 @@ class ObjectStore:
         self.ask(f"{at}: cannot be written", at, put)
 
     def write_once(self, at: Address, data: bytes) -> bool:
-        """Create an object unless it exists.
-
-        Exactly one writer gets True, even if its response was lost.
-        """
+        """Create an object unless it exists. Exactly one writer gets True, even if its response was lost."""
         writer = uuid.uuid4().hex
 
         def put() -> bool:
@@ -219,11 +199,7 @@ class ObjectStore:
         return self.ask(f"{at}: cannot be written", at, put)
 
     def writer_of(self, at: Address, taken: ClientError) -> str | None:
-        """Return the mark of the writer of an object, without retries.
-
-        Raises:
-            ClientError: `taken`, if the object no longer exists.
-        """
+        """Return the mark of the writer of an object, without retries; raise `taken` if the object is gone."""
         try:
             found: str | None = self.api.head_object(Bucket=at.bucket, Key=at.key)["Metadata"].get(_MARK)
         except ClientError as error:
@@ -250,10 +226,9 @@ class ObjectStore:
             what: what failed, for the error message.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            StorageError: the error is not transient, or lasted too long.
+            FileNotFoundError: the object does not exist.
         """
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         patience_s = min(self._patience_s, SHORT_PATIENCE_S) if self._is_lost else self._patience_s
         for number in itertools.count(1):
             try:
@@ -266,22 +241,22 @@ class ObjectStore:
                 if not s3_errors.passes(error):
                     raise s3_errors.refused(what, error) from error
                 pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(number - 1, 16)) * random.uniform(0.5, 1)
-                passed_s = time.monotonic() - began_at
+                passed_s = time.monotonic() - started_at
                 if passed_s + pause_s > patience_s:
                     self._is_lost = True
                     raise s3_errors.unavailable(what, error, passed_s, number) from error
             time.sleep(pause_s)
-        raise AssertionError("patience ends before numbers do")
+        raise AssertionError("unreachable")
 
 
 def store() -> ObjectStore:
-    """Return the store of this process."""
+    """Return the store of this process; thread-safe."""
     with _making:
         return _store()
 
 
 def forget_store() -> None:
-    """Create a new store at the next use, because the AWS variables changed."""
+    """Create a new store at the next use, because the AWS variables have changed."""
     with _making:
         _store.cache_clear()
 

@@ -25,12 +25,12 @@ _PASSING = (
     exceptions.CredentialRetrievalError,
     ResponseParserError,
 )
-_WHO = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN say who asks, here and on every node"
-_WHERE = "AWS_ENDPOINT_URL and AWS_REGION say where the store is, here and on every node"
-_RIGHTS = "the run needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
+_WHO = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, here and on every node"
+_WHERE = "check AWS_ENDPOINT_URL and AWS_REGION, here and on every node"
+_RIGHTS = "allow s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket there"
 _HINTS = {
     "NoSuchBucket": f"create the bucket, or name another one; {_WHERE}",
-    "InvalidBucketName": "name a bucket that can exist",
+    "InvalidBucketName": "use a valid bucket name",
     "AccessDenied": f"{_RIGHTS}; {_WHO}",
     "AllAccessDisabled": f"{_RIGHTS}; {_WHO}",
     "403": f"{_RIGHTS}; {_WHO}",
@@ -38,11 +38,11 @@ _HINTS = {
     "SignatureDoesNotMatch": _WHO,
     "InvalidToken": _WHO,
     "ExpiredToken": f"the credentials have expired; {_WHO}",
-    "RequestTimeTooSkewed": "this machine's clock differs from the store's by more than it allows: set it",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "PermanentRedirect": _WHERE,
     "AuthorizationHeaderMalformed": _WHERE,
-    "QuotaExceeded": "make room in the bucket",
-    "EntityTooLarge": "make units smaller in a new run: --rows-per-unit",
+    "QuotaExceeded": "free space in the bucket",
+    "EntityTooLarge": "use smaller units in a new run: --rows-per-unit",
 }
 
 
@@ -59,10 +59,7 @@ def status_of(error: Exception) -> int:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether the object does not exist.
-
-    A missing bucket is another error, except for a HEAD request.
-    """
+    """Whether the object does not exist. A missing bucket is another error, except for a HEAD request."""
     return code_of(error) in ("NoSuchKey", "404")
 
 
@@ -83,6 +80,6 @@ def refused(what: str, error: Exception) -> StorageError:
 def unavailable(what: str, error: Exception, seconds: float, num_requests: int) -> StorageError:
     """Return the exception for a transient error that lasted too long."""
     return StorageError(
-        f"{what}: no success in {seconds:.0f} s and {num_requests} requests; the last one: {error}",
-        hint=f"check that the store is reachable, then repeat the command: committed units stay; {_WHERE}",
+        f"{what}: failed for {seconds:.0f} s and {num_requests} requests; the last error: {error}",
+        hint=f"make sure that the store is reachable, then repeat the command: committed units are safe; {_WHERE}",
     )

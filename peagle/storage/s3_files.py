@@ -1,7 +1,6 @@
 """Objects of an S3 store as file objects, and a check of conditional writes.
 
-Reads are large, because a request takes longer than the transfer of a megabyte. Large objects are uploaded in parts, of
-which one is in memory.
+Reads are large, because a request takes longer than the transfer of a megabyte. Large objects are uploaded in parts.
 """
 
 import contextlib
@@ -18,17 +17,14 @@ from peagle.errors import StorageError
 from peagle.storage import s3_client, s3_errors
 from peagle.storage.s3_client import Address, ObjectStore, marked
 
-_TAIL_BYTES = 1 << 16  # enough for the footer of a Parquet file, and usually for an entire unit
+_TAIL_BYTES = 1 << 16  # enough for a Parquet footer, and usually for a whole unit
 
 
 def open_to_read(store: ObjectStore, at: Address, read_ahead: int) -> BinaryIO:
-    """Open an object as a seekable file.
+    """Open an object as a seekable file; FileNotFoundError if it does not exist.
 
     Args:
         read_ahead: minimum size of a read from the store, in bytes.
-
-    Raises:
-        FileNotFoundError: it does not exist.
     """
     return cast(BinaryIO, io.BufferedReader(_Reader(store, at, read_ahead), _TAIL_BYTES))
 
@@ -94,7 +90,7 @@ def open_to_write(store: ObjectStore, at: Address) -> Iterator[BinaryIO]:
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
     """Abort the multipart uploads of killed writers into a folder; return their number.
 
-    An upload does not show its writer, so its age by the clock of the store decides.
+    Uploads do not name their writer, so their age by the store's clock decides.
     """
     ask = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
     listed = store.ask(f"{folder}: cannot be listed", folder, ask)
@@ -160,7 +156,7 @@ class _Writer(io.RawIOBase):
         try:
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
         except ClientError as error:
-            # A previous attempt may have succeeded, and its response was lost.
+            # An earlier attempt may have succeeded without a response.
             if s3_errors.code_of(error) != "NoSuchUpload" or self._store.writer_of(self._at, error) != self._writer:
                 raise
 
@@ -175,29 +171,25 @@ _TRIALS = 3
 
 
 def require_conditional_writes(folder: Address) -> None:
-    """Check that the store is writable and supports conditional writes.
-
-    Raises:
-        StorageError: it is not, does not, or the AWS variables are invalid.
-    """
+    """Raise StorageError unless the store is writable and supports conditional writes."""
     hasty = ObjectStore(patience_s=s3_client.SHORT_PATIENCE_S)
     try:
-        # Another driver may delete the object of this check, and then the second PUT succeeds.
-        held = any(_is_held(hasty, folder) for _ in range(_TRIALS))
+        # Another driver may delete the trial object, so that the second PUT succeeds.
+        is_exclusive = any(_creates_exclusively(hasty, folder) for _ in range(_TRIALS))
     except StorageError as error:
         if s3_errors.code_of(error.__cause__) != "NotImplemented":  # type: ignore[arg-type]
             raise
-        held = False
-    if not held:
+        is_exclusive = False
+    if not is_exclusive:
         raise StorageError(
-            f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could both"
-            " commit a unit",
-            hint="write to a store that has them, or to a local disk, and copy the run when it ends",
+            f"{folder}: this store has no conditional writes (PUT with If-None-Match: *), so two engines could commit"
+            " the same unit",
+            hint="use a store that has them, or a local disk and copy the run at the end",
         )
 
 
-def _is_held(store: ObjectStore, folder: Address) -> bool:
+def _creates_exclusively(store: ObjectStore, folder: Address) -> bool:
     at = Address(folder.bucket, f"{folder.key}/0.{uuid.uuid4().hex}.json")
-    is_held = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
+    is_exclusive = store.write_once(at, b"{}") and not store.write_once(at, b"{}")
     store.delete(at)
-    return is_held
+    return is_exclusive

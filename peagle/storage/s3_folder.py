@@ -1,7 +1,7 @@
-"""Folders of an object store: list them, read ranges, and download files.
+"""Folders of an object store: list, read ranges, download.
 
-A download fetches pieces of the version that was listed (`If-Match`) into a hidden file next to its final name. Each
-piece is flushed to the disk before the next one is requested, so a download continues after a kill or a power cut.
+A download fetches pieces of the listed version (`If-Match`) into a hidden file next to its final name, and flushes each
+piece to the disk, so that it can continue after a kill or a power cut.
 """
 
 import hashlib
@@ -28,23 +28,19 @@ class FolderFile:
 
 
 def list_files(folder: S3Path) -> tuple[list[FolderFile], list[str]]:
-    """List the files of a folder by name, without hidden ones, and its subfolders.
-
-    Raises:
-        StorageError: the store refuses, or does not respond.
-    """
-    listed = sorted(store().names(Address(folder.bucket, folder.key)), key=lambda one: one.name)
-    files = [FolderFile(one.name, one.num_bytes, one.etag) for one in listed if one.etag is not None]
-    return [file for file in files if not file.name.startswith(".")], [one.name for one in listed if one.etag is None]
+    """List the visible files of a folder, and its subfolders."""
+    listed = sorted(store().names(Address(folder.bucket, folder.key)), key=lambda entry: entry.name)
+    files = [
+        FolderFile(entry.name, entry.num_bytes, entry.etag)
+        for entry in listed
+        if entry.etag is not None and not entry.name.startswith(".")
+    ]
+    return files, [entry.name for entry in listed if entry.etag is None]
 
 
 def read_ranges(folder: S3Path, file: FolderFile, ranges: list[range]) -> bytes:
-    """Return the bytes of these ranges of a file.
-
-    Raises:
-        StorageError: the file changed after it was listed, or the store refuses.
-    """
-    return b"".join(_read(folder, file, one) for one in ranges)
+    """Return the bytes of these ranges of a file; StorageError if the file changed after it was listed."""
+    return b"".join(_read(folder, file, part) for part in ranges)
 
 
 def copy_path(file: FolderFile, to: Path) -> Path:
@@ -55,9 +51,7 @@ def copy_path(file: FolderFile, to: Path) -> Path:
 def fetch_file(
     folder: S3Path, file: FolderFile, to: Path, *, count: Callable[[int], None], is_given_up: Callable[[], bool]
 ) -> None:
-    """Download a file into the folder `to`; continue an earlier download.
-
-    No other process may be downloading it.
+    """Download a file into the folder `to`, or continue its download. No other process may be downloading it.
 
     Args:
         count: called with the number of new bytes; first with those of an earlier download.
@@ -65,12 +59,12 @@ def fetch_file(
 
     Raises:
         StorageError: as `read_ranges`.
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, or the folder is not writable.
     """
     part = copy_path(file, to)
     with part.open("ab") as out:
-        there = min(os.fstat(out.fileno()).st_size, file.num_bytes)
-        begin = max(0, there - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
+        num_bytes = min(os.fstat(out.fileno()).st_size, file.num_bytes)
+        begin = max(0, num_bytes - 1) // _PIECE_BYTES * _PIECE_BYTES  # a power cut may have truncated the last piece
         out.truncate(begin)
         count(begin)
         for first in range(begin, file.num_bytes, _PIECE_BYTES):

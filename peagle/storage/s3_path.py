@@ -27,11 +27,7 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class S3Path:
-    """An object or a folder of a bucket.
-
-    Attributes:
-        etag: of the version that was listed.
-    """
+    """An object or a folder of a bucket. `etag` is that of the listed version."""
 
     bucket: str
     key: str
@@ -39,15 +35,11 @@ class S3Path:
 
     @classmethod
     def parse(cls, url: str) -> "S3Path":
-        """Parse a URL.
-
-        Raises:
-            ConfigError: the bucket or the folder is missing.
-        """
+        """Parse a URL; raises ConfigError if the bucket or the folder is missing."""
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         parts = key.strip("/").split("/")
         if not bucket or not all(parts) or {".", ".."} & set(parts):
-            raise ConfigError(f"{url!r} names no folder of a bucket", hint=f"write {SCHEME}BUCKET/FOLDER")
+            raise ConfigError(f"{url!r} names no folder of a bucket", hint=f"use {SCHEME}BUCKET/FOLDER")
         return cls(bucket, "/".join(parts))
 
     def __str__(self) -> str:
@@ -58,19 +50,16 @@ class S3Path:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return self.key.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The last part without its suffix."""
         before, dot, _ = self.name.rpartition(".")
         return before if before and dot else self.name
 
     # --- asking
 
     def exists(self) -> bool:
-        """Whether the object exists."""
         try:
             self._store.size(self._address)
         except FileNotFoundError:
@@ -82,38 +71,23 @@ class S3Path:
         return next(self._store.names(self._address, page=1), None) is not None
 
     def stat(self) -> ObjectStat:
-        """Return its size.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
         return ObjectStat(self._store.size(self._address))
 
     def iterdir(self) -> Iterator["S3Path"]:
-        """Iterate over the entries of the folder."""
         return self.glob("*")
 
     def glob(self, pattern: str) -> Iterator["S3Path"]:
-        """Iterate over the entries of the folder that match a pattern of `*` and `?`."""
+        """Yield the entries of the folder that match a pattern of `*` and `?`."""
         literal = pattern.replace("?", "*").partition("*")[0]
         for listed in self._store.names(self._address, literal):
             if fnmatchcase(listed.name, pattern):
                 yield S3Path(self.bucket, f"{self.key}/{listed.name}", listed.etag)
 
     def read_bytes(self) -> bytes:
-        """Return the content of the object.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
         return self._store.read(self._address, self.etag)
 
     def open(self, mode: str = "rb") -> Any:
-        """Open the object to read, in binary mode.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
+        """Open the object to read, in binary mode."""
         from peagle.storage.s3_files import open_to_read
 
         if mode != "rb":
@@ -121,14 +95,7 @@ class S3Path:
         return open_to_read(self._store, self._address, READ_AHEAD_BYTES)
 
     def presigned_url(self, valid_s: int, disposition: str) -> str:
-        """Return a URL that gives anyone temporary read access.
-
-        Args:
-            disposition: `Content-Disposition` of the answer.
-
-        Raises:
-            StorageError: this process has no credentials.
-        """
+        """Return a URL that gives anyone temporary read access; see `storage.presigned_url`."""
         how = {"ResponseContentDisposition": disposition, "ResponseContentType": "application/octet-stream"}
         return self._store.presigned_url(self._address, valid_s, **how)
 
@@ -142,7 +109,6 @@ class S3Path:
         self._store.delete(self._address)
 
     def write(self, data: bytes) -> None:
-        """Replace the object."""
         self._store.write(self._address, data)
 
     def write_once(self, data: bytes) -> bool:
@@ -156,21 +122,13 @@ class S3Path:
         return open_to_write(self._store, self._address)
 
     def abort_uploads(self, older_than_s: float) -> int:
-        """Abort the multipart uploads of killed writers into this folder; return their number.
-
-        Args:
-            older_than_s: minimum age of an upload.
-        """
+        """Abort multipart uploads of at least this age into this folder; return their number."""
         from peagle.storage.s3_files import abort_uploads
 
         return abort_uploads(self._store, self._address, older_than_s)
 
     def require_conditional_writes(self) -> None:
-        """Check conditional writes with a temporary object in this folder.
-
-        Raises:
-            StorageError: the store does not support them.
-        """
+        """Check conditional writes with a temporary object in this folder; raises StorageError."""
         from peagle.storage.s3_files import require_conditional_writes
 
         require_conditional_writes(self._address)

@@ -6,12 +6,11 @@ Nothing is written. On an autoscaled cluster this requests the accelerators and 
 from collections.abc import Callable
 from typing import Literal
 
-from peagle import hardware
 from peagle.economics.price_options import require_price
 from peagle.engine_options import DEFAULT_MAX_NUM_SEQS
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
-from peagle.machine import identified
+from peagle.machine import detect_machine
 from peagle.runs.directory import RunDirectory
 from peagle.runs.plan import Plan, make_plan
 from pipelines.batch.request import RunRequest
@@ -163,7 +162,7 @@ def _look(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
         PriceError: machines would have to be added, and have no price.
     """
     if not ray.is_remote():
-        return identified(hardware.detect())
+        return detect_machine()
     config = request.config
     per_engine, num_nodes, kind = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
     if kind is not None:

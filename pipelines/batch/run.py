@@ -196,7 +196,7 @@ def execute(
         stack.enter_context(contextlib.closing(cluster))
         cluster.log_to(log)
         cluster.start()
-        with stop_on_signal(request.stop, last_words=request.killed_message):
+        with stop_on_signal(request.stop, message=request.killed_message):
             ray.require_capacity(
                 run.placement,
                 run.config.engine_range.smallest,

@@ -1,8 +1,7 @@
 """The connection of a command to Ray.
 
-A remote cluster is joined at once, because decisions depend on its nodes. A local one is started when engines need
-it: a run that is refused or already finished does not wait for it. While connected, standard error is a file, because
-Ray and vLLM write to it.
+A remote cluster is joined immediately, because decisions depend on its nodes. A local one is started only when engines
+need it. While connected, standard error is a file, because Ray and vLLM write to it.
 """
 
 import contextlib
@@ -30,29 +29,21 @@ class Connection:
         self._quiet = self._held.enter_context(QuietStderr())
 
     def prepare(self) -> None:
-        """Join a remote cluster, or check that a local one can start.
-
-        Raises:
-            ConfigError, CapacityError: as `ray.ray_cluster`.
-        """
+        """Join a remote cluster, or check that a local one can start; raises as `ray.ray_cluster`."""
         if self.is_remote:
             self.start()
         else:
             require_startable()
 
     def start(self) -> None:
-        """Join or start the cluster, unless it is connected.
-
-        Raises:
-            ConfigError, CapacityError: as `ray.ray_cluster`.
-        """
+        """Join or start the cluster, unless it is connected; raises as `ray.ray_cluster`."""
         if not self._is_up:
             self._held.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
             self._held.callback(ray.release_nodes)
             self._is_up = True
 
     def log_to(self, path: Path) -> None:
-        """Write standard error to this file, including what was written to it before."""
+        """Write standard error to this file, with its previous output first."""
         self._quiet.move_to(path)
 
     def close(self) -> None:

@@ -12,16 +12,14 @@ _RETRY_ADVICE = re.compile(r"Failed to [^\n]* attempts \(total backoff.*", re.DO
 
 
 def explain(error: BaseException, what: str, *, hint: str, otherwise: type[PeagleError] = PeagleError) -> PeagleError:
-    """Return the error of ours inside Ray's, or a short form of Ray's.
-
-    Ray Data keeps the cause of a failed actor as an exception, but the cause of a failed task only in the text of the
-    traceback. It appends to both how its own retries are configured, which users of this package cannot change.
+    """Return peagle's error inside Ray's, or a short form of Ray's.
 
     Args:
-        what: what happened; precedes the last line of Ray.
-        hint: what to do, if the error has no hint.
-        otherwise: the type to return for an error that is not ours.
+        what: what failed; precedes the last line of Ray's error.
+        hint: used if the error has no hint.
+        otherwise: type of the result if the error is not peagle's.
     """
+    # Ray Data keeps the cause of a failed actor as an exception, that of a failed task only in the traceback's text.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeagleError):

@@ -6,24 +6,23 @@ from dataclasses import replace
 
 import psutil
 
-from peagle import hardware
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
-from peagle.machine import identified
+from peagle.machine import detect_machine
 from pipelines.cluster.failures import explain
 from pipelines.cluster.placement import node_to_ask, on_accelerators
 from pipelines.cluster.ray import NO_RAY
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The last parts of labels that may have an instance type or a region: `ray.io/node-group` is Ray's, and
-# `node.kubernetes.io/instance-type` Kubernetes'.
-_TELLING_LABELS = ("instance-type", "node-group", "availability-region", "region")
+# The last parts of labels with an instance type or a region, such as Ray's `ray.io/node-group` and Kubernetes'
+# `node.kubernetes.io/instance-type`.
+_NAME_LABELS = ("instance-type", "node-group", "availability-region", "region")
 
 
 def inspect(
     *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
 ) -> Hardware:
-    """Return the hardware of a node for engines; of one with accelerators, if there is any.
+    """Return the hardware of a node for engines, with accelerators if any node has them.
 
     It reserves no accelerator, so it does not wait for busy ones.
 
@@ -42,31 +41,27 @@ def inspect(
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_look)
     try:
         found: Hardware = ray.get(probe.remote())
-    except Exception as error:  # raised by Ray when the node is removed
+    except Exception as error:  # for example, the node was removed
         raise explain(error, "cannot look at a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
     if node is None or found.platform != "cuda":
         return found
-    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # fewer if Ray was started so
+    return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
 
 
 def _look() -> Hardware:
-    """Return the hardware of this node, with its instance type and region if known."""
+    """Return the hardware of this node, with its instance type and region if known.
+
+    It has all accelerators of the node's Ray. Ray empties CUDA_VISIBLE_DEVICES for a task that reserved none, but the
+    raylet, its parent, still has the value.
+    """
     import ray
 
-    found = identified(_detect_all())
-    labels = ray.get_runtime_context().get_node_labels()
-    told = [value for key, value in labels.items() if key.rpartition("/")[2] in _TELLING_LABELS]
-    return replace(found, machine_names=tuple(dict.fromkeys([*found.machine_names, *told])))
-
-
-def _detect_all() -> Hardware:
-    """Return the hardware of this node with all accelerators of its Ray, not only those of this task.
-
-    Ray may have been started with some of the accelerators. It empties CUDA_VISIBLE_DEVICES for a task that reserved
-    none; the raylet, its parent, still has the value.
-    """
     os.environ.pop(_VISIBLE, None)
     with contextlib.suppress(psutil.Error):
-        given = psutil.Process(os.getppid()).environ()
-        os.environ |= {_VISIBLE: given[_VISIBLE]} if _VISIBLE in given else {}
-    return hardware.detect()
+        raylet_env = psutil.Process(os.getppid()).environ()
+        if _VISIBLE in raylet_env:
+            os.environ[_VISIBLE] = raylet_env[_VISIBLE]
+    found = detect_machine()
+    labels = ray.get_runtime_context().get_node_labels()
+    names = [value for key, value in labels.items() if key.rpartition("/")[2] in _NAME_LABELS]
+    return replace(found, machine_names=tuple(dict.fromkeys([*found.machine_names, *names])))

@@ -1,9 +1,8 @@
 """The table of metrics, and the listeners that feed Ray's exporter.
 
-`METRICS` has the names and labels of all of them. Labels are vLLM's and OpenCost's (`model_name`, `position`).
-Durations and sizes of requests have OpenTelemetry's names and buckets for generative AI, with `_` for `.` and the unit
-at the end (semantic conventions, status Development, read 2026-11-26). Ray puts `ray_` before each name, adds labels of
-its own, and makes a histogram's sum from the middles of its buckets.
+Labels are vLLM's and OpenCost's (`model_name`, `position`). Durations and sizes of requests have OpenTelemetry's names
+and buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
+2026-11-26). Ray adds the prefix `ray_` and its own labels, and computes a histogram's sum from the middles of buckets.
 
 Ray's exporter has no authentication, so only keys with a budget appear by name.
 """
@@ -25,11 +24,7 @@ _TOKENS = tuple(float(4**power) for power in range(14))
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric.
-
-    Attributes:
-        boundaries: of a histogram's buckets.
-    """
+    """A metric. `boundaries` are those of a histogram's buckets."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -155,7 +150,7 @@ METRICS = {
 
 
 def exported(name: str, **labels: str) -> Any:
-    """Create a metric in Ray's exporter with default values of these labels."""
+    """Create a metric in Ray's exporter, with default values for these labels."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
     metric = METRICS[name]
@@ -167,10 +162,7 @@ def exported(name: str, **labels: str) -> Any:
 
 
 class UsageMetrics:
-    """The metrics of one model: requests, tokens, acceptance, cost of engines.
-
-    It listens to an `EngineAccount`; in a bulk run, the driver calls it for units and heartbeats.
-    """
+    """The metrics of one model. Called by an `EngineAccount`, and in a bulk run by the driver."""
 
     def __init__(self, model_name: str, drafter: str | None) -> None:
         def of_model(name: str) -> Any:
@@ -221,10 +213,7 @@ class UsageMetrics:
             _add(self._per_position, num_accepted, position=str(position))
 
     def heartbeat(self, session: EngineSession) -> None:
-        """Record the seconds of an engine by state.
-
-        A heartbeat that is not newer than the last one has no effect.
-        """
+        """Record the seconds of an engine by state. An old heartbeat has no effect."""
         seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
         with self._lock:
             for state, until_now_s in seconds.items():

@@ -1,7 +1,4 @@
-"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or follow another node's.
-
-The driver may be on another machine, so everything that depends on the node is decided here.
-"""
+"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
 
 import contextlib
 import fcntl
@@ -23,14 +20,13 @@ from peagle.private import SECRET_MODE, temporary_folder
 _MAX_SLOTS = 1024
 # An engine on 2 cores was mostly faster with yields at up to 4 concurrent requests, without them at 16.
 _MANY_SEQS = 8
-_YIELD = "KMP_USE_YIELD"
 
 
 def claim_slot(slot_group: str) -> int:
     """Claim the smallest free slot number of a run or an endpoint on this node.
 
-    Engines that share a node divide its cores by slot. The claim is a file lock, which the kernel releases when the
-    process ends, so a restarted engine takes the slot of the one that died.
+    Engines on a node divide its cores by slot. The claim is a file lock, which the kernel releases when the process
+    ends, so a restarted engine gets the slot of the one that crashed.
     """
     folder = temporary_folder(f"slots-{slot_group}")
     for slot in range(_MAX_SLOTS):
@@ -58,7 +54,7 @@ def redirect_output(log: Path) -> None:
 def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
     """Rotate a log to `LOG.1` whenever it is too large, until this process ends.
 
-    The log is copied and truncated, so writers keep their descriptor; it must be in append mode.
+    It is copied and truncated, so writers keep their descriptor, which must be in append mode.
     """
 
     def watch() -> None:
@@ -73,20 +69,17 @@ def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) 
 
 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:
-    """Return variables for a CPU engine that shares its cores with Ray and a driver.
-
-    Variables that are already set are unchanged.
-
-    Intel's OpenMP yields the core while it waits for its other threads, and then gets it back late from a busy
-    process: docs/bulk.md, "What it costs".
-    """
-    return {} if spec.max_num_seqs < _MANY_SEQS or _YIELD in os.environ else {_YIELD: "0"}
+    """Return variables for a CPU engine that shares its cores with Ray and a driver."""
+    # Intel's OpenMP yields the core while it waits for its other threads, and gets it back late from a busy process:
+    # benchmarks/bulk/OVERHEAD.md.
+    return {"KMP_USE_YIELD": "0"} if spec.max_num_seqs >= _MANY_SEQS else {}
 
 
 def set_threads(spec: EngineSpec) -> None:
     """Let the next engine of this Ray process use all cores of its slot."""
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the logical CPUs of the actor
-    os.environ |= beside_ray(spec)
+    for name, value in beside_ray(spec).items():
+        os.environ.setdefault(name, value)
 
 
 def start_vllm(
@@ -98,11 +91,12 @@ def start_vllm(
         node_rank: of the leader, for an engine on several nodes.
 
     Raises:
-        EngineError: vLLM does not start.
-        PeagleError: the node cannot run it, or the model is not available here.
+        EngineError: vLLM failed to start.
+        PeagleError: the node cannot run the engine, or the model is not available here.
     """
+    set_threads(spec)
     return start_engine(
-        _prepared(spec),
+        local_spec(spec),
         hardware.detect(),
         engine_index=engine_index,
         num_engines_on_node=num_engines_on_node,
@@ -116,20 +110,12 @@ def start_alone(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
 
 
 def follow_vllm(spec: EngineSpec, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank) -> None:
-    """Run the ranks of this node for an engine that another node leads, until they end.
-
-    Raises:
-        EngineError, PeagleError: as `start_vllm`.
-    """
+    """Run this node's ranks of an engine that another node leads, until they end; raises as `start_vllm`."""
+    set_threads(spec)
     follow_engine(
-        _prepared(spec),
+        local_spec(spec),
         hardware.detect(),
         engine_index=engine_index,
         num_engines_on_node=num_engines_on_node,
         node_rank=node_rank,
     )
-
-
-def _prepared(spec: EngineSpec) -> EngineSpec:
-    set_threads(spec)
-    return local_spec(spec)

@@ -1,8 +1,4 @@
-"""How many engines fit on the cluster, and what each reserves.
-
-Pure functions of hardware and of the logical resources of nodes, with Ray's names ("CPU", "GPU",
-"accelerator_type:H100").
-"""
+"""How many engines fit on the cluster, and what each reserves: pure functions of hardware and Ray's node resources."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +9,13 @@ from peagle.economics.prices import Device
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware
 
-PREPARE_CPUS = 0.25  # logical CPUs of the task that reads and tokenises; it must fit on two cores together with engines
+PREPARE_CPUS = 0.25  # logical CPUs of the task that tokenises, small enough to fit next to engines on two cores
 ANY_ACCELERATOR = "any"
 _TYPE = "accelerator_type:"
-_OF_TYPE = 0.001  # a node has 1 of such a resource, for any number of accelerators
+_OF_TYPE = 0.001  # a node has 1 of this resource, for any number of accelerators
 
 Resources = Mapping[str, float]
-"""Logical resources of a node, or of something that is to be placed, by Ray's names."""
+"""Logical resources by Ray's names: "CPU", "GPU", "accelerator_type:H100"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +25,9 @@ class Placement:
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
         num_devices: accelerators or vCPUs on all its nodes that the engine is charged for.
-        device: "accelerator" or "vcpu".
         num_engines_on_node: engines that share the node's cores.
         accelerator_type: by Ray's name; None for any.
-        nodes_per_engine: number of nodes, each with an equal part of the ranks of the engine.
+        nodes_per_engine: nodes with an equal part of the engine's ranks.
     """
 
     num_cpus: float
@@ -45,20 +40,20 @@ class Placement:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of the actor."""
+        """The options of the actor."""
         kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
 
     @property
     def part(self) -> dict[str, float]:
-        """Return the bundle of one node in a placement group."""
+        """The bundle of one node in a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
         kind = {f"{_TYPE}{self.accelerator_type}": _OF_TYPE} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles of an engine for an autoscaler, which needs whole CPUs."""
+        """The bundles of an engine for an autoscaler, which needs whole CPUs."""
         return [{**self.part, "CPU": float(math.ceil(self.num_cpus))}] * self.nodes_per_engine
 
 
@@ -67,9 +62,9 @@ class Neighbours:
     """Other engines on the same nodes, which share the cores with those of a run.
 
     Attributes:
-        slot_group: the name under which all of them claim slots on a node (`node.claim_slot`).
+        slot_group: the group in which all of them claim slots (`node.claim_slot`).
         hardware: of a node without running engines.
-        placement: of an engine of the run, if all engines are counted.
+        placement: of an engine of the run, with all engines counted.
     """
 
     slot_group: str
@@ -84,11 +79,7 @@ def on_accelerators(
     accelerator_type: str | None = None,
     num_engines_on_node: int = 1,
 ) -> Placement:
-    """Return the placement of an engine on accelerators, which does not depend on the node.
-
-    Args:
-        accelerator_type: as configured: Ray's name, `any` or None.
-    """
+    """Return the placement of an engine on accelerators; `accelerator_type` is Ray's name, `any` or None."""
     return Placement(
         num_cpus=1,
         num_gpus=accelerators_per_engine // nodes_per_engine,
@@ -113,26 +104,24 @@ def place(
 ) -> Placement:
     """Return the placement of `num_engines` engines on nodes with this hardware.
 
-    A CPU engine uses its share of the cores of the node but reserves one logical CPU less, so that Ray can place the
-    tasks that feed it.
+    A CPU engine uses its share of the node's cores but reserves one logical CPU less, for the tasks that feed it.
 
     Args:
         num_nodes: nodes with engines (`num_engine_nodes`).
-        nodes_per_engine: number of nodes of one engine.
         most_engines: the largest number of engines later; a node is shared by as many as it can hold.
         accelerator_type: that engines need; None for the type of the node.
-        ask_for_fewer: the hint if there are too many engines, in the terms of the caller; {} is the number that fits.
+        ask_for_fewer: the hint if there are too many engines; {} is the number that fits.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.
 
     Raises:
-        CapacityError: fewer cores than engines or ranks, or no accelerator for engines that need one.
+        CapacityError: fewer cores than ranks, or no accelerator for engines that need one.
     """
     if accelerator_type is not None and hardware.platform != "cuda":
         raise CapacityError(
             f"accelerator_type {accelerator_type}: engines need accelerators, but this machine has none"
             f" ({hardware.describe()})",
-            hint="leave it out to run on CPUs; on a node that has accelerators nvidia-smi must show them",
+            hint="leave it out to run on CPUs; if the node has accelerators, check that nvidia-smi shows them",
         )
     per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
     ranks_on_node = accelerators_per_engine // nodes_per_engine
@@ -165,7 +154,7 @@ def place(
 
 
 def _num_cores(hardware: Hardware) -> int:
-    """Return the number of cores for CPU ranks: the CPU quota if there is one, or else the physical cores."""
+    """Return the number of cores for CPU ranks: the CPU quota, or else the physical cores."""
     return hardware.num_cpus if hardware.is_cpu_quota else len(hardware.core_ids) or hardware.num_cpus
 
 
@@ -180,11 +169,8 @@ def num_engine_nodes(
 ) -> int:
     """Return the number of nodes among which engines are divided; at least those of one engine.
 
-    Without accelerators, all nodes. With accelerators, the nodes that can hold an engine, which excludes a head without
-    accelerators, and more if these are too few: engines that do not fit wait for nodes (`lacking`).
-
-    Args:
-        hardware: of a node with engines.
+    Without accelerators, all nodes. With accelerators, the nodes that can hold an engine, and more if these are too
+    few: the other engines wait for nodes (`lacking`).
 
     Example: 8 engines of 1 accelerator, and one node with 1 accelerator: 8 nodes.
     """
@@ -199,9 +185,9 @@ def num_engine_nodes(
 
 
 def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
-    """Return the id of the node whose hardware represents all nodes with accelerators; None if there is none.
+    """Return the id of the node whose hardware represents all nodes with accelerators, or None.
 
-    It is the one with the fewest accelerators that can hold an engine: what fits there fits on the others.
+    It is the one with the fewest accelerators that can hold an engine, so that what fits there fits on the others.
     """
     able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
     others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
@@ -210,7 +196,7 @@ def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None
 
 
 def room(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Return the number of engines that fit on the nodes, in addition to one task that feeds them."""
+    """Return the number of engines that fit on the nodes next to one task that feeds them."""
     num_engines = _num_fitting(nodes, placement)
     return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
 
@@ -218,9 +204,9 @@ def room(nodes: Sequence[Resources], placement: Placement) -> int:
 def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     """Return the number of engines that fit in any order of placement, each on distinct nodes.
 
-    An engine of N nodes does not fit only if all nodes but N - 1 are full of parts of other engines, and another engine
-    has at most one part on a node. So k engines fit if the nodes with the least room, all but N - 1, cannot be filled
-    by k - 1 engines: one of them has room for k parts, or together they have room for more than (k - 1) * N.
+    An engine of N nodes does not fit only if all nodes but N - 1 are full of parts of other engines, of which each has
+    at most one part per node. So k engines fit if k - 1 engines cannot fill the nodes with the least room, all but
+    N - 1: one of these has room for k parts, or together they have room for more than (k - 1) * N.
 
     Example: 3 nodes with room for 2 parts each hold 2 engines of two nodes in any order. For a third engine, both
     remaining places may be on one node.

@@ -1,7 +1,4 @@
-"""Start or join a Ray cluster, wait for its nodes, and refuse what it can never run.
-
-`placement.py` has the decisions, `inspection.py` the hardware of nodes.
-"""
+"""Start or join a Ray cluster, wait for its nodes, and refuse what it can never run."""
 
 import atexit
 import contextlib
@@ -12,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from peagle import hardware
 from peagle.errors import CapacityError, ConfigError, PeagleError, StoppedEarly
@@ -49,31 +45,33 @@ def is_remote() -> bool:
 def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
-    A process that has already joined one keeps it. The handler of SIGTERM is kept; only the system's default is
-    replaced by Ray's, so that Ray is stopped.
+    A process that has already joined a cluster keeps it. A handler of SIGTERM stays; Ray only replaces the default.
 
     Args:
-        metrics_port: of Ray's Prometheus exporter, if Ray is started here. If None, a free port is used, and Ray
-            listens only on this machine.
-        if_lost: message for the death of a part of Ray: what is lost, and how to continue.
+        metrics_port: port of Ray's Prometheus exporter. If None, a free port on the loopback address.
+        if_lost: message if a part of Ray dies: what is lost, and how to continue.
 
     Raises:
-        CapacityError: it did not start, or cannot be joined.
+        CapacityError: the cluster did not start, or cannot be joined.
         RayDied: its control service or this machine's raylet died.
-        ConfigError: a metrics port is given for a running cluster, or is in use; or the running cluster requires no
-            token.
+        ConfigError: the metrics port is in use, or given for a remote cluster; or the cluster requires no token.
     """
     global _vitals, _exit_code
-    if metrics_port is not None:
-        _check_metrics_port(metrics_port)
     has_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    if not has_joined:
-        _set_up_environment(has_metrics_port=metrics_port is not None)
-    import ray
-
+    if metrics_port is not None:
+        if is_remote():
+            raise ConfigError(
+                "metrics_port: cannot be set for the cluster of RAY_ADDRESS, which has its own exporters",
+                hint="choose their port where its nodes are started: ray start --metrics-export-port",
+            )
+        # Ray would fail late and silently.
+        require_free("metrics_port", metrics_port, hint="leave it out to use a free port")
     if has_joined:
         yield
         return
+    _set_up_environment(has_metrics_port=metrics_port is not None)
+    import ray
+
     remote = is_remote()
     handler = signal.getsignal(signal.SIGTERM)
     keep_off_standard_output()
@@ -91,10 +89,11 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
         what = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
         raise explain(error, what, hint=_NO_JOIN if remote else NO_RAY, otherwise=CapacityError) from error
-    except SystemExit:  # Ray's answer to a SIGTERM while it starts
+    except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
     try:
-        _give_back(handler)
+        if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
         if remote:
             token.require_token()
         _vitals = Vitals(joined_parts() if remote else local_parts(), if_lost)
@@ -111,15 +110,17 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
 
 
 def require_alive() -> None:
-    """Raise `RayDied` if a part of Ray is dead; Ray's own error would blame something else."""
+    """Raise `RayDied` if a part of Ray is dead. Ray's own error would be misleading."""
     if _vitals is not None and (lost := _vitals.look()):
         raise lost
 
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
-    """Set variables for Ray, which reads some of them when it is imported."""
-    # Ray's default is 15: every other process on the machine would have priority over an engine.
+    """Set variables for Ray, some of which it reads on import."""
+    # With Ray's default of 15, every other process on the machine would have priority over an engine.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
+    # Else a thread that calls Ray after `ray.shutdown` would join any cluster on this machine, or start one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     if is_remote():
         token.prepare_to_join()
         return
@@ -127,22 +128,6 @@ def _set_up_environment(*, has_metrics_port: bool) -> None:
     if not has_metrics_port:
         # Despite its name, it applies on all systems: without other nodes all ports are on the loopback address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-
-
-def _give_back(handler: Any) -> None:
-    """Restore the handler of SIGTERM, which Ray replaces when it starts in the main thread."""
-    if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _check_metrics_port(port: int) -> None:
-    """Refuse a metrics port in use, for which Ray would fail late and silently."""
-    if is_remote():
-        raise ConfigError(
-            "metrics_port: cannot be set for the cluster of RAY_ADDRESS, which has its own exporters",
-            hint="choose their port where its nodes are started: ray start --metrics-export-port",
-        )
-    require_free("metrics_port", port, hint="leave it out for one that is free")
 
 
 def metrics_port() -> int:
@@ -155,10 +140,9 @@ def metrics_port() -> int:
 
 
 def abandon() -> None:
-    """End this process without `ray.shutdown`, with the kept exit code or 3.
+    """At exit, end this process without `ray.shutdown`, which would abort it while an engine is still loading.
 
-    For an execution that does not return, for example because an engine is still loading: `ray.shutdown` would abort
-    the process. Ray's processes on this machine end with this one.
+    Ray's processes on this machine end with it. The exit code is that of `exit_code_kept`, or 3.
     """
     global _abandoned
     _abandoned = True
@@ -184,10 +168,9 @@ def _exit_hard() -> None:
 
 
 def scale_with_the_queue() -> None:
-    """Set when Ray Data adds and removes actors.
+    """Add an actor when all are full and as many calls are waiting, and remove one without calls.
 
-    It adds one when all actors are full and as many calls are waiting, and removes one without calls. The default of
-    Ray Data 2.60, 1.75 times the calls of an actor, is never reached if an actor queues only one call.
+    Ray Data 2.60's default threshold, 1.75 times the calls of an actor, is never reached if an actor queues one call.
     """
     from ray.data import DataContext
 
@@ -226,10 +209,10 @@ def has_gpus() -> bool:
 
 
 def require_workers(count: int, *, on_gpu: bool) -> None:
-    """Check that `count` workers fit at once, each with a CPU and, if the cluster has any, a GPU.
+    """Check that `count` workers fit simultaneously, each with a CPU or a GPU. Ray would wait forever.
 
     Raises:
-        CapacityError: they do not; Ray would wait silently forever.
+        CapacityError: they do not fit.
     """
     import ray
 
@@ -250,7 +233,7 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Wait until the engines and a task fit; Ray would wait silently forever.
+    """Wait until the engines and a task fit. Ray would wait forever.
 
     Args:
         check: called at each poll; raises to stop waiting.
@@ -291,7 +274,7 @@ def num_nodes(
     nodes_per_engine: int = 1,
     accelerator_type: str | None = None,
 ) -> int:
-    """Return the number of nodes for engines (`num_engine_nodes`)."""
+    """Return the number of nodes among which engines are divided (`num_engine_nodes`)."""
     return num_engine_nodes(
         _nodes(),
         hardware,
@@ -303,7 +286,7 @@ def num_nodes(
 
 
 def room_for(placement: Placement) -> int:
-    """Return the number of engines that fit on the cluster now, in addition to one task that feeds them."""
+    """Return the number of engines that fit on the cluster now, next to one task that feeds them."""
     return room(_nodes(), placement)
 
 

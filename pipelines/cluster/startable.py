@@ -1,8 +1,4 @@
-"""Checks that Ray can start on this machine, made before it does.
-
-They check folders, limits of processes and variables of Python. Otherwise Ray fails late and blames something else
-("the local raylet died", "timed out during startup"). Nothing is started here.
-"""
+"""Checks of folders, limits and variables before Ray starts. Otherwise Ray fails late with misleading errors."""
 
 import os
 import resource
@@ -17,7 +13,7 @@ from peagle.errors import ConfigError
 from peagle.private import require_short_sockets
 from pipelines.cluster import token
 
-_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest of Ray 2.60
+_RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest path of Ray 2.60
 _MIN_OPEN_FILES = 1024
 _OPEN_FILES_PER_CPU = 16  # Ray starts a worker for each CPU; its raylet had 11 open files for each (Ray 2.60)
 _MIN_THREADS = 800  # an endpoint on two cores had 412 threads without its engine (Ray 2.60), an engine has 100 to 200
@@ -31,17 +27,13 @@ _PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
 
 
 def require_startable() -> None:
-    """Require that Ray can start here.
-
-    Raises:
-        ConfigError: the first obstacle.
-    """
+    """Raise a ConfigError for the first obstacle to starting Ray here."""
     for check in _CHECKS:
         check()
 
 
 def obstacles() -> list[ConfigError]:
-    """Return everything that keeps Ray from starting here."""
+    """Return all obstacles to starting Ray here."""
     found = []
     for check in _CHECKS:
         try:
@@ -69,8 +61,9 @@ def require_threads() -> None:
     num_own = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         uids = process.info["uids"]
-        num_own += (process.info["num_threads"] or 0) if uids and uids.real == os.getuid() else 0
-    if os.geteuid() != 0:  # the limit does not hold for root
+        if uids and uids.real == os.getuid():
+            num_own += process.info["num_threads"] or 0
+    if os.geteuid() != 0:  # the limit does not apply to root
         needed = num_own + _MIN_THREADS
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
@@ -86,18 +79,18 @@ def require_threads() -> None:
 
 
 def require_memory_limits() -> None:
-    """Refuse limits of memory and file size that Ray's processes run into."""
+    """Refuse limits of memory and file size that are too low for Ray."""
     for kind, name, needed_gib, flag, word in _MEMORY_LIMITS:
         limit, _ = resource.getrlimit(kind)
         _require_limit(limit, name, needed_gib * _GIB, f"ulimit -{flag} unlimited", word, unit=_GIB)
 
 
 def require_python_variables() -> None:
-    """Refuse variables of Python that Ray's processes inherit and fail with."""
+    """Refuse variables of Python with which Ray's processes fail."""
     level = os.environ.get("PYTHONOPTIMIZE", "")
     if level.isdecimal() and int(level) >= 2:
         raise ConfigError(
-            f"PYTHONOPTIMIZE={level} removes docstrings, and Ray's processes fail without them",
+            f"PYTHONOPTIMIZE={level} removes docstrings, which Ray's processes need",
             hint="unset PYTHONOPTIMIZE",
         )
     warnings = os.environ.get("PYTHONWARNINGS", "")
@@ -109,7 +102,6 @@ def require_python_variables() -> None:
 
 
 def _require_limit(limit: int, name: str, needed: int, command: str, word: str, *, unit: int = 1) -> None:
-    """Refuse a limit of this process below `needed`."""
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Keep the signals of the terminal from Ray, and Ray's output from the terminal.
+"""Keep the terminal's signals from Ray, and Ray's output from the terminal.
 
 Ctrl-C, `timeout` and many supervisors signal a process group. The raylet and the engines would end before they could
 commit their units.

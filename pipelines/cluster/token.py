@@ -1,7 +1,7 @@
-"""Ray's authentication token: its holder can run any code on the nodes of the cluster.
+"""Ray's authentication token, whose holder can run any code on the cluster's nodes.
 
-Ray 2.60 requires a token if each process has RAY_AUTH_MODE=token in its environment, and by default only on a cluster
-that `ray.init` starts. peagle requires one on every cluster that it starts or joins, unless RAY_AUTH_MODE=disabled.
+Ray 2.60 requires a token only if each process has RAY_AUTH_MODE=token, or on a cluster that `ray.init` starts. peagle
+requires one on every cluster that it starts or joins, unless RAY_AUTH_MODE=disabled.
 """
 
 import contextlib
@@ -15,32 +15,31 @@ from peagle.files import write_once
 from peagle.private import SECRET_MODE, user_path
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-# A harmless call that every Ray answers, but refuses without the token if it requires one.
+# A harmless call that every Ray answers, or refuses without a token.
 _CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _TIMEOUT_S = 20.0
 _OPEN_HINT = (
-    "start its nodes with RAY_AUTH_MODE=token in their environment; docs/security.md shows all of it.\n"
-    "Where the network and all users of the machine may run anything, say RAY_AUTH_MODE=disabled"
+    "start its nodes with RAY_AUTH_MODE=token in their environment: docs/security.md.\n"
+    "If everyone on the network and the machine may run anything, set RAY_AUTH_MODE=disabled"
 )
 _log = logging.getLogger(__name__)
 
 
 def is_disabled() -> bool:
-    """Whether the user disabled the token."""
     return os.environ.get(_MODE, "").lower() == "disabled"
 
 
 def token_file() -> Path:
-    """Return the file in which Ray looks for the token, if no variable names one.
+    """Return Ray's default token file.
 
     Raises:
-        ConfigError: the user has no home folder.
+        ConfigError: the home folder is unknown.
     """
     return user_path("~/.ray/auth_token")
 
 
 def prepare_to_start() -> None:
-    """Require a token, existing or new, of the Ray that starts here.
+    """Require a token of the Ray that starts here, and create it if it is missing.
 
     Ray would create the file with the permissions of the umask, usually readable by all users.
 
@@ -67,7 +66,7 @@ def prepare_to_start() -> None:
 
 
 def prepare_to_join() -> None:
-    """Use the token of this machine for the cluster to join, which Ray does only if RAY_AUTH_MODE=token."""
+    """Use this machine's token to join a cluster, which Ray does only if RAY_AUTH_MODE=token."""
     if is_disabled():
         return
     path = token_file()
@@ -81,7 +80,7 @@ def require_token() -> None:
     """Refuse a joined cluster that requires no token.
 
     Raises:
-        ConfigError: it requires none, and the user did not disable tokens.
+        ConfigError: it requires none, and tokens are not disabled.
         CapacityError: it does not respond.
     """
     if is_disabled():
@@ -91,8 +90,7 @@ def require_token() -> None:
     address = ray.get_runtime_context().gcs_address
     if _is_open(address):
         raise ConfigError(
-            f"the Ray cluster at {address} requires no token: anyone who can reach its ports can run commands on "
-            "its nodes",
+            f"the Ray cluster at {address} requires no token: anyone who reaches its ports can run code on its nodes",
             hint=_OPEN_HINT,
         )
 
@@ -111,19 +109,19 @@ def _is_open(address: str) -> bool:
             if has_tls or error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 return False
             raise CapacityError(
-                f"the Ray cluster at {address} does not say whether it asks for a token: {error.code().name}",
+                f"cannot determine whether the Ray cluster at {address} requires a token: {error.code().name}",
                 hint="make sure that the cluster is up; the same command tries again",
             ) from error
     return True
 
 
 def _close_to_others(path: Path) -> None:
-    """Make the file of a token private, if other users can read it."""
+    """Make a token file private."""
     status = path.stat()
     if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         with contextlib.suppress(OSError):  # a secret that Kubernetes mounts cannot be changed
             path.chmod(SECRET_MODE)
         _log.warning(
-            "%s was readable by other users: if this machine is shared, delete it while none of your Ray clusters runs",
+            "%s was readable by other users: on a shared machine, delete it while none of your Ray clusters is running",
             path,
         )

@@ -1,7 +1,7 @@
-"""Watch the parts of Ray that a command depends on.
+"""Watch the parts of Ray that a command depends on, and end the command with a message when one dies.
 
-The command ends with a message when one dies. Ray says nothing by itself: a driver whose control service (GCS) died
-exits after a minute without a message, and one whose raylet died waits forever.
+Ray itself says nothing: a driver whose control service (GCS) died exits after a minute without a message, and one whose
+raylet died waits forever.
 """
 
 import contextlib
@@ -36,11 +36,10 @@ class Part:
     """A part of Ray.
 
     Attributes:
-        name: "raylet (process 7)".
-        is_alive: checks it.
-        patience_s: how long it may be unreachable. A control service with external storage restarts.
+        name: such as "raylet (process 7)".
+        patience_s: how long it may be unreachable; a control service with external storage restarts.
         log: path of its log; empty if unknown.
-        pid: of its process, if this process started it.
+        pid: if this process started it.
     """
 
     name: str
@@ -53,8 +52,7 @@ class Part:
 class Vitals:
     """The parts of one Ray, watched by a thread.
 
-    When a part dies, the main thread gets `RayDied` as from a signal. If it does not end within 15 s, this process is
-    ended.
+    When a part dies, `RayDied` is raised in the main thread. If this process has not ended 15 s later, it is killed.
 
     Args:
         if_lost: message: what was lost, and how to continue.
@@ -63,7 +61,7 @@ class Vitals:
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:
         self._parts, self._if_lost = parts, if_lost
         self._away_since: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lock, self._signal_lock = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._error: RayDied | None = None
@@ -72,12 +70,9 @@ class Vitals:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch during the block.
-
-        An error inside becomes `RayDied` if a part is dead.
-        """
+        """Watch during the block. An error inside becomes `RayDied` if a part is dead."""
         is_main = threading.current_thread() is threading.main_thread()
-        self._is_raised = not is_main  # an exception can be raised only in the main thread; others end with the process
+        self._is_raised = not is_main  # only the main thread can receive the exception; others end with the process
         before = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
         self._thread.start()
         try:
@@ -90,7 +85,7 @@ class Vitals:
             raise
         finally:
             with self._signal_lock:
-                self._is_raised = True  # from here on no signal is sent to the main thread
+                self._is_raised = True  # no signal is sent from here on
             if not self.look():
                 self._ended.set()
             if is_main:
@@ -103,17 +98,18 @@ class Vitals:
                 for part in self._parts:
                     if part.is_alive():
                         self._away_since.pop(part.name, None)
-                        self._told.discard(part.name)
+                        self._reported.discard(part.name)
                     elif self._is_away_too_long(part):
-                        self._error = self._error_of(part)
+                        log = f"; its log is {part.log}" if part.log else ""
+                        self._error = RayDied(
+                            f"Ray's {part.name} died",
+                            hint=f"{self._if_lost}. Often a machine was out of memory (`dmesg`){log}",
+                        )
                         break
             return self._error
 
     def end_leftovers(self) -> None:
-        """Kill the raylet and its descendants, if they are still alive.
-
-        Without a control service some of them wait for a minute and keep devices.
-        """
+        """Kill the raylet and its descendants, some of which wait for a minute for the control service."""
         for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
@@ -126,18 +122,11 @@ class Vitals:
         if part.name not in self._away_since:
             self._away_since[part.name] = now
         away_s = now - self._away_since[part.name]
-        if part.patience_s > away_s >= _SAY_AFTER_S and part.name not in self._told:
-            self._told.add(part.name)
+        if part.patience_s > away_s >= _SAY_AFTER_S and part.name not in self._reported:
+            self._reported.add(part.name)
             left_s = part.patience_s - away_s
-            _tell(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
+            _print(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
         return away_s >= part.patience_s
-
-    def _error_of(self, part: Part) -> RayDied:
-        log = f"; its log is {part.log}" if part.log else ""
-        return RayDied(
-            f"Ray's {part.name} died",
-            hint=f"{self._if_lost}. Often a machine was out of memory (`dmesg`){log}",
-        )
 
     def _raise(self, number: int, frame: Any) -> None:
         if self._error is not None and not self._is_raised:
@@ -151,9 +140,9 @@ class Vitals:
                     if not self._is_raised:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 if not self._ended.wait(_UNWIND_S):
-                    _tell(f"\npeagle: {error}")
+                    _print(f"\npeagle: {error}")
                     self.end_leftovers()
-                    os._exit(error.exit_code)  # the main thread hangs in a call into Ray
+                    os._exit(error.exit_code)  # the main thread is blocked in a call into Ray
                 return
 
 
@@ -176,7 +165,7 @@ def joined_parts() -> list[Part]:
     context = ray.get_runtime_context()
     here = context.get_node_id()
     node = next((node for node in ray.nodes() if node["NodeID"] == here), None)
-    # Ray waits that long for its control service, and then exits without a message.
+    # Ray waits this long for its control service, and then exits without a message.
     patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _SAY_AFTER_S)
     parts = [_reachable("control service", context.gcs_address, patience_s)]
     if node is not None:
@@ -207,7 +196,7 @@ def _reachable(name: str, address: str, patience_s: float) -> Part:
     return Part(name=f"{name} at {address}", is_alive=is_alive, patience_s=patience_s)
 
 
-def _tell(text: str) -> None:
-    """Print a line from any thread; standard error is a log while a command uses Ray."""
+def _print(text: str) -> None:
+    """Print a line from any thread. Standard error is a log while a command uses Ray."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace"))

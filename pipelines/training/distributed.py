@@ -1,13 +1,11 @@
-"""Train on several workers: features by Ray Data actors, then Ray Train.
+"""Train on several workers: features with Ray Data actors, then Ray Train (gloo on CPU, nccl on CUDA).
 
-gloo on CPU, nccl on CUDA.
+Ray places the workers, creates their process group, and restarts all of them if one dies. `peagle.drafter` computes,
+checkpoints and resumes. Documents, features and checkpoint are in the output folder, which every node must be able to
+access. The driver does not train, because it may have no GPU.
 
-Ray places the workers, joins them into a process group and starts all of them again when one dies; what they compute,
-checkpoint and resume is `peagle.drafter`'s. Documents, features and checkpoint lie in the output folder, which every
-node has to see. The driver trains nothing: it may have no GPU where the workers have.
-
-Actors write their shards where the store is; the driver alone names them in the index, after it has checked them. So a
-shard that is done twice, or half, by an actor that dies is written again, and the store equals one of a single process.
+Actors write shards into the store; only the driver adds them to the index, after checking them. So a shard that a
+crashed actor left incomplete is written again, and the store equals that of a single process.
 """
 
 import contextlib
@@ -50,7 +48,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Do `job` with so many actors, each with the target."""
+    """Extract features with at most `workers` actors, each with the target."""
     job = replace(job, device=device)
     writer, missing = open_store(job.samples, job.spec, job.folder)
     if not missing:
@@ -85,12 +83,12 @@ def _written(dataset: Any) -> Iterator[tuple[int, str]]:
         raise
     except Exception as error:
         raise explain(
-            error, "the extraction broke off", hint="the same command goes on; finished shards stay"
+            error, "the extraction failed", hint="the same command resumes it after the last shard"
         ) from error
 
 
 class _ShardWriter:
-    """An actor with a target; a block of documents in, their shard's checksum out."""
+    """An actor that computes and writes one shard per block of documents, and returns its checksum."""
 
     def __init__(self, reference: str, aux_layers: tuple[int, ...], folder: str, device: str) -> None:
         keep_private()
@@ -118,7 +116,7 @@ _POLL_S = 2.0
 
 
 def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
-    """Train a head on `config.workers` workers and save it; the figures of the run."""
+    """Train a head on `config.workers` workers and save it; return the contents of run.json."""
     with contextlib.ExitStack() as paid:
         with ray_cluster():
             config = config.model_copy(
@@ -147,7 +145,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
 
 def _run(prepared: Prepared) -> DivergedError | None:
-    """Have the workers train; what stopped all of them, if they were not done."""
+    """Train on the workers; return the error if the training diverged."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -168,19 +166,19 @@ def _run(prepared: Prepared) -> DivergedError | None:
         ended = _outside_the_main_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
-            f"the workers stopped: {_reason(error)}",
-            hint=f"the last checkpoint stays in {prepared.folder}; the same command goes on from it",
+            f"the workers failed: {_reason(error)}",
+            hint=f"the same command resumes from the last checkpoint in {prepared.folder}",
         ) from error
     diverged: DivergedError | None = ended.return_value
     return diverged
 
 
 def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
-    """Call it in a thread, wait, and return what it does.
+    """Call `fit` in a thread and return its result.
 
-    In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) takes SIGINT and never gives it
-    back: Ctrl-C ends the process with 0 during the training, and is lost after it. Here it ends this process, and with
-    it the workers; their last checkpoint stays.
+    In the main thread Ray Train (2.60, `DataParallelTrainer._register_sigint_handler`) replaces the handler of SIGINT
+    for good: Ctrl-C ends the process with exit code 0 during the training, and has no effect later. With a thread it
+    ends this process and the workers; their last checkpoint remains.
     """
     outcome: Future[Any] = Future()
 
@@ -192,8 +190,7 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
 
     try:
         threading.Thread(target=run, name="trainer", daemon=True).start()
-        # Not one wait without an end: the system may hand the signal to another thread, and this one only learns of it
-        # when it runs.
+        # Poll, because the system may deliver the signal to another thread, and this one only handles it when it runs.
         while not wait([outcome], timeout=_POLL_S).done:
             pass
         return outcome.result()
@@ -203,10 +200,7 @@ def _outside_the_main_thread(fit: Callable[[], Any]) -> Any:
 
 
 def _for_workers(config: TrainConfig) -> TrainConfig:
-    """The configuration for another process, with absolute paths.
-
-    Workers have working directories of their own.
-    """
+    """Return the configuration with absolute paths, because workers have other working directories."""
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
@@ -221,42 +215,33 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
 
 
 def _target_for_workers(config: TrainConfig) -> str:
-    """The target by a name that every node can resolve.
-
-    One of the catalog wins over a folder, as everywhere.
-    """
+    """Return the target by a name that every node can resolve."""
     folder = user_path(config.target)
     is_folder = load_catalog().find(config.target) is None and folder.is_dir()
     return str(folder.resolve()) if is_folder else config.target
 
 
-def _work(told: dict[str, Any]) -> DivergedError | None:
-    """The work of each worker; it reads what the driver has prepared.
+def _work(loop_config: dict[str, Any]) -> DivergedError | None:
+    """Train as one worker, with the inputs that the driver prepared.
 
-    The identity is the driver's, with paths as they were typed, so that one worker and several go on with each other's
-    trainings. A loss is not finite for all workers at once, and would be again: so the error is returned, for Ray would
-    start them again for one that is raised.
+    The identity is the driver's, with paths as typed, so that one worker and several can resume each other's trainings.
+    A diverged training is returned, because Ray would restart the workers if it was raised.
     """
     keep_private()
-    prepared = prepare(TrainConfig(**told["settings"]), Listener(), extract=_leave, verify=False)
+    # The store is complete. If this node does not see it, opening it fails.
+    settings = TrainConfig(**loop_config["settings"])
+    prepared = prepare(settings, Listener(), extract=lambda _job, _progress: None, verify=False)
     workers = ProcessGroup(prepared.device)
     head = prepared.new_head()
     try:
-        train_prepared(prepared, head, workers=workers, identity=told["identity"], progress=lambda _: None)
+        train_prepared(prepared, head, workers=workers, identity=loop_config["identity"], progress=lambda _: None)
     except DivergedError as error:
         return error
     return None
 
 
-def _leave(_job: FeatureJob, _progress: Callable[[int, int], None]) -> None:
-    """The store is complete; where this node does not see it, opening it says so."""
-
-
 def _reason(error: Exception) -> str:
-    """The last words of the first failed worker.
-
-    Ray gives its traceback as a text.
-    """
+    """Return the last line of the first failed worker's traceback."""
     failures = getattr(error, "worker_failures", None) or {0: error}
     lines = [line for line in str(next(iter(failures.values()))).splitlines() if line[:1].strip()]
     return lines[-1] if lines else repr(error)
@@ -264,10 +249,7 @@ def _reason(error: Exception) -> str:
 
 @dataclass
 class _Follower:
-    """Follows the first worker by its files in `folder`.
-
-    The listener is told of its steps, and the ledger of its checkpoints.
-    """
+    """Reports steps and records checkpoints of the first worker, by polling its files in `folder`."""
 
     folder: Path
     listener: Listener
@@ -290,10 +272,10 @@ class _Follower:
             self._tell()
 
     def _tell(self) -> None:
-        """A file cut back by a resume is told again from where it was cut."""
+        """Report new steps; those after a resumed checkpoint are reported again."""
         before, self._saved_at = self._saved_at, saved_at(self.folder)
         if self._metrics.num_bytes < self._seen:
-            self.spending.drop()  # workers died, and others go on from the checkpoint
+            self.spending.drop()  # workers crashed, and others resume from the checkpoint
         elif self._saved_at != before:
             self.spending.keep()
         self.spending.beat()

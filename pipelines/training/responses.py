@@ -1,12 +1,10 @@
-"""Have the target answer the prompts in bulk runs before a training.
+"""Generate the target's responses to the prompts of a training, in bulk runs without a drafter.
 
-Without a drafter; a share of the answers is sampled.
-
-    OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and the run that answered them
+    OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and their bulk run
     OUTPUT/responses/sampled.jsonl   OUTPUT/responses/sampled/
 
-Each is a run like any other: a killed one continues, a finished one does nothing, another target or other prompts are
-refused with the difference named. No seed is set: vLLM on CPU dies of seeds, and the responses are kept anyway.
+They are ordinary runs: a killed one resumes, and another target or other prompts are refused. No seed is set, because
+vLLM on CPU crashes with seeds; the responses are kept anyway.
 """
 
 from collections.abc import Sequence
@@ -35,10 +33,7 @@ _AS_THEY_ARE = ("engines", "max_num_seqs", "enforce_eager", "tags", *PRICE_OPTIO
 def regenerate(
     config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
-    """Have the target answer the prompts that it has not answered.
-
-    `config.response_sources` then has the responses.
-    """
+    """Generate the missing responses; `config.response_sources` then has them."""
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     letters = []
@@ -80,7 +75,7 @@ def _run_config(
 
 
 def _write(rows: Sequence[Row], run: Path) -> Path:
-    """The prompts as a corpus beside their run."""
+    """Write the prompts as a corpus next to their run."""
     corpus = run.with_suffix(".jsonl")
     with writing(corpus, hint="free some space, or name another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)

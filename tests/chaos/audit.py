@@ -94,7 +94,7 @@ def _wrong_rows(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
         elif expected is not None and row["response"] != expected[number]:
             yield f"row {row['id']} has another row's response"
         elif not row["num_output_tokens"]:
-            yield f"row {row['id']} has no token"
+            yield f"row {row['id']} has no tokens"
 
 
 async def _answers(prompts: list[str]) -> list[str]:

@@ -82,7 +82,7 @@ class Scene:
 
 
 def full_disk(folder: Path) -> Scene:
-    """The disk is full while units are committed; room is made; the same command goes on."""
+    """The disk is full while units are committed; room is made; run the same command to continue."""
     scene = Scene(folder)
     with _mounted(scene.job.output, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         driver = scene.start()

@@ -84,7 +84,7 @@ class Player:
                 Attempt(
                     exit_code=driver.wait(60),
                     wall_s=round(time.monotonic() - began, 1),
-                    last_words=driver.last_words(),
+                    message=driver.last_words(),
                 )
             )
         self._played.wall_s = round(time.monotonic() - self._started, 1)

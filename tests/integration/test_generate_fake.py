@@ -64,7 +64,7 @@ def test_an_engine_whose_answers_are_not_its_targets_commits_nothing(write_jsonl
     corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake", '{"is_wrong": true}') == 1
     said = capsys.readouterr().err
-    assert "the engine is refused, since its answers are not its target's: token 1 of its greedy answer is '0'" in said
+    assert "the engine failed its self-check: token 1 of its greedy answer is '0'" in said
     assert "--drafter none" in said
     assert not RunDirectory(output).committed()
     (session,) = RunDirectory(output).sessions()
@@ -82,7 +82,7 @@ def test_a_folder_of_parquet_is_a_corpus_in_the_order_of_its_files(tmp_path, cap
     pq.write_table(table.slice(4), corpus / "b.PARQUET")
     (corpus / "c.json").write_bytes(b"{}")
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
-    note = f"input {corpus}: c.json left out: unknown format"
+    note = f"input {corpus}: c.json ignored: unknown format"
     assert note in "".join(capsys.readouterr())
     assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)

@@ -1,11 +1,13 @@
-"""A clock that tests move, and one thread for each worker's arithmetic."""
+"""A clock that tests move, and settings of the process."""
 
 import os
 
 import pytest
 
+# Else a call into Ray outside of a cluster joins any cluster that it finds on this machine, or starts one.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores, and threads that wait for each other burn them
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
 
 
 class Clock:

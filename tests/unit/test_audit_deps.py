@@ -17,7 +17,7 @@ def audit(tmp_path, script):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_both_lock_files_are_asked_for_whole_and_by_public_versions(tmp_path):
+def test_both_lock_files_are_audited(tmp_path):
     done = audit(tmp_path, "echo 'No known vulnerabilities found'")
     assert done.returncode == 0, done.stderr
     assert [line.split()[-1] for line in (tmp_path / "asked").read_text().splitlines()] == [
@@ -38,7 +38,7 @@ def test_both_lock_files_are_asked_for_whole_and_by_public_versions(tmp_path):
         ("echo 'Found 1 known vulnerability in 1 package' >&2; exit 1", "Found 1 known vulnerability"),
     ],
 )
-def test_what_is_not_known_to_be_free_of_faults_fails(tmp_path, script, said):
+def test_failed_audit_fails(tmp_path, script, said):
     done = audit(tmp_path, script)
     assert done.returncode != 0
     assert said in done.stderr

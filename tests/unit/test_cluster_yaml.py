@@ -30,26 +30,26 @@ def job():
     return read_configuration(ROOT / "examples/job.yaml")
 
 
-def test_it_is_what_the_command_in_it_writes(monkeypatch, capsys):
+def test_cluster_yaml_is_up_to_date(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     command = re.search(r"^# Written by: peagle (.*)$", TEXT, re.MULTILINE)[1]
     assert cli.run(command.split()) == 0
     assert capsys.readouterr().out == TEXT
 
 
-def test_it_is_valid_by_rays_schema(cluster):
+def test_cluster_yaml_matches_rays_schema(cluster):
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     jsonschema.validate(cluster, schema)
 
 
-def test_gpu_workers_exist_only_while_there_is_work(cluster):
+def test_gpu_workers_are_autoscaled(cluster):
     types = cluster["available_node_types"]
     assert types[cluster["head_node_type"]]["resources"]["GPU"] == 0
     assert types["engines"]["min_workers"] == 0
     assert types["engines"]["max_workers"] == cluster["max_workers"] == 1
 
 
-def test_its_machines_and_their_market_are_those_of_the_price(cluster, job):
+def test_machines_match_the_price(cluster, job):
     here, _ = machine_for(job, job.accelerator_type, num_accelerators=1)
     price = resolve_price(job, here)
     node = cluster["available_node_types"]["engines"]
@@ -61,7 +61,7 @@ def test_its_machines_and_their_market_are_those_of_the_price(cluster, job):
     assert price.num_devices == node["resources"]["GPU"]
 
 
-def test_the_run_asks_for_accelerators_that_its_machines_have_and_waits_for_them(cluster, job):
+def test_run_fits_the_machines(cluster, job):
     engine = on_accelerators(1, accelerator_type=job.accelerator_type)
     types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
     assert {name: room_on(node, engine) for name, node in types.items()} == {"head": 0, "engines": int(job.engines)}
@@ -70,7 +70,7 @@ def test_the_run_asks_for_accelerators_that_its_machines_have_and_waits_for_them
     assert str(job.output).startswith("s3://")
 
 
-def test_its_command_runs_dry_without_an_account(speaking_target, write_jsonl, tmp_path, monkeypatch, capsys):
+def test_command_in_cluster_yaml_runs_dry(speaking_target, write_jsonl, tmp_path, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
@@ -90,7 +90,7 @@ def node_configs(cluster):
     return [node["node_config"] for node in cluster["available_node_types"].values()]
 
 
-def test_each_node_has_the_token_and_starts_with_none_else(cluster):
+def test_nodes_require_the_token(cluster):
     assert cluster["file_mounts"]["/home/ubuntu/.ray/auth_token"] == "~/.ray/auth_token"
     assert any("chmod 600 ~/.ray/auth_token" in command for command in cluster["setup_commands"])
     for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
@@ -99,7 +99,7 @@ def test_each_node_has_the_token_and_starts_with_none_else(cluster):
     assert "--dashboard-host=127.0.0.1" in cluster["head_start_ray_commands"][-1]
 
 
-def test_jobs_find_the_python_of_the_environment_and_are_stopped_with_their_grace(cluster, job):
+def test_jobs_have_path_and_grace_period(cluster, job):
     for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
         exported = commands[-1].partition("set -a; ")[2].partition("; set +a")[0].split("; ")
         assert "PATH=/home/ubuntu/peagle/.venv/bin:$PATH" in exported
@@ -107,18 +107,18 @@ def test_jobs_find_the_python_of_the_environment_and_are_stopped_with_their_grac
         assert float(stop_s) > ending_s(job.grace_s)
 
 
-def test_every_command_of_its_comments_that_talks_to_ray_presents_the_token():
+def test_job_commands_use_the_token():
     assert re.findall(r"^#   (.*)ray job submit", TEXT, re.MULTILINE) == [
         "RAY_AUTH_MODE=token RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 "
     ]
 
 
-def test_credentials_of_a_machine_are_for_its_own_processes(node_configs):
+def test_instance_credentials_are_not_reachable_from_containers(node_configs):
     for node in node_configs:
         assert node["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}
 
 
-def test_no_node_has_what_ray_would_give_it_by_itself(node_configs):
+def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
     """SSH open to everybody, all rights to EC2 and S3, disks that are not encrypted."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
@@ -130,7 +130,7 @@ def test_no_storage_is_mounted_without_tls(cluster):
     assert not [command for command in cluster["setup_commands"] if "mount" in command]
 
 
-def test_the_start_of_the_documentation_is_the_one_of_ray_env():
+def test_documented_commands_use_the_token():
     """Wherever `ray start` is shown, the token is: by deploy/ray.env, or by the variable itself."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.*"), ROOT / "cluster.yaml"]
     lines = [line for page in pages for line in page.read_text().splitlines()]

@@ -16,7 +16,7 @@ from pipelines.online.serve import proxy
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def test_serve_takes_the_file_and_the_endpoint_its_arguments():
+def test_serve_yaml_is_valid():
     schema = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "serve.yaml").read_text()))
     (application,) = schema.applications
     module, _, name = application.import_path.partition(":")
@@ -27,7 +27,7 @@ def test_serve_takes_the_file_and_the_endpoint_its_arguments():
     ]
 
 
-def test_rays_nodes_get_what_peagle_serve_gives_its_own():
+def test_ray_env_matches_peagle_serve():
     script = f"set -a; . {DEPLOY / 'ray.env'}; set +a; env -0"
     done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("RAY_"))
@@ -40,7 +40,7 @@ def statements(name):
     return json.loads((DEPLOY / "aws" / name).read_text())["Statement"]
 
 
-def test_the_head_ends_machines_of_its_own_clusters_alone():
+def test_head_can_only_terminate_its_own_machines():
     found = {one["Sid"]: one for one in statements("peagle-head.json")}
     ending = found["EndMachinesOfThisCluster"]
     assert ending["Condition"] == {"StringLike": {"aws:ResourceTag/ray-cluster-name": "peagle-*"}}
@@ -53,7 +53,7 @@ def test_the_head_ends_machines_of_its_own_clusters_alone():
     assert not [action for one in found.values() for action in one["Action"] if "*" in action]
 
 
-def test_the_bucket_is_all_of_s3_that_machines_may_use():
+def test_s3_permissions_are_limited_to_the_bucket():
     found = statements("bucket.json")
     assert {one["Resource"] for one in found} == {"arn:aws:s3:::BUCKET/*", "arn:aws:s3:::BUCKET"}
     actions = {action for one in found for action in one["Action"]}

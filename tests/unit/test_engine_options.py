@@ -25,7 +25,7 @@ HEAD = ResolvedDrafter(
 NO_HEAD = ResolvedDrafter(spec=None, name=None, note="", fingerprint=None)
 
 
-def test_a_target_is_converted_to_int8_where_the_engine_runs_and_checked_before(tmp_path):
+def test_int8_target(tmp_path):
     keys = EngineKeys(precision="int8")
     engine = compose_engine(keys, GPU, MODEL, NO_HEAD)
     assert (engine.spec.model, engine.spec.precision) == ("m", "int8")
@@ -34,7 +34,7 @@ def test_a_target_is_converted_to_int8_where_the_engine_runs_and_checked_before(
         compose_engine(keys, GPU, replace(MODEL, path=str(tmp_path)), NO_HEAD)
 
 
-def test_a_checkpoint_published_for_an_fp8_cache_meets_no_back_end_that_is_avoided_with_one():
+def test_checkpoint_with_fp8_cache():
     scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     published = replace(MODEL, config={**MODEL.config, "quantization_config": scheme})
     ada = replace(GPU, compute_capability=(8, 9))
@@ -45,7 +45,7 @@ def test_a_checkpoint_published_for_an_fp8_cache_meets_no_back_end_that_is_avoid
     assert engine_args(plain.spec, ada)["kv_cache_dtype"] == "bfloat16"
 
 
-def test_a_checkpoint_that_is_computed_wrong_here_is_refused():
+def test_unsupported_checkpoint_is_refused():
     w8a8 = {
         "quant_method": "compressed-tensors",
         "config_groups": {"g": {"input_activations": {"num_bits": 8, "type": "int"}}},
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_computed_wrong_here_is_refused():
         compose_engine(EngineKeys(), HERE, published, NO_HEAD)
 
 
-def test_a_model_in_a_store_that_fits_no_card_is_refused_before_it_is_fetched():
+def test_too_large_model_in_store_is_refused():
     config = {
         "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8,
         "torch_dtype": "bfloat16",
@@ -66,13 +66,13 @@ def test_a_model_in_a_store_that_fits_no_card_is_refused_before_it_is_fetched():
         check_capacity(engine.spec, GPU, known=footprint_of(stored))
 
 
-def test_the_accelerators_of_an_engine_are_its_ranks():
+def test_accelerators_of_an_engine():
     keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6
     assert compose_engine(EngineKeys(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
 
 
-def test_an_engine_knows_from_which_acceptance_length_its_drafter_pays():
+def test_break_even():
     card = load_catalog().get("smollm2-135m")
     model, name = replace(MODEL, card=card), card.heads["eagle3"].id
     spec = DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3)
@@ -91,7 +91,7 @@ def test_an_engine_knows_from_which_acceptance_length_its_drafter_pays():
     assert engine(head=NO_HEAD).drafter_watch(HERE) is None
 
 
-def test_an_engine_has_a_baseline_where_its_steps_were_measured_on_hardware_like_its_own():
+def test_baseline_needs_same_hardware():
     card = load_catalog().get("smollm2-135m")
     model, name = replace(MODEL, card=card), card.heads["eagle3"].id
     head = replace(HEAD, spec=DrafterSpec(method="eagle3", model=name, num_speculative_tokens=3), name=name)
@@ -108,7 +108,7 @@ def test_an_engine_has_a_baseline_where_its_steps_were_measured_on_hardware_like
     assert baseline(measured_on, replace(head, name="a head of one's own")) is None
 
 
-def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
+def test_draft_lookup():
     engine = compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, HEAD)
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
@@ -117,7 +117,7 @@ def test_a_lookup_beside_a_head_reaches_the_engine_and_its_note():
         EngineKeys(draft_lookup="on", drafter="none")
 
 
-def test_an_engine_loads_the_revision_of_its_model_and_tokenizer():
+def test_revision():
     spec = compose_engine(EngineKeys(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
     arguments = engine_args(spec, HERE)
     assert (arguments["revision"], arguments["tokenizer_revision"]) == ("v2", "v2")
@@ -126,7 +126,7 @@ def test_an_engine_loads_the_revision_of_its_model_and_tokenizer():
         engine_args(replace(spec, extra={"revision": "v3"}), HERE)
 
 
-def test_every_node_computes_as_the_first_or_refuses():
+def test_precision_is_equal_on_every_node():
     def gpu(*capability):
         return Hardware(
             platform="cuda", accelerator="GPU", num_accelerators=1, compute_capability=capability, memory_gib=80,
@@ -142,18 +142,18 @@ def test_every_node_computes_as_the_first_or_refuses():
         spec_precision(hopper.spec, gpu(8, 0))
 
 
-def test_a_drafter_is_refused_where_it_could_not_read_the_targets_hidden_states():
+def test_drafter_with_pipeline_stages_is_refused():
     with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
         compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, HEAD)
 
 
-def test_pipeline_stages_on_a_cpu_are_refused_without_compiling():
+def test_eager_pipeline_stages_on_cpu_are_refused():
     with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
         compose_engine(EngineKeys(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
     assert compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
 
 
-def test_finer_points_reach_the_engine():
+def test_draft_and_engine_arguments():
     keys = EngineKeys(
         kv_cache_precision="bf16", draft_kv_cache_precision="bf16", draft_attention_backend="triton_attn",
         engine_args=["block_size=32", "load_format=dummy"],
@@ -164,19 +164,19 @@ def test_finer_points_reach_the_engine():
     assert (arguments["block_size"], arguments["load_format"], arguments["kv_cache_dtype"]) == (32, "dummy", "auto")
 
 
-def test_an_argument_that_vllm_does_not_have_is_refused_before_anything_starts():
+def test_unknown_engine_argument_is_refused():
     with pytest.raises(ConfigError, match="vLLM has no engine argument 'blok_size'"):
         compose_engine(EngineKeys(engine_args={"blok_size": 32}), HERE, MODEL, NO_HEAD)
 
 
 @pytest.mark.parametrize("key", ["draft_kv_cache_precision", "draft_attention_backend"])
-def test_a_drafter_s_keys_need_one(key):
-    with pytest.raises(ValueError, match="mean nothing with drafter: none"):
+def test_drafter_options_without_drafter_are_refused(key):
+    with pytest.raises(ValueError, match="cannot be used with drafter: none"):
         EngineKeys(drafter="none", **{key: "fp8"})
 
 
 @pytest.mark.parametrize(("params", "fits"), [(30_000_000_000, True), (200_000_000_000, False)])
-def test_a_model_that_is_not_here_yet_is_weighed_by_its_card(params, fits):
+def test_footprint_from_card(params, fits):
     card = load_catalog().get("qwen3-coder-30b-a3b-instruct")
     architecture = card.architecture.model_copy(update={"num_parameters": params})
     config = {"num_attention_heads": 32, "num_hidden_layers": 48, "hidden_size": 2048, "max_position_embeddings": 4096}

@@ -9,7 +9,7 @@ from peagle.errors import ConfigError
 from peagle.files import GroupSync, append_line
 
 
-def test_write_atomic_replaces_the_whole_file(tmp_path):
+def test_write_atomic(tmp_path):
     path = tmp_path / "a.json"
     files.write_atomic(path, b"long old content")
     files.write_atomic(path, b"new")
@@ -17,7 +17,7 @@ def test_write_atomic_replaces_the_whole_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a"
     files.write_atomic(path, b"old")
 
@@ -31,7 +31,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_of_many_writers_exactly_one_wins_and_its_bytes_stay(tmp_path):
+def test_write_once_has_one_winner(tmp_path):
     path, won = tmp_path / "unit", []
     barrier = threading.Barrier(8)
 
@@ -50,14 +50,14 @@ def test_of_many_writers_exactly_one_wins_and_its_bytes_stay(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_remove_temporaries_takes_only_what_writers_left(tmp_path):
+def test_remove_temporaries(tmp_path):
     (tmp_path / ".unit-1.parquet.0123.tmp").touch()
     (tmp_path / "unit-1.parquet").touch()
     assert files.remove_temporaries(tmp_path) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["unit-1.parquet"]
 
 
-def test_a_file_takes_its_place_only_when_it_is_whole(tmp_path):
+def test_atomic_file(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -88,7 +88,7 @@ def losing_the_answer(operation, error):
     return done_twice
 
 
-def test_a_link_whose_answer_was_lost_is_won(tmp_path, monkeypatch):
+def test_write_once_with_lost_link_response(tmp_path, monkeypatch):
     path = tmp_path / "unit"
     with monkeypatch.context() as nfs:
         nfs.setattr(files.os, "link", losing_the_answer(os.link, FileExistsError))
@@ -99,12 +99,12 @@ def test_a_link_whose_answer_was_lost_is_won(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [OSError, TimeoutError])
-def test_a_link_that_was_made_although_it_failed_is_won(tmp_path, monkeypatch, error):
+def test_write_once_with_failed_but_completed_link(tmp_path, monkeypatch, error):
     monkeypatch.setattr(files.os, "link", losing_the_answer(os.link, error))
     assert files.write_once(tmp_path / "unit", b"mine")
 
 
-def test_a_rename_whose_answer_was_lost_is_done(tmp_path, monkeypatch):
+def test_write_atomic_with_lost_rename_response(tmp_path, monkeypatch):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     monkeypatch.setattr(files.os, "replace", losing_the_answer(os.replace, FileNotFoundError))
@@ -116,7 +116,7 @@ def test_a_rename_whose_answer_was_lost_is_done(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("operation", ["link", "replace"])
-def test_an_operation_that_failed_is_not_taken_for_done(tmp_path, monkeypatch, operation):
+def test_failed_operation_is_an_error(tmp_path, monkeypatch, operation):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
@@ -127,7 +127,7 @@ def test_an_operation_that_failed_is_not_taken_for_done(tmp_path, monkeypatch, o
 
 
 @pytest.mark.parametrize(("write", "operation"), [(files.write_once, "link"), (files.write_atomic, "replace")])
-def test_a_writer_whose_temporary_file_was_swept_away_writes_it_again(tmp_path, monkeypatch, write, operation):
+def test_removed_temporary_file_is_rewritten(tmp_path, monkeypatch, write, operation):
     path, before, swept = tmp_path / "a", getattr(os, operation), []
 
     def swept_once(temporary, target):
@@ -141,7 +141,7 @@ def test_a_writer_whose_temporary_file_was_swept_away_writes_it_again(tmp_path, 
     assert path.read_bytes() == b"all of it"
 
 
-def test_an_unfinished_file_that_was_swept_away_says_so(tmp_path):
+def test_removed_unfinished_file_is_an_error(tmp_path):
     def write_while_somebody_sweeps():
         with files.atomic_file(tmp_path / "a"):
             files.remove_temporaries(tmp_path)
@@ -153,13 +153,13 @@ def test_an_unfinished_file_that_was_swept_away_says_so(tmp_path):
 # --- what a file system has to offer
 
 
-def test_a_file_system_with_links_is_taken(tmp_path):
+def test_require_links(tmp_path):
     files.require_links(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeypatch, code):
+def test_file_system_without_links_is_refused(tmp_path, monkeypatch, code):
     def no_links(*_):
         raise OSError(code, os.strerror(code))
 
@@ -172,13 +172,13 @@ def test_a_file_system_without_links_is_refused_with_the_cause(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_that_creates_a_name_twice_is_refused(tmp_path, monkeypatch):
+def test_file_system_with_two_winners_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "link", lambda temporary, path: temporary.replace(path))
-    with pytest.raises(ConfigError, match="two writers create the same name"):
+    with pytest.raises(ConfigError, match="two writers can create the same name"):
         files.require_links(tmp_path)
 
 
-def test_a_trial_that_another_driver_clears_under_way_is_repeated(tmp_path, monkeypatch):
+def test_removed_trial_file_is_retried(tmp_path, monkeypatch):
     link, num_links = os.link, []
 
     def link_and_clear(temporary, path):
@@ -192,7 +192,7 @@ def test_a_trial_that_another_driver_clears_under_way_is_repeated(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_is_no_file_system_without_links(tmp_path, monkeypatch):
+def test_full_disk_is_reported_as_such(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -229,7 +229,7 @@ def ledger(tmp_path):
     return GroupSync(path)
 
 
-def test_who_asks_while_the_disk_is_busy_shares_the_next_sync(disk, ledger):
+def test_group_sync_shares_calls(disk, ledger):
     first = ledger.sync()
     disk.begun.acquire()
     others = [ledger.sync() for _ in range(20)]
@@ -243,7 +243,7 @@ def test_who_asks_while_the_disk_is_busy_shares_the_next_sync(disk, ledger):
     assert disk.num_syncs == 2
 
 
-def test_a_disk_that_fails_tells_all_who_waited_and_is_tried_again(disk, ledger):
+def test_group_sync_reports_errors_and_recovers(disk, ledger):
     disk.error = OSError(5, "Input/output error")
     disk.may_end.release()
     with pytest.raises(OSError, match="Input/output"):
@@ -253,7 +253,7 @@ def test_a_disk_that_fails_tells_all_who_waited_and_is_tried_again(disk, ledger)
     ledger.sync().result(20)
 
 
-def test_who_gives_up_waiting_leaves_the_others_their_sync(disk, ledger):
+def test_group_sync_with_cancelled_waiter(disk, ledger):
     ledger.sync()
     disk.begun.acquire()
     gone, stays = ledger.sync(), ledger.sync()
@@ -263,7 +263,7 @@ def test_who_gives_up_waiting_leaves_the_others_their_sync(disk, ledger):
     stays.result(20)
 
 
-def test_a_new_files_name_is_synced_once(tmp_path, monkeypatch):
+def test_group_sync_syncs_the_folder_once(tmp_path, monkeypatch):
     folders = []
     monkeypatch.setattr("peagle.files.sync_folder", folders.append)
     path = tmp_path / "requests.jsonl"

@@ -12,7 +12,7 @@ from peagle.fp8 import FP8, dequantize, quantization_config, quantize, weight_er
 HALF_A_STEP = 2**-4  # E4M3 has 3 mantissa bits: neighbours are 2^-3 apart, so rounding errs by half of that
 
 
-def test_a_row_worked_by_hand() -> None:
+def test_quantize_example() -> None:
     stored, scale = quantize("w", torch.tensor([[0.5, -2.0], [0.0, 0.0]]))
     assert stored.float().tolist() == [[112.0, -448.0], [0.0, 0.0]]
     assert scale.flatten().tolist() == [pytest.approx(2 / 448), 1.0]
@@ -20,7 +20,7 @@ def test_a_row_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.randn, torch.rand, lambda *size: torch.randn(*size) ** 5])
-def test_every_element_is_within_half_a_step(make: Callable[..., torch.Tensor]) -> None:
+def test_rounding_error_is_bounded(make: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     weight = make(64, 256).to(torch.bfloat16)
     stored, scale = quantize("w", weight)
@@ -31,7 +31,7 @@ def test_every_element_is_within_half_a_step(make: Callable[..., torch.Tensor]) 
     assert (difference <= 2**-10 * scale * (1 + 1e-6))[~is_normal].all()  # below it steps are 2^-9 of the scale
 
 
-def test_rows_of_any_magnitude_are_as_exact() -> None:
+def test_error_is_independent_of_magnitude() -> None:
     torch.manual_seed(0)
     weight = torch.randn(3, 64) * torch.tensor([[1e-10], [1.0], [1e10]])
     stored, scale = quantize("w", weight)
@@ -39,7 +39,7 @@ def test_rows_of_any_magnitude_are_as_exact() -> None:
     assert all(0.01 < row.rms_relative < HALF_A_STEP for row in rows)
 
 
-def test_the_error_is_told_as_it_is() -> None:
+def test_weight_error() -> None:
     original, stored = torch.tensor([[1.0, 2.0, 1e-9]]), torch.tensor([[1.1, 2.0, 0.0]])
     error = weight_error("w", original, stored, torch.tensor([[2 / 448]]))
     assert error.max_relative == pytest.approx(0.1)
@@ -48,8 +48,8 @@ def test_the_error_is_told_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
-    with pytest.raises(DrafterError, match=r"fc\.weight holds values that are not finite"):
+def test_non_finite_weights_are_refused(bad: float) -> None:
+    with pytest.raises(DrafterError, match=r"fc\.weight has values that are not finite"):
         quantize("fc.weight", torch.tensor([[1.0, bad]]))
 
 
@@ -68,7 +68,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
         ("adapter.weight", (4, 4), "no quantised layer of that name"),
     ],
 )
-def test_what_vllm_has_a_quantised_layer_for(name: str, shape: tuple[int, ...], reason: str | None) -> None:
+def test_why_kept(name: str, shape: tuple[int, ...], reason: str | None) -> None:
     why = why_kept(name, torch.zeros(shape), keep=())
     assert why is None if reason is None else reason in str(why)
 
@@ -114,24 +114,16 @@ def schemes(config: dict[str, Any]) -> dict[str, bool]:
 PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "embed_tokens": False}
 
 
-def test_vllm_takes_the_configuration_for_just_the_layers_that_are_fp8() -> None:
+def test_vllm_loads_the_fp8_layers() -> None:
     config = quantization_config(HEAD, kept(HEAD))
     assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
 
 
-def test_what_is_kept_is_ignored_by_vllm() -> None:
+def test_vllm_ignores_kept_layers() -> None:
     config = quantization_config(HEAD, kept(HEAD, "fc", "lm_head"))
     assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
 
 
-def test_an_lm_head_shared_with_the_target_is_ignored() -> None:
+def test_vllm_ignores_shared_lm_head() -> None:
     shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
     assert schemes(quantization_config(shared, kept(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
-
-
-def test_the_library_that_owns_the_format_takes_it_too() -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    read = QuantizationConfig.model_validate(quantization_config(HEAD, kept(HEAD)))
-    assert (read.format, read.quantization_status) == ("float-quantized", "compressed")
-    assert read.config_groups["group_0"].weights.num_bits == 8

@@ -6,8 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from peagle import machine
-from peagle.hardware import Hardware
-from peagle.machine import identified, instance_type
+from peagle.machine import detect_machine, instance_type
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
@@ -61,11 +60,14 @@ GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
 AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
 
 
-def test_ec2_says_it_in_the_firmware(firmware):
-    here = Hardware(platform="cpu", memory_gib=4, free_memory_gib=4, num_cpus=2)
-    found = identified(here, root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE)
-    assert found.machine_names == ("p5.48xlarge",)
-    assert Hardware.from_dict(found.to_dict()) == found
+def test_ec2_instance_type(firmware):
+    assert instance_type(root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
+
+
+@pytest.mark.parametrize(("name", "names"), [("p5.48xlarge", ("p5.48xlarge",)), (None, ())])
+def test_detect_machine(monkeypatch, name, names):
+    monkeypatch.setattr(machine, "instance_type", lambda: name)
+    assert detect_machine().machine_names == names
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,7 @@ def test_ec2_says_it_in_the_firmware(firmware):
         (AZURE, AZURE_PATH, "Metadata", "Standard_ND96isr_H100_v5", "Standard_ND96isr_H100_v5"),
     ],
 )
-def test_google_and_azure_say_it_when_their_metadata_server_is_asked(
-    monkeypatch, firmware, metadata, system, path, header, text, expected
-):
+def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, text, expected):
     monkeypatch.setenv("http_proxy", NOWHERE)
     url, asked = metadata({path: (header, 200, text)})
     assert instance_type(root=firmware(*system), metadata=url) == expected
@@ -85,24 +85,23 @@ def test_google_and_azure_say_it_when_their_metadata_server_is_asked(
 
 
 @pytest.mark.parametrize("answer", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
-def test_an_answer_that_is_no_name_is_none(firmware, metadata, answer):
+def test_invalid_metadata_response(firmware, metadata, answer):
     url, _ = metadata({GOOGLE_PATH: ("Host", *answer)})
     assert instance_type(root=firmware(*GOOGLE), metadata=url) is None
 
 
 @pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
-def test_no_other_machine_is_asked_anything(firmware, metadata, system):
+def test_other_machines_are_not_queried(firmware, metadata, system):
     url, asked = metadata({})
     assert instance_type(root=firmware(*system), metadata=url) is None
     assert asked == []
 
 
-def test_a_machine_without_firmware_tables_says_nothing(tmp_path):
-    here = Hardware(platform="cpu", memory_gib=4, free_memory_gib=4, num_cpus=2)
-    assert identified(here, root=tmp_path, metadata=NOWHERE) == here
+def test_no_firmware_tables(tmp_path):
+    assert instance_type(root=tmp_path, metadata=NOWHERE) is None
 
 
-def test_a_server_that_is_not_there_or_silent_is_not_waited_for(monkeypatch, firmware):
+def test_metadata_server_timeout(monkeypatch, firmware):
     root = firmware(*AZURE)
     assert instance_type(root=root, metadata=NOWHERE) is None
     monkeypatch.setattr(machine, "_TIMEOUT_S", 0.05)

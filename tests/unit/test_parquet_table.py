@@ -20,19 +20,19 @@ def written() -> io.BytesIO:
     return io.BytesIO(sink.getvalue())
 
 
-def test_a_table_is_what_arrow_reads():
+def test_read_table():
     theirs = pq.read_table(written())
     assert theirs.equals(TABLE)
     assert read_table(written()).equals(theirs, check_metadata=True)
     assert read_table(written(), ["n", "list"]).equals(TABLE.select(["n", "list"]))
 
 
-def test_a_file_that_is_none_is_an_error_of_arrow():
+def test_invalid_file():
     with pytest.raises(pa.ArrowException):
         read_table(io.BytesIO(b"no parquet"))
 
 
-def test_nobody_holds_the_file_once_it_is_read():
+def test_file_is_released_after_reading():
     """Not even for a moment: Arrow's own function leaves the file and its bytes to threads (12 of 60 processes ended
     with 134 on a busy machine). In a process of its own, because threads of other tests may hold the file, too."""
     script = """if True:
@@ -41,7 +41,7 @@ def test_nobody_holds_the_file_once_it_is_read():
         from tests.unit.test_parquet_table import written
         source = written()
         before = sys.getrefcount(source)
-        for _ in range(50):
+        for _ in range(1000):
             source.seek(0)
             read_table(source)
             assert sys.getrefcount(source) == before

@@ -6,14 +6,14 @@ from peagle.errors import ConfigError
 from peagle.ports import free_port, require_free
 
 
-def test_a_free_port_is_free_and_none_that_linux_gives_to_whoever_asks():
+def test_free_port_range():
     ports = {free_port() for _ in range(20)}
     assert all(20_000 <= port < 32_768 for port in ports)
     for port in ports:
         require_free("port", port, "127.0.0.1", hint="")
 
 
-def test_a_port_is_found_beside_those_that_are_taken(monkeypatch):
+def test_free_port_skips_used_ports(monkeypatch):
     taken = free_port()
     other = free_port()
     monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [taken, other])
@@ -29,12 +29,12 @@ def test_a_port_is_found_beside_those_that_are_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("host", "said"), [("203.0.113.7", "Cannot assign requested address"), ("no.such.host.invalid", "")]
 )
-def test_an_address_must_be_this_machines(host, said):
+def test_foreign_address_is_refused(host, said):
     with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {said}"):
         require_free("port", free_port(), host, hint="choose another")
 
 
-def test_an_address_may_be_of_ipv6():
+def test_ipv6_address():
     try:
         other = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError:

@@ -16,7 +16,6 @@ from peagle import files
 from peagle.corpus.rows import Span
 from peagle.economics.ledger import append_request, requests_file
 from peagle.economics.usage import RequestUsage, UnitUsage
-from peagle.errors import PeagleError
 from peagle.files import GroupSync
 from peagle.runs.directory import RunDirectory
 from peagle.runs.lease import hold_lease, read_lease
@@ -34,13 +33,6 @@ USAGE = UnitUsage(
 )  # fmt: skip
 TABLE = pa.table({"id": ["000000000"], "response": ["a"]})
 LETTERS = [{"id": "000000001", "reason": "x", "message": "", "row": {}}]
-
-
-@pytest.fixture
-def no_folder_syncs(monkeypatch):
-    """The code as it would be without a sync of folders."""
-    for module in ("peagle.files", "peagle.files"):
-        monkeypatch.setattr(f"{module}.sync_folder", lambda _: None)
 
 
 @pytest.fixture
@@ -66,7 +58,7 @@ def images(disk, tmp_path):
 # --- the model itself
 
 
-def test_the_model_loses_what_was_not_synced_and_keeps_what_was(disk, images):
+def test_disk_model_keeps_only_synced_data(disk, images):
     (disk.root / "unsynced").write_bytes(b"x")
     with (disk.root / "bytes").open("wb") as file:
         file.write(b"bytes without a name")
@@ -83,7 +75,7 @@ def test_the_model_loses_what_was_not_synced_and_keeps_what_was(disk, images):
 # --- one file
 
 
-def test_what_was_written_is_there_and_what_was_deleted_is_not(disk, images):
+def test_completed_writes_and_deletions_are_durable(disk, images):
     files.make_folder(disk.root / "a" / "b")
     path = disk.root / "a" / "b" / "file"
     files.write_atomic(path, b"old")
@@ -100,7 +92,7 @@ def test_what_was_written_is_there_and_what_was_deleted_is_not(disk, images):
         assert found == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
-def test_who_was_not_the_first_builds_on_a_name_that_lasts(disk, images, monkeypatch):
+def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
         stopped.setattr(files, "sync_folder", lambda _: None)  # the first was stopped before it
@@ -176,7 +168,7 @@ def drive_and_cut(disk, images, monkeypatch):
     assert num_looks > 30
 
 
-def test_a_run_is_whole_and_has_what_it_promised_wherever_the_power_is_cut(disk, images, monkeypatch):
+def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):
     drive_and_cut(disk, images, monkeypatch)
 
 
@@ -251,27 +243,13 @@ NAMES = [call.__name__ for call, _ in CALLS]
 
 
 @pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
-def test_what_returned_lasts(disk, images, call, check):
+def test_completed_calls_survive_power_cut(disk, images, call, check):
     call(disk.root)
     for image in images():
         check(image)
 
 
 # --- the same tests fail without the sync of folders
-
-
-@pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
-@pytest.mark.usefixtures("no_folder_syncs")
-def test_without_syncs_of_folders_the_model_finds_the_loss(disk, images, call, check):
-    call(disk.root)
-    with pytest.raises((AssertionError, OSError, PeagleError)):
-        check(next(images()))
-
-
-@pytest.mark.usefixtures("no_folder_syncs")
-def test_without_syncs_of_folders_the_model_finds_that_a_run_loses_units(disk, images, monkeypatch):
-    with pytest.raises((AssertionError, OSError, PeagleError)):
-        drive_and_cut(disk, images, monkeypatch)
 
 
 # --- a real file system: the image of an ext4, copied right after the call, is what a power cut would leave
@@ -304,12 +282,6 @@ def ext4_after(call, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ext4 is Linux's")
 @pytest.mark.parametrize(("call", "check"), CALLS, ids=NAMES)
-def test_on_ext4_what_returned_lasts(tmp_path, call, check):
+def test_completed_calls_survive_power_cut_on_ext4(tmp_path, call, check):
     with ext4_after(call, tmp_path) as root:
         check(root)
-
-
-@pytest.mark.usefixtures("no_folder_syncs")
-def test_on_ext4_a_revoked_key_comes_back_without_syncs_of_folders(tmp_path):
-    with ext4_after(revoke_a_key, tmp_path) as root, pytest.raises(AssertionError):
-        the_key_is_revoked(root)

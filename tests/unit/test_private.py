@@ -30,19 +30,19 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_temporary_files_go_to_a_folder_of_the_users_own(shared):
+def test_temporary_folder_is_private(shared):
     folder = temporary_folder()
     assert folder == shared / f"peagle-{os.geteuid()}"
     assert temporary_folder("slots") == folder / "slots"
     assert [mode(folder), mode(folder / "slots")] == [0o700, 0o700]
 
 
-def test_a_private_tmpdir_is_taken_as_it_is(shared):
+def test_private_tmpdir_is_used(shared):
     shared.chmod(0o700)
     assert temporary_folder() == shared
 
 
-def test_a_folder_that_was_left_open_is_closed(shared):
+def test_readable_folder_is_made_private(shared):
     folder = shared / f"peagle-{os.geteuid()}"
     folder.mkdir(mode=0o777)
     temporary_folder()
@@ -50,7 +50,7 @@ def test_a_folder_that_was_left_open_is_closed(shared):
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "file"])
-def test_a_name_that_somebody_else_took_is_refused_and_not_followed(shared, tmp_path, kind):
+def test_foreign_temporary_folder_is_refused_and_not_followed(shared, tmp_path, kind):
     theirs, name = tmp_path / "theirs", shared / f"peagle-{os.geteuid()}"
     if kind == "file":
         name.touch()
@@ -64,7 +64,7 @@ def test_a_name_that_somebody_else_took_is_refused_and_not_followed(shared, tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused(shared):
+def test_folder_of_another_user_is_refused(shared):
     name = shared / f"peagle-{os.geteuid()}"
     name.mkdir(mode=0o777)
     os.chown(name, 12345, 12345)
@@ -76,7 +76,7 @@ def test_a_folder_of_another_user_is_refused(shared):
 @pytest.mark.parametrize(
     ("before", "file", "folder"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
 )
-def test_others_get_nothing_and_the_group_what_the_umask_says(shared, tmp_path, before, file, folder):
+def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
     keep_private()  # as where an actor and its command are one process
@@ -85,7 +85,7 @@ def test_others_get_nothing_and_the_group_what_the_umask_says(shared, tmp_path, 
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
 
 
-def test_children_keep_it_too(shared):
+def test_keep_private_applies_to_children(shared):
     keep_private()
     said = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
@@ -93,7 +93,7 @@ def test_children_keep_it_too(shared):
 
 
 @pytest.mark.parametrize("write", [write_atomic, write_once])
-def test_a_secret_is_readable_by_nobody_else_while_it_is_written(shared, tmp_path, monkeypatch, write):
+def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
     seen, fsync = [], os.fsync
 
     def look(descriptor):
@@ -107,7 +107,7 @@ def test_a_secret_is_readable_by_nobody_else_while_it_is_written(shared, tmp_pat
     assert mode(tmp_path / "keys.json") == 0o600
 
 
-def test_the_command_makes_everything_private(shared, tmp_path):
+def test_command_writes_private_files(shared, tmp_path):
     """`peagle` itself, under a umask that hides nothing."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "made" / "result.json"
@@ -117,7 +117,7 @@ def test_the_command_makes_everything_private(shared, tmp_path):
     assert [mode(path) for path in (keys.parent, keys, result.parent, result)] == [0o770, 0o600, 0o770, 0o660]
 
 
-def test_a_home_that_there_is_not_is_said(monkeypatch):
+def test_unknown_home(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
 
     def unknown(uid):
@@ -132,8 +132,8 @@ def test_a_home_that_there_is_not_is_said(monkeypatch):
         user_path("~nobody-here/x")
 
 
-def test_a_folder_whose_sockets_would_have_no_place_is_refused():
+def test_require_short_sockets():
     require_short_sockets("Ray", "/" + 56 * "x", num_bytes=50)
-    with pytest.raises(ConfigError, match=r"58 bytes, and Ray can use at most 57(.|\n)*TMPDIR") as refused:
+    with pytest.raises(ConfigError, match=r"58 bytes; the limit for Ray is 57(.|\n)*TMPDIR") as refused:
         require_short_sockets("Ray", "/" + 57 * "x", num_bytes=50)
     assert refused.value.exit_code == 2

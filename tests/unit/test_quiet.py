@@ -5,7 +5,7 @@ import sys
 from peagle.quiet import QuietStderr
 
 
-def test_what_children_and_c_code_print_goes_to_the_log(tmp_path, capfd):
+def test_quiet_stderr(tmp_path, capfd):
     log = tmp_path / "driver.log"
     with QuietStderr() as quiet:
         os.write(2, b"before\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_tests_that_it_names_are_there():
+def test_named_tests_exist():
     text = (ROOT / "docs" / "security.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", text))
     there = set()
@@ -16,7 +16,7 @@ def test_the_tests_that_it_names_are_there():
     assert named - there == set()
 
 
-def test_each_promise_names_one():
+def test_every_promise_names_a_test():
     table = (ROOT / "docs" / "security.md").read_text().split("| promise | shown by |")[1].split("\n\n")[0]
     rows = table.splitlines()[2:]
     assert [row for row in rows if "`test_" not in row] == []

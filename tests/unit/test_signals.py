@@ -33,16 +33,16 @@ def ended(monkeypatch):
 
 
 @BOTH
-def test_a_signal_asks_for_a_stop_and_the_old_handler_comes_back(number):
+def test_stop_on_signal(number):
     before, stop = signal.getsignal(number), threading.Event()
-    with stop_on_signal(stop, last_words=""):
+    with stop_on_signal(stop, message=""):
         signal.raise_signal(number)
         assert stop.is_set()
     assert signal.getsignal(number) is before
 
 
 @BOTH
-def test_a_signal_interrupts(number):
+def test_interrupted_by_signal(number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), interrupted_by_signal():
         signal.raise_signal(number)
@@ -50,9 +50,9 @@ def test_a_signal_interrupts(number):
 
 
 @BOTH
-def test_what_comes_within_a_second_is_the_same_wish(clock, ended, number):
+def test_repeated_signal_within_a_second_is_ignored(clock, ended, number):
     stop = threading.Event()
-    with stop_on_signal(stop, last_words=""):
+    with stop_on_signal(stop, message=""):
         signal.raise_signal(number)
         clock[0] += 0.9
         signal.raise_signal(signal.SIGTERM)
@@ -62,9 +62,9 @@ def test_what_comes_within_a_second_is_the_same_wish(clock, ended, number):
         assert ended == [3]
 
 
-def test_a_wish_that_was_heard_is_not_heard_again_once_another_handler_is_there(clock):
+def test_repeated_signal_is_ignored_by_next_handler(clock):
     with interrupted_by_signal():
-        with stop_on_signal(threading.Event(), last_words=""):
+        with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # the end is under way
         clock[0] += 1.0
@@ -72,7 +72,7 @@ def test_a_wish_that_was_heard_is_not_heard_again_once_another_handler_is_there(
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_an_ignored_signal_stays_ignored():
+def test_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupted_by_signal():
@@ -83,11 +83,11 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_leave_signals_as_they_are():
+def test_other_threads_do_not_change_handlers():
     seen = []
 
     def look():
-        with interrupted_by_signal(), stop_on_signal(threading.Event(), last_words=""):
+        with interrupted_by_signal(), stop_on_signal(threading.Event(), message=""):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
@@ -97,7 +97,7 @@ def test_other_threads_leave_signals_as_they_are():
 
 
 @BOTH
-def test_an_event_loop_ends_in_order(number):
+def test_event_loop_cleans_up(number):
     done = []
 
     async def wait():
@@ -116,13 +116,13 @@ _STOPS = """
 import threading
 from peagle.signals import interrupt_on_signal, stop_on_signal
 interrupt_on_signal()
-with stop_on_signal(threading.Event(), last_words="stopped at once"):
+with stop_on_signal(threading.Event(), message="stopped at once"):
     print("ready", flush=True)
     threading.Event().wait()
 """
 
 
-def test_a_second_signal_ends_the_process_and_says_so():
+def test_second_signal_exits_with_message():
     process = subprocess.Popen([sys.executable, "-c", _STOPS], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     for _ in range(2):
@@ -148,7 +148,7 @@ cli.main([])
 
 
 @BOTH
-def test_two_signals_at_once_end_a_command_with_its_own_code(number):
+def test_simultaneous_signals_keep_exit_code(number):
     """As `timeout` sends them: to its child, and to the group that both are in."""
     process = subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"

@@ -146,7 +146,7 @@ def name_of(statement: ast.stmt) -> str:
     return str(getattr(target, "name", None) or getattr(target, "id", ""))
 
 
-def test_private_names_of_others_stand_in_their_homes_alone() -> None:
+def test_private_names_are_only_used_in_their_homes() -> None:
     elsewhere = {
         f"{module}: {what}" for module, found in all_uses().items() if not is_home(module) for _, what in found
     }
@@ -177,11 +177,11 @@ def defined(tree: ast.Module) -> set[str]:
     return names
 
 
-def test_the_table_names_code_that_is_there() -> None:
+def test_table_names_existing_code() -> None:
     assert [(m, name) for m, name in named("where") if m not in MODULES or name not in defined(trees()[m])] == []
 
 
-def test_the_table_names_tests_that_are_there() -> None:
+def test_table_names_existing_tests() -> None:
     missing = [
         f"{path}::{name}"
         for path, name in named("fails when upstream changes")
@@ -190,14 +190,14 @@ def test_the_table_names_tests_that_are_there() -> None:
     assert missing == []
 
 
-def test_the_table_says_where_upstream_knows_of_it_and_for_which_versions_it_holds() -> None:
+def test_table_has_upstream_link_and_versions() -> None:
     assert [
         row["what"] for row in rows() if not re.search(r"\(https://github\.com/|^none found", row["upstream"])
     ] == []
     assert [row["what"] for row in rows() if not re.search(r"\d\.\d+", row["holds for"])] == []
 
 
-def test_each_use_in_the_homes_is_in_the_table() -> None:
+def test_every_private_use_is_in_the_table() -> None:
     used = {(module, owner) for module, found in all_uses().items() if is_home(module) for owner, _ in found if owner}
     listed = {(module, name.partition(".")[0]) for module, name in named("where")}
     assert used - listed == set()
@@ -207,7 +207,7 @@ def test_each_use_in_the_homes_is_in_the_table() -> None:
     assert [name for name in variables if f"`{name}`" not in text] == []
 
 
-def test_each_module_of_the_endpoints_home_is_in_the_table() -> None:
+def test_every_workaround_module_is_in_the_table() -> None:
     """That folder is for work-arounds; `pipelines.cluster` has modules without one."""
     there = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
     assert there - {module for module, _ in named("where")} == set()

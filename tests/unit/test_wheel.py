@@ -16,7 +16,7 @@ def files():
                 yield path.relative_to(ROOT)
 
 
-def test_every_module_is_in_a_package():
+def test_modules_are_in_packages():
     modules = [path for path in files() if path.suffix == ".py"]
     assert len(modules) > 100
     folders = {parent for path in modules for parent in path.parents if parent != Path()}
@@ -27,7 +27,7 @@ def test_every_module_is_in_a_package():
     )
 
 
-def test_every_other_file_is_package_data():
+def test_other_files_are_package_data():
     carried = {
         path.relative_to(ROOT)
         for package, patterns in SETUPTOOLS["package-data"].items()

@@ -1,4 +1,4 @@
-"""The figures of a report: names, location in the data, and format."""
+"""The figures of a report: names, location in the data, and format; and savings as text."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,7 @@
-"""A report as a single HTML page (`page.html.j2`) with SVG plots, without scripts or external resources."""
+"""A report as a single HTML page (`page.html.j2`) with SVG plots, without scripts or external resources.
+
+Panels without data are left out, so that older reports have a page.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""SVG plots that compare amounts: bars, stacked bars, columns, histograms."""
+"""SVG plots of reports: bars, columns, histograms, values and engine states over time."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

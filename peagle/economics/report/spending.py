@@ -1,4 +1,4 @@
-"""A statement as a text table or CSV."""
+"""A statement as a text table, as CSV, and as an HTML page."""
 
 import csv
 import html

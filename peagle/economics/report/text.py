@@ -26,20 +26,37 @@ def text_summary(report: Mapping[str, Any]) -> str:
     """Return the summary of a run: aligned lines, then notes."""
     check_report(report)
     run, account = report["run"], report["account"]
+    of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
+    num_starts = account["num_sessions"]
+    speed, value = UNKNOWN, "no output yet"
+    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
+    if busy is not None and wall is not None:
+        speed = f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idling"
+    if account["tokens_per_usd"] is not None:
+        per_million = FIGURES["usd_per_million_tokens"].text(report)
+        value = f"{FIGURES['tokens_per_usd'].text(report)} output tokens per dollar, {per_million} per million"
     lines = [
-        ("rows", _rows(run, account)),
-        ("output", _output(account)),
-        ("speed", _speed(account)),
+        ("rows", f"{account['num_rows']:,}{of_all} committed, {account['num_failed_rows']:,} failed"),
+        (
+            "output",
+            f"{format_count(account['num_output_tokens'])} tokens, for {format_count(account['num_prompt_tokens'])} "
+            f"prompt tokens, {format_count(account['num_cached_tokens'])} of them cached",
+        ),
+        ("speed", speed),
         *_acceptance(account["speculation"]),
-        ("engines up", f"{format_duration(account['wall_s'])}, {_engines(account)}"),
+        (
+            "engines up",
+            f"{format_duration(account['wall_s'])}, {num_starts} engine start{'s' if num_starts != 1 else ''}",
+        ),
         ("price", format_price(account["price"])),
         ("price source", f"{account['price']['source']}, {account['price']['as_of']}"),
         ("cost", _labelled(FIGURES["total_usd"].text(report), report)),
         ("spent on", " · ".join(f"{name} {format_share(report['shares'][name])}" for name in SHARES)),
-        ("value", _labelled(_value(report), report)),
+        ("value", _labelled(value, report)),
         *savings_of_run(report),
     ]
-    title = " · ".join(part for part in (run["label"], run["precision"], _concurrency(run)) if part)
+    concurrency = f"concurrency {run['concurrency']}" if run["concurrency"] else ""
+    title = " · ".join(part for part in (run["label"], run["precision"], concurrency) if part)
     body = [f"  {name:<{_NAME_WIDTH}}{text}" for name, text in lines]
     return "\n".join([title, *body, *_wrapped_notes(report["notes"])])
 
@@ -72,24 +89,6 @@ def _ratio(is_baseline: bool, ratio: float | None) -> str:
     return f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"
 
 
-def _rows(run: Mapping[str, Any], account: Mapping[str, Any]) -> str:
-    of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
-    return f"{account['num_rows']:,}{of_all} committed, {account['num_failed_rows']:,} failed"
-
-
-def _output(account: Mapping[str, Any]) -> str:
-    prompt = f"{format_count(account['num_prompt_tokens'])} prompt tokens, "
-    cached = f"{format_count(account['num_cached_tokens'])} of them cached"
-    return f"{format_count(account['num_output_tokens'])} tokens, for {prompt}{cached}"
-
-
-def _speed(account: Mapping[str, Any]) -> str:
-    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
-    if busy is None or wall is None:
-        return UNKNOWN
-    return f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idling"
-
-
 def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if speculation["acceptance_length"] is None:
         return []
@@ -101,22 +100,6 @@ def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("by position", f"{rates} of the drafts"),
     ]
-
-
-def _engines(account: Mapping[str, Any]) -> str:
-    num = account["num_sessions"]
-    return f"{num} engine start{'s' if num != 1 else ''}"
-
-
-def _value(report: Mapping[str, Any]) -> str:
-    if report["account"]["tokens_per_usd"] is None:
-        return "no output yet"
-    per_million = FIGURES["usd_per_million_tokens"].text(report)
-    return f"{FIGURES['tokens_per_usd'].text(report)} output tokens per dollar, {per_million} per million"
-
-
-def _concurrency(run: Mapping[str, Any]) -> str:
-    return f"concurrency {run['concurrency']}" if run["concurrency"] else ""
 
 
 def _wrapped_notes(notes: Sequence[str]) -> list[str]:

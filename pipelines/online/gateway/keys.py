@@ -49,16 +49,16 @@ class WatchedFile(Generic[T]):
         self._records: tuple[T, ...] = ()
         self._version: tuple[int, int] | None = None
         self._refused: tuple[int, int] | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def now(self) -> tuple[T, ...]:
         """Return the records, at most a second old. Raises ConfigError if the file could never be read."""
-        if time.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = time.monotonic() + _RELOAD_S
+        if time.monotonic() >= self._next_check:
+            self._reload()
+            self._next_check = time.monotonic() + _RELOAD_S
         return self._records
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         version = _version(self._path)
         if version == self._version:
             return

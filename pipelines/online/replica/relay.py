@@ -135,8 +135,8 @@ async def convert_errors(
                     if any(map(_is_failure, answer)):
                         await check_health()
                         raise _failure(constraint)
-                    if not has_begun and (told := _error_event(answer)):
-                        yield event_refusal(told)
+                    if not has_begun and (error_event := _error_event(answer)):
+                        yield event_refusal(error_event)
                         return
                 has_begun = True
                 yield answer
@@ -176,7 +176,7 @@ async def relay(
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 if _is_text(answer):
-                    yield _forward_data(answer, request, shown_usage)
+                    yield _forward_events(answer, request, shown_usage)
                 elif getattr(answer, "usage", None) is not None:
                     yield _with_summary(answer, request)
                 else:
@@ -249,7 +249,7 @@ def _is_failure(text: str) -> bool:
     return any(isinstance(code, int) and code >= _MIN_ERROR_STATUS for code in codes)
 
 
-def _forward_data(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
+def _forward_events(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
     forwarded, reported = [], None
     for event in itertools.chain.from_iterable(map(events, texts)):
         if isinstance(event, dict):

@@ -71,21 +71,21 @@ CASES = [
     Bad("JSON nested without end", b"[" * 100_000, "invalid_row", "not valid JSON"),
     Bad("a number that is too large", b'{"prompt": "x", "n": [1e400]}', "invalid_row", "1e400 is too large"),
     Bad("a number that would become 0", b'{"prompt": "x", "n": 1E-400}', "invalid_row", "1E-400 is too small for a"),
-    Bad("a key that is there twice", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "key 'a' is in"),
-    of_file("CSV with a field too few", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields where"),
-    of_file("CSV with a field too many", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields where"),
+    Bad("a key that is there twice", b'{"prompt": "x", "n": {"a": 1, "a": 2}}', "invalid_row", "has the key 'a'"),
+    of_file("CSV with a field too few", "a.csv", b"prompt,n\na,1", b"x", "invalid_row", "1 fields, but"),
+    of_file("CSV with a field too many", "a.csv", b"prompt,n\na,1", b"x,1,2", "invalid_row", "3 fields, but"),
     of_file("Latin-1 in CSV", "a.csv", b"prompt,n\na,1", b"\xe9,2", "invalid_row", "not valid UTF-8"),
     of_file("Latin-1 in text", "a.txt", b"a", b"\xe9", "invalid_row", "a.txt line 2: not valid UTF-8"),
     # prompts
-    Bad("no prompt", {"other": 1}, "invalid_prompt", "holds nothing, not text"),
-    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "holds a int, not text"),
-    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "holds a list, not text"),
-    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "holds nothing"),
-    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "holds a bytes"),
-    Bad("an empty prompt", {"prompt": ""}, "empty_prompt", "has no token", {"chat": False}),
-    Bad("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the context holds 100",
+    Bad("no prompt", {"other": 1}, "invalid_prompt", "has nothing, not text"),
+    Bad("a prompt that is a number", {"prompt": 7}, "invalid_prompt", "has a int, not text"),
+    Bad("a prompt that is a list", {"prompt": ["x"]}, "invalid_prompt", "has a list, not text"),
+    of_file("a null in Parquet", "a.parquet", "a", None, "invalid_prompt", "has nothing"),
+    of_file("bytes in Parquet", "a.parquet", None, b"x", "invalid_prompt", "has a bytes"),
+    Bad("an empty prompt", {"prompt": ""}, "empty_prompt", "has no tokens", {"chat": False}),
+    Bad("a prompt longer than the context", {"prompt": "x" * 200}, "prompt_too_long", "the limit is 100",
         {"max_model_len": 100, "max_tokens": 8}),
-    messages("no message", [], "invalid_messages", "holds an empty list"),
+    messages("no message", [], "invalid_messages", "has an empty list"),
     messages("messages that are text", "hi", "invalid_messages", "not a list of messages"),
     messages("a message without a role", [{"content": "hi"}], "invalid_messages", "it needs a role and a content"),
     messages("a content that is a number", [{"role": "user", "content": 7}], "invalid_messages", "both text"),
@@ -109,22 +109,22 @@ CASES = [
     parameters("a parameter of another type", {"temperature": "1"}, "temperature: "),
     parameters("a parameter out of range", {"top_p": 1.5}, "top_p: "),
     parameters("several greedy responses", {"n": 3}, "need a temperature above 0"),
-    parameters("more tokens than the context has", {"max_tokens": 9000}, "more than the context"),
-    parameters("an empty stop string", {"stop": [""]}, "an empty string ends nothing"),
+    parameters("more tokens than the context has", {"max_tokens": 9000}, "exceeds the context"),
+    parameters("an empty stop string", {"stop": [""]}, "an empty string cannot be a stop string"),
     parameters("a JSON schema that is none", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
     # OpenAI batches
     envelope("an OpenAI request to another url", "url must be", url="/v1/embeddings"),
     envelope("an OpenAI request by GET", "method must be POST", method="GET"),
     envelope("an OpenAI request without a body", "the request has no body", body=None),
     envelope("an OpenAI request with a body of text", "body must be a JSON object", body="{}"),
-    envelope("an OpenAI request with a number for its custom_id", "custom_id must be text", custom_id=7),
-    envelope("an OpenAI request with a NaN", "NaN is no JSON", "invalid_row", body={"x": float("nan")}),
+    envelope("an OpenAI request with a number for its custom_id", "custom_id must be non-empty text", custom_id=7),
+    envelope("an OpenAI request with a NaN", "NaN is not JSON", "invalid_row", body={"x": float("nan")}),
     envelope("an OpenAI request with another key", "unknown key 'priority'", priority=1),
     body("without messages", "the request has no messages", messages=None),
     body("with an unknown parameter", "did you mean temperature?", temprature=1),
-    body("for a stream", "body.stream: True is not taken", stream=True),
-    body("that wants tools called", "they need tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
-    body("with several prompts", "send a line for each", url="/v1/completions", prompt=["x", "y"]),
+    body("for a stream", "body.stream: True is not supported", stream=True),
+    body("that wants tools called", "need tool_choice", tools=[{"type": "function", "function": {"name": "f"}}]),
+    body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
     body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
     body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
@@ -189,7 +189,7 @@ def results(machine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
-def test_a_bad_row_gets_its_dead_letter_and_the_good_one_its_prompt(results, case):
+def test_bad_row_becomes_dead_letter_and_good_row_stays(results, case):
     prompts, letters = results[case.what]
     if case.name.endswith(".parquet") and isinstance(case.row, bytes):
         assert prompts == [None, None]  # the column has one type, so both rows are bytes
@@ -203,7 +203,7 @@ def test_a_bad_row_gets_its_dead_letter_and_the_good_one_its_prompt(results, cas
     assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
 
 
-def test_the_page_has_what_each_gets(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, shown):
     rows = [("row", "reason", "message")]
     rows += [(case.what, f"`{case.reason}`", shown(results[case.what][1][-1]["message"])) for case in CASES]
     check_section("Rows that become dead letters", rows)

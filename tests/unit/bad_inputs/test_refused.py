@@ -98,16 +98,16 @@ CASES = [
         files={"in/a.jsonl": GOOD}),
     of_file("a suffix that is not known", "prompts.docx", b"x", "unknown format '.docx'"),
     of_file("no suffix", "prompts", GOOD, "no suffix"),
-    of_file("compressed Parquet", "a.parquet.gz", b"x", "Parquet in gzip"),
+    of_file("compressed Parquet", "a.parquet.gz", b"x", "Parquet compressed with gzip"),
     bad("a store that is not S3", "--input gs://bucket/a.jsonl", "only local files and s3://"),
     of_file("an empty file", "a.jsonl", b"", "the file is empty"),
     of_file("a named pipe, or the <(COMMAND) of a shell", "a.jsonl", PIPE, "a named pipe"),
     of_file("a symbolic link to nothing", "a.jsonl", "gone.jsonl", "which does not exist"),
     bad("a pipe in a folder", "--input in", "a named pipe", files={"in/a.jsonl": GOOD, "in/b.jsonl": PIPE}),
-    bad("standard input", "--input -", "standard input is not read"),
+    bad("standard input", "--input -", "standard input is not supported"),
     bad("Spark's marker under a glob, alone", "--input 'in/*'", "which have no rows", files={"in/_SUCCESS": b""}),
-    of_file("blank lines only", "a.jsonl", b"\n \n", "there is no row in it"),
-    of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row in it is valid"),
+    of_file("blank lines only", "a.jsonl", b"\n \n", "it has no rows"),
+    of_file("not one line that is JSON", "a.jsonl", b"hello\nworld\n", "no row is valid"),
     of_file("UTF-16", "a.jsonl", GOOD.decode().encode("utf-16"), "this is UTF-16"),
     of_file("a gzip file that is cut off", "a.jsonl.gz", gzip.compress(NOISE)[:4000], "damaged"),
     of_file("plain text named .gz", "a.jsonl.gz", GOOD, "damaged, or not gzip"),
@@ -120,9 +120,9 @@ CASES = [
     of_file("Parquet without a column for prompts", "a.parquet", parquet(promt=["a"]), "it has: promt"),
     of_file("Parquet with a column twice", "a.parquet", parquet(TWICE), "two columns"),
     of_file("Parquet with times of day in nanoseconds", "a.parquet", parquet(prompt=["a"], at=A_NANOSECOND),
-        "in microseconds, or as text"),
+        "to microseconds or text"),
     of_file("Parquet of Spark's with nanoseconds and a moment too far away for them", "a.parquet", INT96_NEAR_AND_FAR,
-        "a value too far away"),
+        "a value out of range"),
     of_file("Parquet with a type for which Arrow lacks functions", "a.parquet",
         parquet(prompt=["a"], x=pa.nulls(1, pa.list_view(pa.uuid()))), "which rows cannot hold"),
     of_file("CSV without a header", "a.csv", b"\n\n", "no header"),
@@ -136,9 +136,9 @@ CASES = [
     of_file("CSV with Latin-1 in its header", "a.csv", b"prompt,Gr\xf6\xdfe\na,1\n", "column 2 is not valid UTF-8"),
     of_file("CSV with a quote that never ends", "a.csv", b'prompt\n"a\nb\n', "not valid CSV"),
     of_file("an OpenAI batch with a custom_id twice", "a.jsonl", request() + request("b") + request(),
-        "its custom_id is that of"),
+        "its custom_id is also in"),
     of_file("an OpenAI batch for embeddings", "a.jsonl", request(url="/v1/embeddings"), "url must be"),
-    bad("an OpenAI batch beside other rows", "--input in", "is no OpenAI batch", files={"in/a.jsonl": request(),
+    bad("an OpenAI batch beside other rows", "--input in", "is not an OpenAI batch", files={"in/a.jsonl": request(),
         "in/b.jsonl": GOOD}),
     of_file("an OpenAI batch with a prompt column", "a.jsonl", request(), "cannot be used with an OpenAI batch",
         "--prompt-column body"),
@@ -149,7 +149,7 @@ CASES = [
         "did you mean prompt?"),
     bad("a template that does not parse", "--prompt-template 'Say {{ prompt'", "prompt_template, line 1"),
     bad("a template with an unknown filter", "--prompt-template '{{ prompt | shout }}'", "shout"),
-    bad("two sources of prompts", "--prompt-column prompt --prompt-template x", "exclude each other"),
+    bad("two sources of prompts", "--prompt-column prompt --prompt-template x", "cannot be combined"),
     bad("messages without the chat template", "--messages-column prompt --no-chat", "needs the chat template"),
     bad("a system prompt without the chat template", "--system-prompt x --no-chat", "needs a chat template"),
     # sampling
@@ -160,13 +160,13 @@ CASES = [
     bad("no response at all", "--n 0", "n: "),
     bad("several greedy responses", "--n 2", "need a temperature above 0"),
     bad("no token at all", "--max-tokens 0", "max_tokens"),
-    bad("more tokens than the context has", "--max-tokens 9000", "more than the context"),
+    bad("more tokens than the context has", "--max-tokens 9000", "exceeds the context"),
     bad("a negative seed", "--seed -1", "seed"),
-    bad("an empty stop string", "--stop ''", "an empty string ends nothing"),
+    bad("an empty stop string", "--stop ''", "an empty string cannot be a stop string"),
     bad("too many log-probabilities", "--logprobs 50", "logprobs"),
     bad("a JSON schema that is not there", "--json-schema nothing.json", "no schema can be read there"),
     bad("a JSON schema that is no JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
-    bad("a JSON schema with a NaN", "--json-schema s.json", "is no JSON", files={"s.json": b'{"maximum": NaN}'}),
+    bad("a JSON schema with a NaN", "--json-schema s.json", "is not JSON", files={"s.json": b'{"maximum": NaN}'}),
     bad("a JSON schema that is none", "--json-schema s.json", "not a valid JSON schema",
         files={"s.json": b'{"type": "objekt"}'}),
     # engines and models
@@ -219,7 +219,7 @@ CASES = [
         files={"job.yaml": b"temprature: 1\n"}),
     bad("a file of keys that is not there", "--config job.yaml", "job.yaml"),
     bad("a file of keys that is no YAML", "--config job.yaml", "not valid YAML", files={"job.yaml": b"a: [\n"}),
-    bad("a file of keys that is a list", "--config job.yaml", "keys and values", files={"job.yaml": b"- a\n"}),
+    bad("a file of keys that is a list", "--config job.yaml", "must be a YAML mapping", files={"job.yaml": b"- a\n"}),
     bad("a list where a key takes a number", "--config job.yaml", "max_tokens",
         files={"job.yaml": b"max_tokens: [1]\n"}),
 ]  # fmt: skip
@@ -283,7 +283,7 @@ def results(machine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
-def test_a_bad_input_is_refused_with_its_reason_and_nothing_is_touched(results, case):
+def test_bad_input_is_refused_and_changes_nothing(results, case):
     code, said, before, after = results[case.what]
     assert (code, "Traceback" in said) == (case.code, False), said
     assert case.says in said
@@ -292,7 +292,7 @@ def test_a_bad_input_is_refused_with_its_reason_and_nothing_is_touched(results, 
     assert after == before
 
 
-def test_the_page_has_what_each_gets(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, shown):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
         code, said, *_ = results[case.what]

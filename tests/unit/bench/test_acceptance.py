@@ -1,24 +1,21 @@
 """The whole evaluation with fakes in the place of engines: what runs, what is kept, what is refused."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import re
 from xml.etree import ElementTree
 
 import pytest
 from config_only import write_head
 
-from peagle.bench.acceptance import evaluate, make_cell
+from peagle.bench.acceptance import evaluate, length_plot, make_cell, markdown_report, position_plot, text_report
 from peagle.bench.config import EvaluateConfig
 from peagle.bench.engine import MeasurementListener
 from peagle.bench.plan import make_setup
 from peagle.bench.record import CategoryResult
 from peagle.engine.fake import ByteTokenizer, FakeEngine
-from peagle.engine.interface import Generation, RequestRefused
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, EngineError
-from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
 
 from .conftest import drafts, record
 
@@ -28,11 +25,11 @@ ROWS = [{"prompt": f"prompt {i}", "category": "even" if i % 2 == 0 else "odd"} f
 class Starter:
     """Starts fakes and remembers what it was asked for, and which of them are still up."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.specs: list[EngineSpec] = []
         self.engines: list[RecordingEngine] = []
 
-    def __call__(self, spec: EngineSpec, hardware: Hardware) -> "RecordingEngine":
+    def __call__(self, spec, hardware):
         assert all(engine.is_down for engine in self.engines), "one engine at a time"
         assert spec.drafter is not None
         self.specs.append(spec)
@@ -46,7 +43,7 @@ class RecordingEngine(FakeEngine):
     is_down = False
     num_running = most_running = 0
 
-    async def generate(self, *args: Any) -> Any:
+    async def generate(self, *args):
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
@@ -54,23 +51,23 @@ class RecordingEngine(FakeEngine):
         finally:
             self.num_running -= 1
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.is_down = True
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Callable[..., Path]:
+def head(tmp_path):
     """Make a head: its path below the test's folder, its kind, and what sets it apart from others."""
 
-    def make(path: str = "heads/mine/head", kind: str = "peagle", **changes: Any) -> Path:
+    def make(path="heads/mine/head", kind="peagle", **changes):
         return write_head(tmp_path / path, kind, path=path, **changes)
 
     return make
 
 
 @pytest.fixture
-def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
-    def run(start: Callable[[EngineSpec, Hardware], Any], **keys: Any) -> dict[str, Any]:
+def run(target, tmp_path, write_jsonl):
+    def run(start, **keys):
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | keys
         config = EvaluateConfig(model=str(target), **values)
         report, folder = evaluate(config, MeasurementListener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
@@ -80,7 +77,7 @@ def run(target: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Calla
     return run
 
 
-def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run: Any, head: Any, tmp_path: Path) -> None:
+def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     start = Starter()
     peagle, eagle3 = head("a/head"), head("b/head", kind="eagle3")
     report = run(start, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
@@ -102,14 +99,7 @@ def test_one_engine_for_each_drafter_and_k_and_every_figure_of_it(run: Any, head
     assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
 
 
-def test_results_lie_in_the_folder(run: Any, head: Any, tmp_path: Path) -> None:
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    assert "| drafter | K | acceptance length |" in (tmp_path / "out" / "report.md").read_text()
-    for name in ("acceptance-length.svg", "acceptance-by-position.svg"):
-        assert ElementTree.parse(tmp_path / "out" / name).getroot().tag.endswith("svg")
-
-
-def test_finished_cells_are_not_done_again_and_others_can_be_added(run: Any, head: Any) -> None:
+def test_finished_cells_are_kept_and_others_added(run, head):
     first, second, third = Starter(), Starter(), Starter()
     mine = str(head("a/head"))
     before = run(first, drafter=mine, num_speculative_tokens=2)
@@ -122,13 +112,6 @@ def test_finished_cells_are_not_done_again_and_others_can_be_added(run: Any, hea
     assert after["cells"][0] == {**before["cells"][0], "drafter": "a/head"}
 
 
-def test_a_head_that_was_trained_again_is_measured_again(run: Any, head: Any) -> None:
-    again = Starter()
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    run(again, drafter=str(head(note="trained again")), num_speculative_tokens=2)
-    assert len(again.specs) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -136,9 +119,7 @@ def test_a_head_that_was_trained_again_is_measured_again(run: Any, head: Any) ->
         ({"category_column": "level"}, "dataset.category_column: it was 'category', now it is 'level'"),
     ],
 )
-def test_another_fingerprint_is_refused_with_the_difference_named(
-    change: dict[str, Any], named: str, run: Any, head: Any
-) -> None:
+def test_another_fingerprint_is_refused(change, named, run, head):
     refused = Starter()
     run(Starter(), drafter=str(head()), num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=named):
@@ -146,35 +127,14 @@ def test_another_fingerprint_is_refused_with_the_difference_named(
     assert refused.specs == []
 
 
-def test_without_a_folder_the_same_command_finds_its_own(
-    run: Any, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    again, other = Starter(), Starter()
-    keys = {"drafter": str(head()), "num_speculative_tokens": 2, "output": None}
-    run(Starter(), **keys)
-    run(again, **keys)
-    run(other, **keys, temperature=0.5)
-    assert (len(again.specs), len(other.specs)) == (0, 1)
-    assert len(list((tmp_path / "runs" / "evaluate").iterdir())) == 2
-
-
-def test_a_damaged_cell_is_told_by_name(run: Any, head: Any, tmp_path: Path) -> None:
-    run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-    (file,) = (tmp_path / "out" / "cells").iterdir()
-    file.write_text('{"k": 2}')
-    with pytest.raises(ConfigError, match=f"{file.name} is damaged"):
-        run(Starter(), drafter=str(head()), num_speculative_tokens=2)
-
-
-def test_an_engine_that_drafts_nothing_is_left_out_and_kept_in_no_cell(run: Any, head: Any, tmp_path: Path) -> None:
+def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
     with pytest.raises(EngineError, match="produced no drafts") as failed:
         run(lambda *_: FakeEngine(num_speculative_tokens=0), drafter=str(head()), num_speculative_tokens=2)
     assert "--max-tokens" in failed.value.hint
     assert list((tmp_path / "out" / "cells").iterdir()) == []
 
 
-def test_figures_of_a_cell_by_hand() -> None:
+def test_figures_of_a_cell_by_hand():
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
     setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
     code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
@@ -188,12 +148,12 @@ def test_figures_of_a_cell_by_hand() -> None:
 class Dying(Starter):
     """The second engine ends with an error."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         super().__init__()
         self._error = error
 
-    def __call__(self, spec: EngineSpec, hardware: Hardware) -> Any:
-        async def dies(*_: Any) -> Generation:
+    def __call__(self, spec, hardware):
+        async def dies(*_):
             raise self._error
 
         engine = super().__call__(spec, hardware)
@@ -202,9 +162,7 @@ class Dying(Starter):
         return engine
 
 
-def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
-    run: Any, head: Any, tmp_path: Path
-) -> None:
+def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
     dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
     report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert all(engine.is_down for engine in dying.engines)
@@ -218,7 +176,7 @@ def test_an_engine_that_dies_is_shut_down_and_named_and_the_others_are_measured(
     assert (after["failed"], after["notes"]) == ({}, [])
 
 
-def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_report(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
@@ -226,22 +184,11 @@ def test_an_interrupt_leaves_a_report_of_what_was_finished(run: Any, head: Any, 
     assert left["notes"] == ["Not finished: 1 cells remain."]
 
 
-def test_refused_requests_are_counted_and_the_others_measured(run: Any, head: Any) -> None:
-    class Picky(FakeEngine):
-        async def generate(self, request_id: str, *args: Any) -> Generation:
-            if request_id == "1":
-                raise RequestRefused("not this one")
-            return await super().generate(request_id, *args)
-
-    report = run(lambda *_: Picky(num_speculative_tokens=2), drafter=str(head()), num_speculative_tokens=2)
-    assert (report["cells"][0]["num_responses"], report["cells"][0]["num_refused"]) == (5, 1)
-
-
-def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run: Any, head: Any) -> None:
+def test_acceptance_without_drafts_per_request(run, head):
     class Older(FakeEngine):
         """As vLLM 0.24: drafts are counted, but not by request."""
 
-        async def generate(self, *args: Any) -> Generation:
+        async def generate(self, *args):
             from dataclasses import replace
 
             return replace(await super().generate(*args), speculation=None)
@@ -263,9 +210,7 @@ def test_an_engine_that_cannot_tell_requests_apart_still_gives_the_length(run: A
         ({"max_model_len": 9999}, ConfigError, "the context of target has 512 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_before_an_engine_starts(
-    keys: dict[str, Any], error: type[Exception], message: str, run: Any, tmp_path: Path, head: Any
-) -> None:
+def test_invalid_options_are_refused_before_an_engine_starts(keys, error, message, run, tmp_path, head):
     start = Starter()
     with pytest.raises(error, match=message):
         run(start, **{"drafter": str(head()), **keys})
@@ -273,12 +218,7 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_head_twice_is_refused(run: Any, head: Any) -> None:
-    with pytest.raises(ConfigError, match="occurs twice"):
-        run(Starter(), drafter=[str(head()), str(head())])
-
-
-def test_finer_points_reach_its_engines(run: Any, head: Any) -> None:
+def test_engine_options_reach_the_engines(run, head):
     start = Starter()
     finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
     report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)
@@ -286,3 +226,67 @@ def test_finer_points_reach_its_engines(run: Any, head: Any) -> None:
     assert start.specs[0].drafter is not None
     assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
     assert report["fingerprint"]["engine_args"] == {"block_size": 32}
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def cell(k, stats, drafter="mine", **changes):
+    """A cell of two seconds and 21 tokens."""
+    spec = DrafterSpec(method="peagle", model="head", num_speculative_tokens=k)
+    setup = make_setup(EngineSpec(model="target"), spec, head=drafter, fingerprint="f")
+    return make_cell(setup, record(k=k, speculation=stats, **changes))
+
+
+def at_k(k, drafter="mine"):
+    """A cell whose drafts are accepted by half at each position."""
+    accepted = tuple(16 >> (i + 1) for i in range(k))
+    stats = SpeculationStats(num_drafts=16, num_draft_tokens=16 * k, accepted_per_position=accepted)
+    code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
+    return cell(k, stats, drafter, by_category={"code": code})
+
+
+@pytest.fixture
+def report():
+    return {
+        "model": "tiny", "hardware": "CPU, 2 CPUs, 24.0 GiB", "versions": {"vllm": "0.29.0"}, "precision": "bf16",
+        "compiled": True, "concurrency": 1, "sampling": {"temperature": 0.0, "max_tokens": 256},
+        "dataset": {"name": "humaneval", "num_prompts": 164, "rejected": {}},
+        "cells": [at_k(1), at_k(3), at_k(3, "other")], "notes": [],
+    }  # fmt: skip
+
+
+def test_text_table_by_hand(report):
+    lines = text_report(report).splitlines()
+    head, one, three = (line.split() for line in lines[2:5])
+    assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
+    assert one == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
+    assert three == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
+    assert len({len(line) for line in lines[2:6]}) == 1
+    assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")
+
+
+def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
+    text = markdown_report(report)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1]
+    assert "| code | mine | 3 | 1.88 | 16 | 2 | 50% | 25% | 12% |" in tables[1]
+    assert "vllm 0.29.0" in text
+    assert "2026-11-21" in text
+
+
+def test_length_plot_has_a_line_per_drafter(report):
+    root = ElementTree.fromstring(length_plot(report))
+    titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]
+    assert titles == ["mine, K=1: 1.50", "mine, K=3: 1.88", "other, K=3: 1.88"]
+    lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in lines] == [2, 1]
+    assert lines[0][1] == lines[1][0]
+    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
+
+
+def test_position_plot_uses_the_largest_k(report):
+    root = ElementTree.fromstring(position_plot(report))
+    assert len(list(root.iter(f"{SVG}path"))) == 6
+    texts = [node.text for node in root.iter(f"{SVG}text")]
+    assert {"mine, K=3", "other, K=3", "Acceptance by position, tiny, humaneval"} <= set(texts)

@@ -1,11 +1,21 @@
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import pytest
 
-from peagle.bench.config import BenchConfig, EvaluateConfig, MeasurementKeys, as_benchmark, whole_numbers
+from peagle.bench.config import (
+    BenchConfig,
+    EvaluateConfig,
+    as_benchmark,
+    parse_synthetic,
+    rates_for,
+    rates_of_length,
+    rates_of_lengths,
+    whole_numbers,
+)
 from peagle.drafter.config import TrainConfig
+from peagle.errors import ConfigError
+from peagle.speculation import expected_acceptance_length
 from peagle.tuning.config import TuneConfig
 
 
@@ -13,24 +23,18 @@ from peagle.tuning.config import TuneConfig
     ("given", "numbers"),
     [("8, 1", [1, 8]), (["4,2", 2], [2, 4]), (["3,5", "5,8"], [3, 5, 8]), ([1, 2], [1, 2]), (4, [4])],
 )
-def test_numbers_from_flags_environment_and_yaml(given: Any, numbers: list[int]) -> None:
+def test_numbers_from_flags_environment_and_yaml(given, numbers):
     assert whole_numbers(given, "N", 8) == numbers
 
 
-@pytest.mark.parametrize("value", ["0", "9", "", "1,", "-1", "1.5", 2.5, "x", ["3", "-1"]])
-def test_other_things_are_refused_by_name(value: Any) -> None:
-    with pytest.raises(ValueError, match="N must be whole numbers from 1 to 8"):
-        whole_numbers(value, "N", 8)
-
-
 @pytest.mark.parametrize("command", [BenchConfig, EvaluateConfig, TuneConfig])
-def test_results_are_kept_on_a_disk(command: type[MeasurementKeys]) -> None:
+def test_output_must_be_on_disk(command):
     assert command(output="runs/mine").output == Path("runs/mine")
     with pytest.raises(pydantic.ValidationError, match="has to be a folder on a disk"):
         command(output="s3://bucket/mine")
 
 
-def test_the_benchmark_of_another_command_has_what_was_said_and_no_more() -> None:
+def test_as_benchmark_copies_only_stated_options():
     config = TuneConfig(model="mine", usd_per_hour=2, max_tokens=9, output="runs/tuned", precision="fp8")
     benchmark = as_benchmark(config, precision="bf16", concurrency=[2])
     assert (benchmark.model, benchmark.usd_per_hour, benchmark.max_tokens) == ("mine", 2, 9)
@@ -38,48 +42,19 @@ def test_the_benchmark_of_another_command_has_what_was_said_and_no_more() -> Non
     assert benchmark.model_fields_set == {"model", "usd_per_hour", "max_tokens", "precision", "concurrency"}
 
 
-def test_k_of_an_evaluation() -> None:
-    assert EvaluateConfig(num_speculative_tokens="7,3").num_speculative_tokens == [3, 7]
-    with pytest.raises(pydantic.ValidationError, match="K must be whole numbers from 1 to 32"):
-        EvaluateConfig(num_speculative_tokens="33")
-
-
-def test_a_drafter_by_itself_and_several() -> None:
-    assert EvaluateConfig(drafter="peagle").drafter == ["peagle"]
-    assert EvaluateConfig().drafter == ["auto"]
-
-
-def test_none_has_nothing_to_accept() -> None:
+def test_none_cannot_be_evaluated():
     with pytest.raises(pydantic.ValidationError, match="no acceptance to measure"):
         EvaluateConfig(drafter=["peagle", "none"])
 
 
-def test_a_temperature_that_vllm_refuses_is_refused_before_an_engine_starts() -> None:
+def test_invalid_temperatures_are_refused():
     with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
         EvaluateConfig(temperature=2.5)
     with pytest.raises(pydantic.ValidationError, match="less than or equal to 2"):
         TrainConfig(prompts=["stdlib"], output="out", temperature=2.5)
 
 
-def test_lists_from_one_flag_and_several() -> None:
-    config = BenchConfig(methods=["none,eagle3", "none"], num_speculative_tokens=["7,3"], concurrency="8,1")
-    assert config.methods == ["none", "eagle3"]
-    assert config.num_speculative_tokens == [3, 7]
-    assert config.concurrency == [1, 8]
-
-
-def test_without_any_key_it_is_the_shipped_head_against_none() -> None:
-    config = BenchConfig()
-    assert (config.methods, config.num_speculative_tokens, config.concurrency) == (
-        ["none", "peagle"],
-        [3, 5, 7],
-        [1, 4, 8],
-    )
-    assert not config.is_synthetic
-    assert config.sampling() == {"temperature": 0.0, "max_tokens": 256}
-
-
-def test_text_that_means_nothing_ends_at_its_full_length() -> None:
+def test_meaningless_text_has_the_full_length():
     config = BenchConfig(load_format="dummy", synthetic_acceptance="3.2")
     assert config.is_synthetic
     assert config.sampling()["ignore_eos"] is True
@@ -100,15 +75,68 @@ def test_text_that_means_nothing_ends_at_its_full_length() -> None:
         ({"synthetic_acceptance": "0.5,0.7"}, "non-increasing rates"),
     ],
 )
-def test_what_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_contradictory_options_are_refused(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         BenchConfig(**keys)
 
 
-def test_dummy_weights_alone_mean_nothing_either() -> None:
-    assert BenchConfig(load_format="dummy").is_synthetic
-
-
-def test_a_head_of_the_catalog_says_its_method_by_itself() -> None:
+def test_catalog_heads_imply_their_method():
     config = BenchConfig(methods="none,peagle,eagle3", drafter=["smollm2-135m-peagle", "eagle3=heads/mine"])
     assert config.heads == {"peagle": "smollm2-135m-peagle", "eagle3": "heads/mine"}
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.4, 3), (4.0, 3), (3.25, 7)])
+def test_rates_add_up_to_the_length(length, k):
+    assert expected_acceptance_length(rates_of_length(length, k), k) == pytest.approx(length)
+
+
+def test_the_most_specific_entry_wins():
+    entries = parse_synthetic(["2", "peagle=0.8,0.5,0.2", "peagle:1=0.9"])
+    assert rates_for("peagle", 1, entries) == (0.9,)
+    assert rates_for("peagle", 2, entries) == (0.8, 0.5)
+    assert rates_for("eagle3", 2, entries) == (1.0, 0.0)
+
+
+def test_published_lengths_are_interpolated():
+    # P-EAGLE for Qwen3-Coder-30B-A3B on HumanEval (its model card).
+    entries = parse_synthetic(["peagle=4:4.30,10:6.66,18:7.51"])
+    lengths = {k: 1 + sum(rates_for("peagle", k, entries) or ()) for k in (3, 4, 7, 10, 11, 18)}
+    assert lengths == pytest.approx({3: 3.475, 4: 4.30, 7: 5.48, 10: 6.66, 11: 6.76625, 18: 7.51}, abs=1e-4)
+    with pytest.raises(ConfigError, match="18 rates, but K is 19"):
+        rates_for("peagle", 19, entries)
+
+
+@pytest.mark.parametrize("lengths", [{3: 4.5}, {3: 3.0, 7: 2.9}, {3: 2.0, 4: 3.0}])
+def test_impossible_lengths_are_refused(lengths):
+    with pytest.raises(ValueError, match="impossible"):
+        rates_of_lengths(lengths)
+
+
+@pytest.mark.parametrize(
+    ("entry", "k", "message"), [("3.2", 2, "exceeds the maximum of peagle at K=2: 3"), ("0.8,0.6", 3, "2 rates")]
+)
+def test_too_few_rates_for_k_are_refused(entry, k, message):
+    with pytest.raises(ConfigError, match=message):
+        rates_for("peagle", k, parse_synthetic([entry]))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ["x"],
+        ["-1"],
+        ["1.5,0.5"],
+        ["none=2"],
+        ["peagle:x=2"],
+        ["2", "3"],
+        ["inf"],
+        ["3:x"],
+        ["3:3,2"],
+        ["0:1,4:3"],
+        ["4:3,4:2"],
+        ["-1:1,4:3"],
+    ],
+)
+def test_invalid_entries_are_refused(entries):
+    with pytest.raises(ValueError, match=r"synthetic|NUMBERS|number|neither"):
+        parse_synthetic(entries)

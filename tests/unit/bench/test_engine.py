@@ -1,25 +1,27 @@
 """An engine that is up for a while: why it did not start is told by what it printed, and by nothing before."""
 
+import asyncio
 import dataclasses
-import mmap
 import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from peagle import hardware
 from peagle.bench import engine
-from peagle.bench.engine import PeakMemory, memory_reader, tree_rss_gib, with_engine
+from peagle.bench import engine as bench_engine
+from peagle.bench.engine import difference, memory_reader, run_loop, tree_rss_gib, with_engine
+from peagle.bench.prompts import BenchPrompt
 from peagle.engine.fake import FakeEngine, FakeTraits
+from peagle.engine.interface import RequestRefused
 from peagle.engine.spec import EngineSpec
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
+from peagle.speculation import SpeculationStats
 
 
-def failing(*lines: str) -> Any:
-    def start(*_: Any) -> Any:
+def failing(*lines):
+    def start(*_):
         for line in lines:
             os.write(2, f"(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] {line}\n".encode())
         raise EngineError("vLLM did not start: see above")
@@ -34,9 +36,7 @@ def failing(*lines: str) -> Any:
         ([], "vLLM did not start: see above"),
     ],
 )
-def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(
-    lines: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; put back afterwards
     log = tmp_path / "none-k0.log"
     for start, told in (
@@ -49,32 +49,30 @@ def test_the_cause_is_that_of_this_start_and_not_of_an_earlier_one(
     assert "KV cache" in log.read_text(), "earlier prints are kept"
 
 
-def test_an_engine_whose_answers_are_not_its_targets_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     ended = []
 
     class Fake(FakeEngine):
-        def shutdown(self) -> None:
+        def shutdown(self):
             ended.append(self.self_check)
 
-    async def use(engine: Any, _: float) -> Any:
+    async def use(engine, _):
         return engine.self_check
 
     log = tmp_path / "none-k0.log"
 
-    def start(*_: Any) -> Fake:
+    def start(*_):
         os.write(2, b"WARNING 11-21 11:36:04 [cpu.py:1] no libtcmalloc: this is slow\n")
         return Fake(FakeTraits(is_wrong=is_wrong))
 
-    def outcome() -> Any:
+    def outcome():
         return with_engine(EngineSpec(model="m"), hardware.detect(), start, log, use)
 
     is_wrong = False
     assert outcome().outcome == "passed"
     is_wrong = True
-    with pytest.raises(EngineError, match="its answers are not its target's"):
+    with pytest.raises(EngineError, match="failed its self-check"):
         outcome()
     assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
     said = capfd.readouterr().err
@@ -86,38 +84,20 @@ PAGE_GIB = os.sysconf("SC_PAGE_SIZE") / 1024**3
 GPU = Hardware(platform="cuda", accelerator="H100", num_accelerators=1, memory_gib=80, free_memory_gib=80, num_cpus=8)
 
 
-def write_process(proc: Path, pid: int, parent: int, pages: int) -> None:
+def write_process(proc, pid, parent, pages):
     (proc / str(pid)).mkdir()
     fields = ["S", str(parent), *["0"] * 19, str(pages), "0"]
     (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {' '.join(fields)}")
 
 
-def test_a_process_and_all_below_it_are_added_up(tmp_path: Path) -> None:
+def test_memory_includes_descendants(tmp_path):
     for pid, parent, pages in ((10, 1, 100), (11, 10, 20), (12, 11, 3), (13, 1, 5000)):
         write_process(tmp_path, pid, parent, pages)
     assert tree_rss_gib(10, tmp_path) == pytest.approx(123 * PAGE_GIB)
     assert tree_rss_gib(99, tmp_path) is None
 
 
-def test_this_process_holds_what_it_allocates() -> None:
-    block = 200 * 1024**2
-    before = tree_rss_gib()
-    with mmap.mmap(-1, block) as pages:  # an allocator may hand out what it has kept of an earlier test
-        pages.write(b"x" * block)
-        after = tree_rss_gib()
-    assert before is not None
-    assert after is not None
-    assert after - before == pytest.approx(block / 1024**3, abs=0.05)
-
-
-def test_the_largest_reading_counts_also_one_in_between() -> None:
-    readings = iter([1.0, 7.0, None])
-    with PeakMemory(lambda: next(readings, 2.0), every_s=0.01) as peak:
-        time.sleep(0.2)
-    assert peak.gib == 7.0
-
-
-def test_on_a_gpu_what_was_in_use_before_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_excludes_earlier_use(monkeypatch):
     readings = iter([3.0, 60.0, None])
     monkeypatch.setattr(engine, "device_gib", lambda: next(readings))
     read = memory_reader(GPU)
@@ -125,20 +105,97 @@ def test_on_a_gpu_what_was_in_use_before_is_not_counted(monkeypatch: pytest.Monk
     assert read() is None
 
 
-def test_a_target_in_int8_is_converted_before_its_engine_starts(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_in_int8_is_converted_before_its_engine_starts(target, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     started: list[EngineSpec] = []
 
-    def start(spec: EngineSpec, _: Hardware) -> FakeEngine:
+    def start(spec, _):
         started.append(spec)
         return FakeEngine(FakeTraits())
 
-    async def use(_engine: Any, _start_s: float) -> None: ...
+    async def use(_engine, _start_s): ...
 
     log, vnni = tmp_path / "peagle-k3.log", dataclasses.replace(hardware.detect(), cpu_flags=frozenset({"avx512_vnni"}))
     with_engine(EngineSpec(model=str(target), precision="int8"), vnni, start, log, use)
     assert [Path(spec.model).parent for spec in started] == [tmp_path / "targets"]
     assert f"converting {target}" in log.read_text() + capfd.readouterr().err
+
+
+PROMPTS = [BenchPrompt(token_ids=[i], category=None) for i in range(6)]
+SAMPLING = {"temperature": 0.0, "max_tokens": 20}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
+
+
+class Watched(FakeEngine):
+    """Notes who asks for what, and how many at once; refuses one of the requests."""
+
+    def __init__(self, refused=""):
+        super().__init__(num_speculative_tokens=2)
+        self.asked: list[tuple[str, int]] = []
+        self.most_running = self._running = 0
+        self._refused = refused
+
+    async def generate(self, request_id, prompt, sampling):
+        if request_id == self._refused:
+            raise RequestRefused("not this one")
+        self.asked.append((request_id, sampling["max_tokens"]))
+        self._running += 1
+        self.most_running = max(self.most_running, self._running)
+        try:
+            return await super().generate(request_id, prompt, sampling)
+        finally:
+            self._running -= 1
+
+
+def run(engine, concurrency=2, num_warm_up=1):
+    seen: list[tuple[int, int]] = []
+    loop = asyncio.run(
+        run_loop(
+            engine,
+            PROMPTS,
+            sampling=SAMPLING,
+            concurrency=concurrency,
+            progress=lambda done, total: seen.append((done, total)),
+            num_warm_up=num_warm_up,
+        )
+    )
+    return loop, seen
+
+
+def test_the_loop_keeps_the_concurrency():
+    engine = Watched()
+    loop, seen = run(engine, concurrency=3)
+    assert engine.most_running == 3
+    assert [request for request, _ in engine.asked[1:]] == [str(i) for i in range(6)]
+    assert len(loop.responses) == 6
+    assert seen == [(i, 6) for i in range(1, 7)]
+
+
+def test_the_warm_up_is_not_measured():
+    engine = Watched()
+    loop, _ = run(engine, concurrency=4, num_warm_up=4)
+    assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
+    assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
+
+
+def test_a_refused_request_has_no_answer():
+    loop, seen = run(Watched(refused="2"))
+    assert [answer is None for answer in loop.answers] == [False, False, True, False, False, False]
+    assert loop.generations[2] is None
+    assert seen[-1] == (6, 6)
+
+
+def test_difference_of_two_readings():
+    def stats(num_drafts, *accepted):
+        return SpeculationStats(
+            num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
+        )
+
+    assert difference(stats(10, 6, 3), stats(4, 3, 1)) == stats(6, 3, 2)
+    assert difference(stats(10, 6, 3), SpeculationStats.empty()) == stats(10, 6, 3)
+    assert difference(None, stats(1, 1)) is None

@@ -1,19 +1,19 @@
-import importlib.util
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peagle.bench import folder as module
 from peagle.bench.config import BenchConfig
-from peagle.bench.folder import digest
-from peagle.bench.plan import BenchPlan, all_passes, make_plan, make_setup, make_setups, num_starts
+from peagle.bench.folder import MeasurementFolder, digest
+from peagle.bench.plan import all_passes, make_plan, make_setup
 from peagle.bench.prompts import Dataset
 from peagle.bench.run import time_left_s
 from peagle.catalog.targets import resolve_model
 from peagle.engine.arguments import engine_args
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.errors import ConfigError, DrafterError, PriceError
+from peagle.files import write_json
 from peagle.hardware import Hardware
 from peagle.requests.prompts import PromptSpec
 
@@ -22,12 +22,12 @@ from .conftest import record, setup
 A, B, C = setup("none"), setup("eagle3"), setup("peagle")
 
 
-def shown(repeats: int, rounds: int) -> list[tuple[str, list[tuple[int, int]]]]:
+def shown(repeats, rounds):
     planned = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda one: one.setup)
     return [(setup.method, [(p.repeat, p.concurrency) for p in passes]) for setup, passes in planned]
 
 
-def test_a_round_turns_the_order_round_and_the_engine_at_the_turn_stays_up() -> None:
+def test_rounds_alternate_in_order():
     assert shown(repeats=2, rounds=2) == [
         ("none", [(0, 1), (0, 4)]),
         ("eagle3", [(0, 1), (0, 4)]),
@@ -37,18 +37,7 @@ def test_a_round_turns_the_order_round_and_the_engine_at_the_turn_stays_up() -> 
     ]
 
 
-def test_repeats_are_shared_out_among_fewer_rounds() -> None:
-    assert shown(repeats=3, rounds=2)[0] == ("none", [(0, 1), (0, 4), (2, 1), (2, 4)])
-    assert shown(repeats=3, rounds=1) == [
-        (m, [(r, c) for r in range(3) for c in (1, 4)]) for m in ("none", "eagle3", "peagle")
-    ]
-
-
-def test_there_are_no_more_rounds_than_repeats() -> None:
-    assert shown(repeats=1, rounds=5) == shown(repeats=1, rounds=1)
-
-
-def test_every_pass_is_there_once_and_a_steady_drift_weighs_on_all_alike() -> None:
+def test_a_steady_drift_affects_all_engines_equally():
     passes = all_passes([A, B, C], [1], repeats=2, rounds=2)
     assert len(set(passes)) == len(passes) == 6
     places = sorted((p.setup.method, i) for i, p in enumerate(passes))
@@ -56,14 +45,7 @@ def test_every_pass_is_there_once_and_a_steady_drift_weighs_on_all_alike() -> No
     assert len(set(sums.values())) == 1
 
 
-def test_what_is_done_is_left_out_and_saves_its_engine() -> None:
-    passes = all_passes([A, B, C], [1, 4], repeats=2, rounds=2)
-    left = [p for p in passes if not (p.setup == B and p.repeat == 0) and (p.setup, p.repeat) != (C, 1)]
-    assert num_starts(passes) == 5
-    assert num_starts(left) == 4  # none, peagle, eagle3, none
-
-
-def test_time_left_counts_starts_and_takes_passes_of_the_same_concurrency() -> None:
+def test_time_left_by_hand():
     left = all_passes([A, B], [1, 4], repeats=1, rounds=1)
     done = [record(concurrency=1, wall_s=10.0), record(concurrency=1, wall_s=12.0), record(concurrency=4, wall_s=4.0)]
     assert time_left_s(done, left, is_up=False) == 2 * 20 + 2 * (11 + 4)
@@ -80,12 +62,12 @@ GPU = Hardware(
 )  # fmt: skip
 
 
-def plan(target: Path, hardware: Hardware = CPU, **keys: Any) -> BenchPlan:
+def plan(target, hardware=CPU, **keys):
     config = BenchConfig(**{"model": str(target), "methods": "none", **keys})
     return make_plan(config, hardware, resolve_model(str(target)))
 
 
-def test_a_method_is_an_engine_for_each_k_and_none_is_one(target: Path, head: Any) -> None:
+def test_every_method_and_k_has_an_engine(target, head):
     drafters = [f"peagle={head()}", f"eagle3={head('eagle3')}"]
     found = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
     assert [setup.label for setup in found] == [
@@ -96,23 +78,12 @@ def test_a_method_is_an_engine_for_each_k_and_none_is_one(target: Path, head: An
     assert (found[1].fingerprint, found[1].head) == (found[2].fingerprint, "peagle")
 
 
-def test_a_method_without_a_head_says_how_to_name_one(target: Path) -> None:
-    with pytest.raises(DrafterError, match=r"the catalog has no eagle3 head for target(.|\n)*--drafter eagle3=HEAD"):
-        plan(target, methods="none,eagle3")
-
-
-def test_a_head_of_another_method_is_refused(target: Path, head: Any) -> None:
+def test_a_head_of_another_method_is_refused(target, head):
     with pytest.raises(DrafterError, match="is a head of method peagle"):
         plan(target, methods="eagle3", drafter=f"eagle3={head()}")
 
 
-def test_suffixes_need_their_package(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install arctic-inference"):
-        plan(target, methods="suffix")
-
-
-def test_acceptance_by_lot_reaches_every_drafter(target: Path, head: Any) -> None:
+def test_synthetic_acceptance_reaches_every_drafter(target, head):
     keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
     found = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
     assert [setup.drafter.synthetic_rates for setup in found if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
@@ -122,13 +93,13 @@ def test_acceptance_by_lot_reaches_every_drafter(target: Path, head: Any) -> Non
         plan(target, CPU, **keys, synthetic_acceptance="2.5")
 
 
-def test_the_engine_is_sized_for_the_largest_concurrency_and_never_reuses_a_prompt(target: Path) -> None:
+def test_engine_size_and_prefix_caching(target):
     spec = plan(target, concurrency="1,16", load_format="dummy").spec
     assert (spec.max_num_seqs, spec.enable_prefix_caching, spec.load_format) == (16, False, "dummy")
     assert plan(target, concurrency="1", max_num_seqs=8).spec.max_num_seqs == 8
 
 
-def test_token_slots_can_be_named_and_leave_room_for_prompts(target: Path, head: Any) -> None:
+def test_token_slots_must_leave_room_for_prompts(target, head):
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
     found = plan(target, **keys, max_num_batched_tokens=512)
     assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in found.setups] == [512, 512]
@@ -136,19 +107,13 @@ def test_token_slots_can_be_named_and_leave_room_for_prompts(target: Path, head:
         plan(target, **keys, max_num_batched_tokens=32)
 
 
-def test_cuda_graphs_can_reach_larger_steps(target: Path) -> None:
-    found = plan(target, GPU, concurrency="128", max_cudagraph_capture_size=3072)
-    assert engine_args(found.spec, GPU)["max_cudagraph_capture_size"] == 3072
-    assert "max_cudagraph_capture_size" not in engine_args(plan(target, GPU).spec, GPU)
-
-
-def test_price_is_of_the_devices_that_one_engine_holds(target: Path) -> None:
+def test_price_of_one_engines_devices(target):
     assert plan(target, usd_per_hour=3.6).usd_per_s == pytest.approx(0.001)  # both CPUs
     assert plan(target, GPU, usd_per_hour=7.2).usd_per_s == pytest.approx(0.001)  # one of two GPUs
     assert plan(target, GPU, usd_per_hour=7.2, tensor_parallel_size=2).usd_per_s == pytest.approx(0.002)
 
 
-def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(target: Path) -> None:
+def test_an_unknown_price_is_a_note_or_an_error(target):
     unpriced = plan(target, GPU)
     assert unpriced.usd_per_s is None
     assert "tokens per dollar are unknown" in unpriced.notes[-1]
@@ -158,7 +123,7 @@ def test_an_unknown_price_is_left_out_but_one_that_was_asked_for_is_an_error(tar
         plan(target, GPU, instance_type="c7a.large")
 
 
-def test_an_engine_s_files_are_named_by_its_head_and_its_lot() -> None:
+def test_file_names_of_an_engine():
     spec = EngineSpec(model="target")
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2)
     lot = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.5, 0.5))
@@ -168,13 +133,7 @@ def test_an_engine_s_files_are_named_by_its_head_and_its_lot() -> None:
     assert (named[1].spec.drafter, named[1].spec.model) == (drafter, "target")
 
 
-def test_none_alone_needs_no_head(target: Path) -> None:
-    spec = EngineSpec(model=str(target))
-    setups, notes = make_setups(BenchConfig(methods="none"), spec, resolve_model(str(target)), CPU)
-    assert ([setup.drafter for setup in setups], notes) == ([None], [])
-
-
-def test_finer_points_reach_every_engine_and_the_fingerprint(target: Path, head: Any) -> None:
+def test_engine_options_reach_engines_and_fingerprint(target, head):
     dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
     finer: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
@@ -189,6 +148,19 @@ def test_finer_points_reach_every_engine_and_the_fingerprint(target: Path, head:
     assert not finer.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
 
 
-def test_what_a_measurement_sets_itself_is_no_engine_arg(target: Path) -> None:
+def test_conflicting_engine_args_are_refused(target):
     with pytest.raises(ConfigError, match=r"--engine-arg load_format conflicts(.|\n)*--load-format"):
         plan(target, engine_args="load_format=dummy")
+
+
+def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch):
+    made = module.make_folder
+
+    def make_folder(path):
+        made(path)
+        if path.name != tmp_path.name:  # the other command is a moment faster
+            write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "theirs"}})
+
+    monkeypatch.setattr(module, "make_folder", make_folder)
+    with pytest.raises(ConfigError, match="theirs"):
+        MeasurementFolder(tmp_path, name="run", fingerprint={"model": "ours"})

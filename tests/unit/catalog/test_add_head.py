@@ -1,15 +1,13 @@
 """Heads in both layouts, added to the catalog and then chosen by `--drafter auto`."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from peagle.catalog import add_head as module
-from peagle.catalog.add_head import add_head, front_matter
+from peagle.catalog.add_head import add_head
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import resolve_drafter
 from peagle.catalog.local import local_path
@@ -20,7 +18,7 @@ HIDDEN, VOCABULARY = 8, 64
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(tmp_path):
     folder = tmp_path / "My Llama"
     folder.mkdir()
     config = {
@@ -34,7 +32,7 @@ def target(tmp_path: Path) -> Path:
     return folder
 
 
-def published_head(folder: Path, *, base_model: str | None = None, seed: int = 0, **changes: Any) -> Path:
+def published_head(folder, *, base_model=None, seed=0, **changes):
     """As P-EAGLE heads lie on the hub: plain Llama keys, a mask token, the whole vocabulary, own embeddings."""
     folder.mkdir(parents=True)
     config = {
@@ -55,7 +53,7 @@ def published_head(folder: Path, *, base_model: str | None = None, seed: int = 0
     return folder
 
 
-def test_a_published_head_for_a_target_outside_the_catalog(tmp_path: Path, target: Path, peagle_home: Path) -> None:
+def test_add_a_published_head_for_a_new_target(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head", base_model=str(target))
     added = add_head(head)
     assert added.path == peagle_home / "models" / "my-llama.yaml"
@@ -73,9 +71,7 @@ def test_a_published_head_for_a_target_outside_the_catalog(tmp_path: Path, targe
     assert sorted(file.name for file in added.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_the_copy_outlives_its_source_and_other_homes_find_theirs(
-    tmp_path: Path, target: Path, peagle_home: Path
-) -> None:
+def test_the_copied_head_outlives_its_source(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head")
     added = add_head(head, target=str(target))
     for file in head.iterdir():
@@ -84,7 +80,7 @@ def test_the_copy_outlives_its_source_and_other_homes_find_theirs(
     assert local_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
 
 
-def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home: Path, shipped_head: Path) -> None:
+def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     before = load_catalog().get("smollm2-135m")
     added = add_head(shipped_head)  # it says HuggingFaceTB/SmolLM2-135M-Instruct, which the catalog has as smollm2-135m
     after = load_catalog().get("smollm2-135m")
@@ -99,7 +95,7 @@ def test_a_catalog_target_keeps_its_card_and_what_was_measured_of_it(peagle_home
     assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
 
 
-def test_the_user_sets_k_and_how_far_it_goes(peagle_home: Path, shipped_head: Path) -> None:
+def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):
     card = add_head(shipped_head, num_speculative_tokens=7, max_concurrency=16).card
     for platform in ("cpu", "cuda"):
         for concurrency, expected in ((16, ("peagle", 7)), (17, ("none", 0))):
@@ -108,7 +104,7 @@ def test_the_user_sets_k_and_how_far_it_goes(peagle_home: Path, shipped_head: Pa
             assert (row.method, row.num_speculative_tokens) == expected
 
 
-def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path: Path, target: Path) -> None:
+def test_a_head_of_another_method_is_added(tmp_path, target):
     add_head(published_head(tmp_path / "peagle"), target=str(target))
     added = add_head(published_head(tmp_path / "eagle3", ptd_token_id=None), target="my-llama")
     assert set(added.card.heads) == {"peagle", "eagle3"}
@@ -121,17 +117,7 @@ def test_a_head_of_another_method_stands_beside_and_is_taken(tmp_path: Path, tar
     assert former.spec.method == "peagle"
 
 
-def test_heads_added_before_stay_on_the_disk(tmp_path: Path, target: Path) -> None:
-    first = add_head(published_head(tmp_path / "a", seed=1), target=str(target))
-    second = add_head(published_head(tmp_path / "b", seed=2), target=str(target))
-    assert second.replaced == str(first.folder)
-    assert first.folder.is_dir()
-    assert second.folder != first.folder
-
-
-def test_a_card_of_another_name_leaves_the_targets_own_alone(
-    peagle_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path, shipped_head: Path
-) -> None:
+def test_a_card_with_another_name_is_separate(peagle_home, monkeypatch, tmp_path, target, shipped_head):
     from peagle.catalog import targets
 
     shipped = load_catalog().get("smollm2-135m")
@@ -144,28 +130,13 @@ def test_a_card_of_another_name_leaves_the_targets_own_alone(
 
 
 @pytest.mark.parametrize("name", ["add", "My Model", "../outside", "-x"])
-def test_a_name_that_cannot_be_is_refused(peagle_home: Path, name: str, shipped_head: Path) -> None:
+def test_invalid_names_are_refused(peagle_home, name, shipped_head):
     with pytest.raises(CatalogError, match="cannot be called"):
         add_head(shipped_head, name=name)
     assert not peagle_home.exists()
 
 
-def test_a_folder_called_like_a_command_needs_a_name(tmp_path: Path, target: Path) -> None:
-    odd = target.rename(tmp_path / "add")
-    head = published_head(tmp_path / "head")
-    with pytest.raises(CatalogError, match="a model cannot be called 'add'"):
-        add_head(head, target=str(odd))
-    assert add_head(head, target=str(odd), name="other").card.name == "other"
-
-
-def test_the_name_of_another_model_is_not_taken(peagle_home: Path, shipped_head: Path) -> None:
-    with pytest.raises(CatalogError, match="already has another model named gpt-oss-20b"):
-        add_head(shipped_head, name="gpt-oss-20b")
-
-
-def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
-    tmp_path: Path, target: Path, peagle_home: Path, shipped_head: Path
-) -> None:
+def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home, shipped_head):
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 2,880"):
         add_head(shipped_head, target="gpt-oss-20b")
     with pytest.raises(DrafterError, match="has 2 layers, but the weights have"):
@@ -179,7 +150,7 @@ def test_a_head_that_does_not_fit_leaves_the_catalog_as_it_was(
     assert not peagle_home.exists()
 
 
-def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_path: Path) -> None:
+def test_an_unknown_target_must_be_stated(tmp_path):
     with pytest.raises(DrafterError, match="does not name its target model") as silent:
         add_head(published_head(tmp_path / "silent"))
     with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
@@ -188,19 +159,10 @@ def test_a_head_without_a_target_or_with_one_that_is_not_here_asks_for_it(tmp_pa
     assert "--target" in gone.value.hint
 
 
-def test_a_card_with_unknown_sizes_is_judged_by_the_target_itself(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, shipped_head: Path
-) -> None:
+def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):
     added = add_head(published_head(tmp_path / "head"), target=str(target))
     unknown = added.card.architecture.model_copy(update={"hidden_size": None})
     vague = added.card.model_copy(update={"architecture": unknown})
     monkeypatch.setattr(module, "load_catalog", lambda: load_catalog().__class__({"my-llama": vague}))
     with pytest.raises(DrafterError, match="hidden size is 576, but the target's is 8"):
         add_head(shipped_head, target="my-llama")
-
-
-@pytest.mark.parametrize("text", ["# no front matter", "---\n: : :\n---\n", "---\nonly text\n---\n", None])
-def test_a_card_without_front_matter_says_nothing(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "README.md").write_text(text)
-    assert front_matter(tmp_path) == {}

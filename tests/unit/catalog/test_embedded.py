@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,11 +19,11 @@ GGUF = b"GGUF of a test"
 class Converter:
     """Stands in for the half minute of conversion; counts how often it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_runs = 0
         self.fails = False
 
-    def __call__(self, gguf: Path, out: Path, upstream_id: str) -> None:
+    def __call__(self, gguf, out, upstream_id):
         self.num_runs += 1
         time.sleep(0.05)
         (out / "model.safetensors").write_bytes(gguf.read_bytes() * 100)
@@ -39,13 +37,13 @@ class RecordedFile:
 
     name = embedded.EMBEDDED_TARGETS[NAME].gguf_name
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content):
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         self.hash = type("Hash", (), {"mode": "sha256", "value": digest})
 
 
 @pytest.fixture
-def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gguf(tmp_path, monkeypatch):
     """An installed package that carries a GGUF file."""
     path = tmp_path / "package" / RecordedFile.name
     path.parent.mkdir()
@@ -58,13 +56,13 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def converter(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
+def converter(gguf, monkeypatch):
     converter = Converter()
     monkeypatch.setattr(embedded, "_run_converter", converter)
     return converter
 
 
-def test_a_target_is_converted_once_and_says_so(converter: Converter, peagle_home: Path) -> None:
+def test_a_target_is_converted_once(converter, peagle_home):
     messages: list[str] = []
     folders = [ensure_embedded(NAME, announce=messages.append) for _ in range(3)]
     assert converter.num_runs == len(messages) == 1
@@ -73,42 +71,28 @@ def test_a_target_is_converted_once_and_says_so(converter: Converter, peagle_hom
     assert (folders[0] / "model.safetensors").read_bytes() == GGUF * 100
 
 
-def test_readiness_is_known_without_converting(converter: Converter) -> None:
-    assert not is_embedded_ready(NAME)
-    ensure_embedded(NAME)
-    assert is_embedded_ready(NAME)
-    assert converter.num_runs == 1
-
-
-def test_the_manifest_names_every_file_and_where_it_came_from(converter: Converter) -> None:
-    manifest = json.loads((ensure_embedded(NAME) / "peagle-manifest.json").read_text())
-    assert manifest["gguf_sha256"] == hashlib.sha256(GGUF).hexdigest()
-    weights = manifest["files"]["model.safetensors"]
-    assert weights == {"sha256": hashlib.sha256(GGUF * 100).hexdigest(), "size_bytes": len(GGUF) * 100}
-
-
-def flip_a_byte(folder: Path) -> None:
+def flip_a_byte(folder):
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[7] ^= 1
     weights.write_bytes(content)
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(10)
 
 
-def remove_a_file(folder: Path) -> None:
+def remove_a_file(folder):
     (folder / "config.json").unlink()
 
 
-def break_the_manifest(folder: Path) -> None:
+def break_the_manifest(folder):
     (folder / "peagle-manifest.json").write_text("{")
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_a_file, break_the_manifest])
-def test_a_damaged_target_is_converted_again(converter: Converter, damage: Any) -> None:
+def test_a_damaged_target_is_converted_again(converter, damage):
     folder = ensure_embedded(NAME)
     ensure_embedded(NAME)  # has noted the files as good
     damage(folder)
@@ -117,16 +101,8 @@ def test_a_damaged_target_is_converted_again(converter: Converter, damage: Any) 
     assert converter.num_runs == 2
 
 
-def test_touching_a_good_file_does_not_convert_again(converter: Converter) -> None:
-    (ensure_embedded(NAME) / "model.safetensors").touch()
-    ensure_embedded(NAME)
-    assert converter.num_runs == 1
-
-
-def test_a_target_that_cannot_be_written_to_is_still_used(
-    converter: Converter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, value: Any) -> None:
+def test_a_read_only_target_is_used(converter, monkeypatch):
+    def refuse(path, value):
         raise PermissionError
 
     monkeypatch.setattr(converted, "write_json", refuse)
@@ -135,14 +111,14 @@ def test_a_target_that_cannot_be_written_to_is_still_used(
     assert converter.num_runs == 1
 
 
-def test_many_at_once_convert_once(converter: Converter) -> None:
+def test_concurrent_processes_convert_once(converter):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: ensure_embedded(NAME), range(8)))
     assert converter.num_runs == 1
     assert len(set(folders)) == 1
 
 
-def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(converter: Converter) -> None:
+def test_a_failed_conversion_leaves_nothing(converter):
     converter.fails = True
     with pytest.raises(PeagleError, match="died"):
         ensure_embedded(NAME)
@@ -151,15 +127,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(converter: Conve
     assert ensure_embedded(NAME).is_dir()
 
 
-def test_what_a_killed_conversion_left_is_swept(converter: Converter) -> None:
-    leftover = embedded_folder(NAME).parent / f".{embedded_folder(NAME).name}.killed"
-    leftover.mkdir(parents=True)
-    (leftover / "model.safetensors").write_bytes(b"half")
-    ensure_embedded(NAME)
-    assert not leftover.exists()
-
-
-def test_another_gguf_or_converter_has_another_folder(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_gguf_or_converter_has_another_folder(converter, monkeypatch):
     first = embedded_folder(NAME)
     monkeypatch.setattr(embedded, "CONVERTER_VERSION", 99)
     second = embedded_folder(NAME)
@@ -167,15 +135,15 @@ def test_another_gguf_or_converter_has_another_folder(converter: Converter, monk
     assert len({first, second, embedded_folder(NAME)}) == 3
 
 
-def test_a_damaged_package_is_named(converter: Converter, gguf: Path) -> None:
+def test_a_damaged_package_is_an_error(converter, gguf):
     gguf.write_bytes(b"rotten")
     with pytest.raises(CatalogError, match="damaged") as caught:
         ensure_embedded(NAME)
     assert "--force-reinstall" in caught.value.hint
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
+def test_a_missing_package_is_an_error(monkeypatch):
+    def missing(name):
         raise embedded.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(embedded.metadata, "files", missing)
@@ -184,22 +152,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "peagle[embedded]" in caught.value.hint
 
 
-def test_a_missing_converter_is_named(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = embedded.find_spec
-    monkeypatch.setattr(embedded, "find_spec", lambda name: None if name == "gguf" else found(name))
-    with pytest.raises(CatalogError, match="requires gguf") as caught:
-        ensure_embedded(NAME)
-    assert "peagle[embedded]" in caught.value.hint
-
-
-def test_an_unknown_target_suggests_the_nearest() -> None:
-    with pytest.raises(CatalogError) as caught:
-        ensure_embedded("smollm2-153m")
-    assert NAME in caught.value.hint
-
-
-def test_the_converter_s_last_words_reach_the_user(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(command: list[str], **options: Any) -> None:
+def test_the_converters_error_reaches_the_user(gguf, monkeypatch):
+    def die(command, **options):
         raise subprocess.CalledProcessError(1, command, stderr="Traceback...\nRuntimeError: no chat template\n")
 
     monkeypatch.setattr(subprocess, "run", die)
@@ -208,18 +162,7 @@ def test_the_converter_s_last_words_reach_the_user(gguf: Path, monkeypatch: pyte
     assert sys.executable in caught.value.hint
 
 
-def test_a_converter_that_hangs_is_given_up(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(command: list[str], **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    with pytest.raises(PeagleError, match="longer than 600 s"):
-        ensure_embedded(NAME)
-
-
-def test_a_home_that_cannot_be_written_to_is_named(
-    converter: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_home_is_an_error(converter, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot be created") as caught:

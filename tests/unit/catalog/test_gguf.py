@@ -1,9 +1,7 @@
-from types import SimpleNamespace
-
-from peagle.catalog.gguf import _clean_config, _clean_tokenizer, _name_special_tokens
+from peagle.catalog.gguf import _clean_config, _clean_tokenizer
 
 
-def test_the_configuration_says_what_upstream_says() -> None:
+def test_config_has_the_upstream_values():
     loose = {
         "_model_name_or_path": "Smollm2 135M 8k Lc100K Mix1 Ep2",
         "rms_norm_eps": 9.999999747378752e-06,
@@ -16,15 +14,6 @@ def test_the_configuration_says_what_upstream_says() -> None:
     }
 
 
-def test_the_tokenizer_gets_a_length_and_forgets_where_it_was_loaded_from() -> None:
+def test_tokenizer_config_is_cleaned():
     loose = {"is_local": True, "local_files_only": False, "model_max_length": 10**30, "pad_token": "<p>"}
     assert _clean_tokenizer(loose, 8192) == {"model_max_length": 8192, "pad_token": "<p>"}
-
-
-def test_special_tokens_are_those_that_the_configuration_numbers() -> None:
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = SimpleNamespace(
-        bos_token=None, eos_token="<|im_start|>", pad_token="<p>", convert_ids_to_tokens=words.__getitem__
-    )
-    _name_special_tokens(tokenizer, SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=None))
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<p>")

@@ -21,7 +21,7 @@ from peagle.errors import CatalogError
 CONFIG = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
-def test_a_node_takes_the_commit_of_the_spec_wherever_the_main_branch_is(moving_hub):
+def test_a_node_loads_the_commit_of_the_spec(moving_hub):
     for commit in (FIRST, SECOND):
         moving_hub.push("org/model-of-this-test", commit, CONFIG)
     spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
@@ -39,20 +39,20 @@ def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, ca
     assert local_spec(EngineSpec(model=str(target), precision="bf16")).model == str(target)
 
 
-def test_a_shipped_head_is_found_in_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_head_is_found_in_this_installation(tmp_path, monkeypatch):
     heads = tmp_path / "here" / "heads"
     (heads / "m-peagle").mkdir(parents=True)
     monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", heads)
     assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
 
 
-def test_what_this_node_does_not_have_is_named() -> None:
+def test_models_missing_on_this_node_are_an_error():
     with pytest.raises(CatalogError, match="does not exist on this node") as caught:
         local_path("/elsewhere/model")
     assert "every node" in caught.value.hint
 
 
-def test_a_target_in_a_store_has_the_fingerprint_of_its_copy_and_no_weights_on_the_driver(s3, target, tmp_path):
+def test_a_driver_fetches_no_weights(s3, target, tmp_path):
     upload(target, "models/mine")
     model = resolve_model("s3://bucket/models/mine/")
     assert (model.name, model.path, model.upstream_id) == ("mine", "s3://bucket/models/mine", None)
@@ -62,7 +62,7 @@ def test_a_target_in_a_store_has_the_fingerprint_of_its_copy_and_no_weights_on_t
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_node_gets_all_of_a_target_and_its_head_once(s3, tmp_path, capfd):
+def test_a_node_fetches_target_and_head_once(s3, tmp_path, capfd):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
     for folder, name in ((target, "models/mine"), (head, "heads/mine")):
         save_file({"midlayer.weight": np.zeros(4, np.float32)}, folder / "model.safetensors")
@@ -82,7 +82,7 @@ def test_a_node_gets_all_of_a_target_and_its_head_once(s3, tmp_path, capfd):
     assert len(s3.requests) == num_requests
 
 
-def test_a_node_refuses_a_target_that_was_replaced_since_the_run_began(s3, target):
+def test_a_target_replaced_during_a_run_is_an_error(s3, target):
     upload(target, "models/mine")
     model = resolve_model("s3://bucket/models/mine")
     upload(target, "models/mine", **{"config.json": json.dumps({**model.config, "vocab_size": 95}).encode()})
@@ -104,7 +104,7 @@ def test_a_tokenizer_in_a_store_needs_no_weights(s3, speaking_target):
     assert not list(folder.glob("*.safetensors"))
 
 
-def test_a_command_whose_engines_run_here_has_the_weights_before_it_plans(s3, target):
+def test_fetched_model_has_the_weights(s3, target):
     upload(target, "models/mine")
     told = []
     model = fetched_model(resolve_model("s3://bucket/models/mine"), told.append)

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ ROWS = (1, 4, 5, 9)
 
 
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def target(tmp_path, monkeypatch):
     """An embedded target of ten tokens, whose lm_head is its embedding."""
     folder = tmp_path / "targets" / "tiny-0123"
     folder.mkdir(parents=True)
@@ -26,7 +25,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, target: Path) -> Path:
+def trained(tmp_path, target):
     """A head as `peagle train --no-train-lm-head` saves it."""
     folder = tmp_path / "trained" / "m-peagle"
     folder.mkdir(parents=True)
@@ -40,7 +39,7 @@ def trained(tmp_path: Path, target: Path) -> Path:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, trained: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(tmp_path, trained, target, monkeypatch):
     """The same head as the package has it."""
     folder = tmp_path / "package" / "heads" / trained.name
     folder.parent.mkdir(parents=True)
@@ -49,7 +48,7 @@ def shipped(tmp_path: Path, trained: Path, target: Path, monkeypatch: pytest.Mon
     return folder
 
 
-def test_what_ships_is_made_whole_again(trained: Path, shipped: Path, tmp_path: Path) -> None:
+def test_rows_of_a_shipped_head_are_restored(trained, shipped, tmp_path):
     assert set(load_file(shipped / "model.safetensors")) == {"fc.weight", "d2t"}
     whole = whole_head(shipped)
     assert whole.parent == tmp_path / "home" / "heads"
@@ -60,7 +59,7 @@ def test_what_ships_is_made_whole_again(trained: Path, shipped: Path, tmp_path: 
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
 
 
-def test_fp8_becomes_the_bf16_that_it_stands_for(shipped: Path) -> None:
+def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
     tensors, config = load_file(shipped / "model.safetensors"), json.loads((shipped / "config.json").read_text())
     stored = torch.tensor([[112.0, -448.0], [448.0, 15.0]]).to(torch.float8_e4m3fn)
     quantised = {"fc.weight": stored, "fc.weight_scale": torch.tensor([[2 / 448], [1.0]])}
@@ -74,30 +73,30 @@ def test_fp8_becomes_the_bf16_that_it_stands_for(shipped: Path) -> None:
     assert json.loads((whole / "config.json").read_text()) == config
 
 
-def test_it_is_made_once(shipped: Path) -> None:
+def test_a_shipped_head_is_completed_once(shipped):
     before = (whole_head(shipped) / "model.safetensors").stat()
     assert (whole_head(shipped) / "model.safetensors").stat() == before
 
 
-def test_a_head_trained_again_gets_a_folder_of_its_own(shipped: Path) -> None:
+def test_a_retrained_head_has_another_folder(shipped):
     before = whole_head(shipped)
     save_file(load_file(shipped / "model.safetensors") | {"norm": torch.ones(2)}, shipped / "model.safetensors")
     assert whole_head(shipped) != before
 
 
-def test_a_head_with_its_rows_stays_where_it_is(trained: Path, tmp_path: Path) -> None:
+def test_a_complete_head_is_used_in_place(trained, tmp_path):
     assert whole_head(trained) == trained
     assert not (tmp_path / "home").exists()
 
 
-def test_a_driver_elsewhere_may_have_named_either_folder(shipped: Path) -> None:
+def test_both_folder_names_of_a_shipped_head_are_found(shipped):
     whole = whole_head(shipped)
     assert find_shipped_head(shipped.name) == whole
     assert find_shipped_head(whole.name) == whole
     assert find_shipped_head("another") is None
 
 
-def test_trained_rows_are_not_left_out(trained: Path, target: Path, tmp_path: Path) -> None:
+def test_trained_rows_cannot_be_omitted(trained, target, tmp_path):
     tensors = load_file(trained / "model.safetensors")
     tensors["lm_head.weight"][0] += 1
     save_file(tensors, trained / "model.safetensors")
@@ -107,13 +106,13 @@ def test_trained_rows_are_not_left_out(trained: Path, target: Path, tmp_path: Pa
     assert not (tmp_path / "shipped").exists()
 
 
-def test_rows_of_another_target_cannot_be_put_back(shipped: Path) -> None:
+def test_rows_of_another_target_cannot_be_restored(shipped):
     (shipped / "config.json").write_text("{}")
     with pytest.raises(DrafterError, match="unless the target is embedded"):
         whole_head(shipped)
 
 
-def test_a_home_that_cannot_be_written_is_named(shipped: Path, tmp_path: Path) -> None:
+def test_an_unwritable_home_is_an_error(shipped, tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be written") as caught:
         whole_head(shipped)

@@ -1,17 +1,20 @@
 import json
 import shutil
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
-from moving_hub import FIRST, SECOND, MovingHub
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from moving_hub import FIRST, SECOND
 
 from peagle.catalog import local, targets
 from peagle.catalog.cards import lasting_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
 from peagle.catalog.local import local_path
-from peagle.catalog.targets import context_tokens, is_hub_id, resolve_model
+from peagle.catalog.targets import context_tokens, hub_commit, hub_config, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -22,7 +25,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
+def make_model(folder, **changes):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 1024)
@@ -30,13 +33,13 @@ def make_model(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def hub(monkeypatch):
     """A hub that has every model."""
     monkeypatch.setattr(targets, "hub_config", lambda model_id, revision=None: CONFIG)
     monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision=None: "abc123")
 
 
-def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "converted")
     for module in (targets, local):
         monkeypatch.setattr(module, "ensure_embedded", lambda name, announce=None: folder)
@@ -49,7 +52,7 @@ def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b"])
-def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> None:
+def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     model = resolve_model(name)
     assert (model.name, model.path, model.fingerprint) == (
         "gpt-oss-20b",
@@ -61,7 +64,7 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub: None, name: str) -> 
     assert local_path(name) == "openai/gpt-oss-20b"
 
 
-def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_revision_is_loaded(hub, monkeypatch):
     card = load_catalog().find("gpt-oss-20b")
     assert card is not None
     assert resolve_model("gpt-oss-20b").revision == "abc123"
@@ -74,7 +77,7 @@ def test_a_revision_on_a_card_is_what_an_engine_is_to_load(hub: None, monkeypatc
     assert resolve_model("gpt-oss-20b").revision == "v2"
 
 
-def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub: MovingHub) -> None:
+def test_models_are_pinned_to_a_commit(moving_hub):
     moving_hub.push("org/model", FIRST, CONFIG)
     before = resolve_model("org/model")
     assert (before.revision, before.fingerprint) == (FIRST, f"org/model@{FIRST}")
@@ -84,24 +87,14 @@ def test_an_engine_loads_the_commit_that_its_main_branch_was_at(moving_hub: Movi
     assert resolve_model("org/model", commits={"org/model": FIRST}) == before
 
 
-def test_a_commit_on_a_card_is_above_what_was_decided_before(
-    moving_hub: MovingHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moving_hub.push("openai/gpt-oss-20b", SECOND, CONFIG)
-    card = load_catalog().get("gpt-oss-20b")
-    pinned = card.model_copy(update={"source": card.source.model_copy(update={"revision": SECOND})})
-    monkeypatch.setattr(targets, "load_catalog", lambda: SimpleNamespace(find=lambda name: pinned))
-    assert resolve_model("gpt-oss-20b", commits={"openai/gpt-oss-20b": FIRST}).revision == SECOND
-
-
-def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub: None) -> None:
+def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     model = resolve_model("org/model")
     assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
     assert model.native_quantization is None
     assert local_path("org/model") == "org/model"
 
 
-def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_resolves_to_itself(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "mine", quantization_config={"quant_method": "compressed-tensors"})
     monkeypatch.chdir(tmp_path)
     for name in (str(folder), "mine", "./mine"):
@@ -113,14 +106,6 @@ def test_a_folder_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert lasting_name(name) == str(folder)
 
 
-def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_model(tmp_path / "smollm2-135m")
-    monkeypatch.chdir(tmp_path)
-    assert [lasting_name(name) for name in ("smollm2-135m", "org/model")] == ["smollm2-135m", "org/model"]
-
-
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
@@ -129,7 +114,7 @@ def test_a_name_of_the_catalog_lasts_where_a_folder_is_called_so(
         ("/missing/folder/deep", "no such model folder", "ORG/NAME"),
     ],
 )
-def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
+def test_unknown_names_are_refused(name, message, hint):
     with pytest.raises(CatalogError, match=message) as caught:
         resolve_model(name)
     assert hint in caught.value.hint
@@ -143,26 +128,21 @@ def test_nothing_by_that_name(name: str, message: str, hint: str) -> None:
         ('{"hidden_size": 4}', "has no num_hidden_layers, vocab_size"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_other_folders_are_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CatalogError, match=message):
         resolve_model(str(tmp_path))
 
 
-def test_a_model_without_a_context_needs_one_stated(tmp_path: Path) -> None:
+def test_a_model_without_a_context_length_is_refused(tmp_path):
     model = resolve_model(str(make_model(tmp_path / "m", max_position_embeddings=None)))
     with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
         context_tokens(model)
     assert "max_model_len" in caught.value.hint
 
 
-def test_a_multimodal_model_s_context_is_its_text_part_s(tmp_path: Path) -> None:
-    model = resolve_model(str(make_model(tmp_path / "m", text_config=CONFIG | {"max_position_embeddings": 99})))
-    assert context_tokens(model) == 99
-
-
-def test_a_fingerprint_follows_content_and_not_place(tmp_path: Path) -> None:
+def test_fingerprints_depend_on_content(tmp_path):
     original = make_model(tmp_path / "a")
     copy = Path(shutil.copytree(original, tmp_path / "b"))
     assert folder_fingerprint(copy) == folder_fingerprint(original)
@@ -171,7 +151,7 @@ def test_a_fingerprint_follows_content_and_not_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first", "early", "last"])
-def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path: Path, offset: int) -> None:
+def test_fingerprints_depend_on_both_ends_of_a_file(tmp_path, offset):
     folder = make_model(tmp_path / "a")
     before = folder_fingerprint(folder)
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -180,9 +160,99 @@ def test_a_fingerprint_changes_with_either_end_of_the_weights(tmp_path: Path, of
     assert folder_fingerprint(folder) != before
 
 
+class Hub:
+    """Stands in for the hub's client: a cache, a network that may be down, and an answer."""
+
+    def __init__(self, tmp_path):
+        self.file = tmp_path / "config.json"
+        self.file.write_text(json.dumps({"hidden_size": 8}))
+        self.cached = False
+        self.failure: Exception | None = None
+        self.connections: list[Any] = []
+        self.online = True
+
+    def download(self, model_id, name, revision=None, local_files_only=False):
+        if local_files_only and not self.cached:
+            raise LocalEntryNotFoundError("not cached")
+        if not local_files_only and self.failure:
+            raise self.failure
+        return str(self.file)
+
+    def connect(self, address, timeout):
+        self.connections.append(address)
+        if not self.online:
+            raise OSError("no route")
+        return socket.socket()
+
+
+@pytest.fixture
+def hub_client(tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
+    monkeypatch.setattr(socket, "create_connection", hub.connect)
+    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return hub
+
+
+def test_the_cache_needs_no_network(hub_client):
+    hub_client.cached, hub_client.online = True, False
+    assert hub_config("org/m") == {"hidden_size": 8}
+    assert hub_client.connections == []
+
+
+def test_a_mirror_replaces_the_hub(hub_client, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080")
+    hub_config("org/m")
+    assert hub_client.connections == [("mirror.example", 8080)]
+
+
+def test_without_a_network_the_hint_names_the_embedded_model(hub_client):
+    hub_client.online = False
+    with pytest.raises(CatalogError, match="org/m is not in the local") as caught:
+        hub_config("org/m")
+    assert "smollm2-135m" in caught.value.hint
+
+
+def test_behind_a_proxy_the_client_is_used(hub_client, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    hub_client.online = False
+    assert hub_config("org/m") == {"hidden_size": 8}
+    hub_client.failure = LocalEntryNotFoundError("proxy says no")
+    with pytest.raises(CatalogError, match="is not reachable"):
+        hub_config("org/m")
+
+
+class Response:
+    status_code = 404
+    headers: dict[str, str] = {}  # noqa: RUF012 - read by the hub's own error
+    request = None
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("org/m", True), ("m", False), ("./m", False), ("~/m", False), ("/m", False), ("a/b/c", False)],
+    ("kind", "reason", "hint"),
+    [(RepositoryNotFoundError, "no model org/m", "HF_TOKEN"), (GatedRepoError, "gated", "licence")],
 )
-def test_the_form_of_a_hub_id(name: str, expected: bool) -> None:
-    assert is_hub_id(name) is expected
+def test_hub_errors_have_hints(hub_client, kind, reason, hint):
+    hub_client.failure = kind("refused", response=Response())
+    with pytest.raises(CatalogError, match=reason) as caught:
+        hub_config("org/m")
+    assert hint in caught.value.hint
+
+
+def test_commits_of_branches_come_from_the_hub(moving_hub):
+    moving_hub.push("org/m", FIRST, {})
+    moving_hub.push("org/m", SECOND, {}, branch="v2")
+    assert (hub_commit("org/m"), hub_commit("org/m", "v2")) == (FIRST, SECOND)
+    moving_hub.push("org/m", SECOND, {})
+    assert hub_commit("org/m") == SECOND
+    assert moving_hub.asked == [("org/m", None), ("org/m", "v2"), ("org/m", None)]
+
+
+def test_commits_of_branches_come_from_the_cache_offline(moving_hub):
+    moving_hub.push("org/m", FIRST, {})
+    hub_commit("org/m")
+    moving_hub.push("org/m", SECOND, {})
+    moving_hub.is_online = False
+    assert hub_commit("org/m") == FIRST
+    assert (hub_commit("org/m", "v2"), hub_commit("org/other")) == (None, None)

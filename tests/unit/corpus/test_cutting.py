@@ -15,12 +15,12 @@ def sizes_of(cut, num_rows):
 
 
 @pytest.mark.parametrize(("rows", "engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)])
-def test_units_are_many_enough_and_not_too_many(rows, engines, expected):
+def test_auto_rows_per_unit(rows, engines, expected):
     assert auto_rows_per_unit(rows, engines) == expected
 
 
 @pytest.mark.parametrize(("rows", "engines", "seqs"), [(1, 8, 256), (48, 1, 8), (1000, 4, 8), (100_000, 8, 256)])
-def test_a_cut_covers_its_rows_with_units_between_the_smallest_and_the_largest(rows, engines, seqs):
+def test_cut_covers_all_rows(rows, engines, seqs):
     cut = auto_cut(rows, engines, seqs)
     assert sum(sizes_of(cut, rows)) == rows
     assert list(cut.small[1:]) == sorted(cut.small[1:], reverse=True)  # the first is what was left of the corpus
@@ -28,7 +28,7 @@ def test_a_cut_covers_its_rows_with_units_between_the_smallest_and_the_largest(r
     assert sum(cut.small) <= rows
 
 
-def test_units_shrink_to_what_keeps_an_engine_full_with_few_of_them():
+def test_small_units_keep_an_engine_full():
     cut = auto_cut(10**6, 4, 256)
     assert (cut.rows_per_unit, cut.small[-1]) == (256, 32)
     assert calls_per_engine(cut, 256) * cut.small[-1] == 3 * 256 + 32
@@ -37,10 +37,10 @@ def test_units_shrink_to_what_keeps_an_engine_full_with_few_of_them():
     assert all(size <= max(32, rows / (3 * 4 * 25)) for size, rows in zip(reversed(cut.small), left, strict=True))
 
 
-def test_a_large_corpus_need_not_be_counted_to_its_end():
+def test_rows_beyond_enough_rows_make_no_difference():
     assert auto_cut(enough_rows(3), 3, 8) == auto_cut(10**9, 3, 8)
 
 
-def test_where_all_units_are_small_enough_none_is_cut_smaller():
+def test_no_small_units_for_high_concurrency():
     assert auto_cut(10**6, 1, 4096) == Cut(rows_per_unit=256)
     assert calls_per_engine(Cut(rows_per_unit=256), 4096) == 49

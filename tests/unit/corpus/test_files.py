@@ -22,7 +22,7 @@ def found(uri, input_format="auto"):
     return [(Path(file.path).name, file.format) for file in discover(str(uri), input_format)]
 
 
-def test_a_file_a_folder_or_a_glob(write, tmp_path):
+def test_discover_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
     everything = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
@@ -49,7 +49,7 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
 
 
 UNKNOWN = (
-    "left out: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt, each but .parquet also with .gz or .zst"
+    "ignored: unknown format; known: .parquet, .jsonl, .ndjson, .csv, .txt, each but .parquet also with .gz or .zst"
 )
 
 
@@ -58,14 +58,15 @@ UNKNOWN = (
     [
         (["a.csv", "_SUCCESS", ".b.csv", "README.md", "readme.txt", "LICENSE", "run.py"], "auto", []),
         (["a.csv", "b.JSON", "c.csv.bz2", "d.gz", "part-1"], "auto", [f"b.JSON, c.csv.bz2, d.gz and 1 more {UNKNOWN}"]),
-        (["a.csv", "b.txt"], "auto", ["b.txt left out: text is only read in folders without other formats"]),
-        (["a.csv", "b.parquet.gz"], "auto", ["b.parquet.gz left out: compressed Parquet is not read; decompress it"]),
-        (["a.csv", "b.jsonl", "c.json"], "csv", ["b.jsonl left out: not csv", f"c.json {UNKNOWN}"]),
+        (["a.csv", "b.txt"], "auto", ["b.txt ignored: text is only read in folders without other formats"]),
+        (["a.csv", "b.parquet.gz"], "auto",
+         ["b.parquet.gz ignored: compressed Parquet is not supported; decompress it"]),
+        (["a.csv", "b.jsonl", "c.json"], "csv", ["b.jsonl ignored: not csv", f"c.json {UNKNOWN}"]),
         (["a.csv", "Y=1/M=1/x.PARQUET", "run/run.json", "run/data/unit.parquet", "img/a.png", ".git/a.csv"], "auto",
-         ["Y=1/ left out: sub-folders are only read by a glob such as 'FOLDER/**/*.parquet'"]),
+         ["Y=1/ ignored: subfolders need a glob such as 'FOLDER/**/*.parquet'"]),
     ],
 )  # fmt: skip
-def test_a_folder_says_which_data_it_leaves_out_and_why(write, tmp_path, names, input_format, notes):
+def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, notes):
     for name in names:
         write(name, b"x")
     said = []
@@ -73,7 +74,7 @@ def test_a_folder_says_which_data_it_leaves_out_and_why(write, tmp_path, names, 
     assert [note.replace(str(tmp_path), "FOLDER") for note in said] == [f"input FOLDER: {note}" for note in notes]
 
 
-def test_a_folder_with_other_data_alone_says_so(write, tmp_path, capsys):
+def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
     write("a.json", b"{}")
     with pytest.raises(InputError) as error:
         discover(str(tmp_path))
@@ -96,21 +97,21 @@ GLOBS = [
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
-def test_a_glob_leaves_hidden_files_and_folders_out_unless_it_names_the_dot(write, tmp_path, pattern, names):
+def test_glob_skips_hidden_files(write, tmp_path, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
         write(name, b"x")
     assert [str(Path(file.path).relative_to(tmp_path)) for file in discover(f"{tmp_path}/{pattern}")] == names
 
 
 @pytest.mark.parametrize("name", ["set[1]/a.jsonl", "a[0-9]*?.jsonl", "[a].jsonl"])
-def test_a_name_that_is_there_is_no_glob(write, name):
+def test_existing_name_is_not_a_glob(write, name):
     path = write(name, b"x")
     write("a7xy.jsonl", b"x")
     assert [file.path for file in discover(path)] == [path]
 
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "runs/*/*.jsonl", "*/*/export/*/*.jsonl"])
-def test_a_glob_takes_nothing_of_the_runs_own_folder(write, tmp_path, pattern):
+def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
     others = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
     for name in ("a.jsonl", "export/jsonl/output.jsonl", "failed/unit-00000000.0.jsonl"):
         write(f"runs/second/{name}", b"x")
@@ -121,54 +122,27 @@ def test_a_glob_takes_nothing_of_the_runs_own_folder(write, tmp_path, pattern):
         assert files
 
 
-def test_a_glob_that_covers_nothing_but_the_run_finds_no_file(write, tmp_path):
+def test_glob_with_only_the_runs_own_files(write, tmp_path):
     write("run/export/jsonl/output.jsonl", b"x")
     with pytest.raises(InputError, match="no such file"):
         discover(f"{tmp_path}/**/*.jsonl", outside=f"{tmp_path}/run")
 
 
 @pytest.mark.parametrize("glob", ["", "/*"])
-def test_a_file_whose_name_is_not_utf_8_is_refused_by_its_bytes(tmp_path, glob):
+def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
     (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(b"{}")
     with pytest.raises(InputError, match=r"caf\\xe9\.jsonl': its name is not UTF-8"):
         discover(f"{tmp_path}{glob}")
 
 
-def test_a_folder_of_text_alone_is_a_corpus(write, tmp_path):
+def test_folder_of_text_files(write, tmp_path):
     write("a.txt", b"x")
     write("b.txt.gz", b"y")
     assert found(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
 
 
-def test_the_format_can_be_said_where_the_name_does_not(write):
+def test_input_format_overrides_suffix(write):
     assert found(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
-
-
-@pytest.mark.parametrize(
-    ("name", "input_format", "message"),
-    [
-        ("a.docx", "auto", r"unknown format '\.docx'(.|\n)*--input-format"),
-        ("prompts", "auto", "unknown format 'no suffix'"),
-        ("a.parquet.gz", "auto", "Parquet in gzip is not read"),
-        ("folder/readme.md", "auto", "unknown format"),
-    ],
-)
-def test_what_has_no_format_is_named(write, name, input_format, message):
-    with pytest.raises(InputError, match=message):
-        discover(write(name, b"x"), input_format)
-
-
-def test_a_folder_without_a_corpus_says_what_it_looked_for(write, tmp_path):
-    write("readme.md", b"x")
-    with pytest.raises(InputError, match=r"no \.parquet or \.jsonl or"):
-        discover(str(tmp_path))
-    with pytest.raises(InputError, match=r"no \.csv file"):
-        discover(str(tmp_path), "csv")
-
-
-def test_an_unknown_scheme_is_refused_by_name():
-    with pytest.raises(InputError, match="only local files and s3://"):
-        discover("gs://bucket/prompts.jsonl")
 
 
 @pytest.fixture
@@ -208,7 +182,7 @@ def bucket(monkeypatch):
     return lambda path, data: store.pipe(f"/{path}", data)
 
 
-def test_a_parquet_file_in_an_object_store_has_the_fingerprint_that_it_has_on_a_disk(bucket, tmp_path):
+def test_fingerprint_is_equal_on_disk_and_s3(bucket, tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 9}), path)
     bucket("prompts/a.parquet", path.read_bytes())
@@ -219,7 +193,7 @@ def test_a_parquet_file_in_an_object_store_has_the_fingerprint_that_it_has_on_a_
     assert in_store == on_disk
 
 
-def test_an_object_store_has_files_folders_and_globs(bucket):
+def test_s3_files_folders_and_globs(bucket):
     bucket("prompts/a.jsonl", b'{"prompt": "one"}\n{"prompt": "two"}\n')
     bucket("prompts/b.csv", b"prompt\nthree\n")
     assert [file.path for file in discover("s3://prompts/")] == ["s3://prompts/a.jsonl", "s3://prompts/b.csv"]
@@ -231,24 +205,24 @@ def test_an_object_store_has_files_folders_and_globs(bucket):
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
-def test_a_glob_in_an_object_store_leaves_hidden_objects_out_too(bucket, pattern, names):
+def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
         bucket(f"prompts/{name}", b"x")
     assert [file.path for file in discover(f"s3://prompts/{pattern}")] == [f"s3://prompts/{name}" for name in names]
 
 
-def test_a_folder_of_an_object_store_says_which_data_it_leaves_out(bucket):
+def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
     said = []
     discover("s3://prompts/set", outside="s3://prompts/set/run", announce=said.append)
     assert said == [
         f"input s3://prompts/set: b.json {UNKNOWN}",
-        "input s3://prompts/set: y=1/ left out: sub-folders are only read by a glob such as 's3://prompts/set/**/*.parquet'",
+        "input s3://prompts/set: y=1/ ignored: subfolders need a glob such as 's3://prompts/set/**/*.parquet'",
     ]
 
 
-def test_a_key_that_is_there_is_no_glob(bucket):
+def test_existing_s3_key_is_not_a_glob(bucket):
     for name in ("set[1]/a.jsonl", "set1/a.jsonl", "b*.jsonl", "bc.jsonl"):
         bucket(f"prompts/{name}", b'{"prompt": "x"}')
     for name in ("set[1]/a.jsonl", "b*.jsonl"):
@@ -258,7 +232,7 @@ def test_a_key_that_is_there_is_no_glob(bucket):
     assert [file.path for file in discover("s3://prompts/set[1]/")] == ["s3://prompts/set[1]/a.jsonl"]
 
 
-def test_a_glob_in_an_object_store_takes_nothing_of_the_runs_own_folder(bucket):
+def test_s3_glob_excludes_the_runs_own_folder(bucket):
     for name in ("data/a.jsonl", "data/run/export/jsonl/output.jsonl", "data/run2/b.jsonl"):
         bucket(f"prompts/{name}", b"x")
     files = discover("s3://prompts/data/**/*.jsonl", outside="s3://prompts/data/run")
@@ -290,14 +264,14 @@ THINGS = [
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", ""])
 @pytest.mark.parametrize(("make", "message"), THINGS, ids=["pipe", "socket", "device", "broken link", "link to itself"])
-def test_what_is_there_and_is_no_file_is_called_what_it_is(tmp_path, make, message, pattern):
+def test_special_files_are_refused(tmp_path, make, message, pattern):
     make(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"x")
     with pytest.raises(InputError, match=message):
         discover(str(tmp_path / pattern))
 
 
-def test_a_process_substitution_is_a_pipe(tmp_path):
+def test_process_substitution_is_refused(tmp_path):
     reader, writer = os.pipe()
     try:
         with pytest.raises(InputError, match="a named pipe"):
@@ -307,15 +281,15 @@ def test_a_process_substitution_is_a_pipe(tmp_path):
         os.close(writer)
 
 
-def test_an_open_file_is_found_under_its_own_name(write):
+def test_open_file_descriptor_is_resolved(write):
     path = write("a.jsonl", b"x")
     with Path(path).open() as file:
         assert [file.path for file in discover(f"/dev/fd/{file.fileno()}")] == [path]
 
 
 @pytest.mark.parametrize("name", ["-", "x" * 300, "\0"])
-def test_a_name_that_cannot_be_a_file_is_refused(name):
-    with pytest.raises(InputError, match=r"standard input is not read|cannot be read|no such file"):
+def test_impossible_file_names_are_refused(name):
+    with pytest.raises(InputError, match=r"standard input is not supported|cannot be read|no such file"):
         discover(name)
 
 
@@ -332,13 +306,6 @@ def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
     assert found(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
 
 
-def test_a_glob_of_markers_alone_says_so(write, tmp_path):
-    write("out/_SUCCESS", b"x")
-    for name in ("out/*", "out/_SUCCESS"):
-        with pytest.raises(InputError, match=r"which have no rows|which has no rows"):
-            discover(str(tmp_path / name))
-
-
 @pytest.mark.parametrize(
     ("folder_objects", "uri"),
     [
@@ -350,7 +317,7 @@ def test_a_glob_of_markers_alone_says_so(write, tmp_path):
         (("data", "data/a.jsonl/"), "s3://bucket/data/**"),
     ],
 )
-def test_an_empty_object_that_stands_for_a_folder_is_skipped(s3, folder_objects, uri):
+def test_folder_objects_are_skipped(s3, folder_objects, uri):
     put = functools.partial(s3_client.store().api.put_object, Bucket="bucket")
     for name in (*folder_objects, "data/_SUCCESS"):
         put(Key=name, Body=b"")

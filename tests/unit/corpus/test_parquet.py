@@ -26,7 +26,7 @@ def edited(tmp_path):
     return tmp_path / "a.parquet", tmp_path / "b.parquet"
 
 
-def test_a_fingerprint_is_of_every_byte(edited):
+def test_fingerprint_covers_every_byte(edited):
     before, after = edited
     assert before.stat().st_size == after.stat().st_size
     assert pq.read_metadata(before).equals(pq.read_metadata(after))
@@ -35,7 +35,7 @@ def test_a_fingerprint_is_of_every_byte(edited):
     assert scan(before)[2] == scan(before, like=scan(after)[2])[2]
 
 
-def test_a_fingerprint_that_is_compared_with_an_older_one_is_made_as_that_was(edited):
+def test_older_fingerprints_can_be_compared(edited):
     path, _ = edited
     data = path.read_bytes()
     older = hashlib.sha256(b"parquet " + f"{len(data)} 5000 ".encode() + data[-65536:]).hexdigest()
@@ -43,7 +43,7 @@ def test_a_fingerprint_that_is_compared_with_an_older_one_is_made_as_that_was(ed
 
 
 @pytest.mark.parametrize("row_group_size", [3, 1000, 5000])
-def test_spans_in_any_order_are_the_rows_that_they_name(tmp_path, row_group_size):
+def test_parquet_spans_can_be_read_in_any_order(tmp_path, row_group_size):
     pq.write_table(pa.table({"n": list(range(5000))}), tmp_path / "a.parquet", row_group_size=row_group_size)
     spans, _, _ = corpus.scan(corpus.find(str(tmp_path)), Cut(rows_per_unit=700), None, WorkEstimate())
     for order in ([0, 1, 2, 3, 4, 5, 6, 7], [1, 4, 7], [6, 2, 3]):
@@ -78,7 +78,7 @@ ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
     ],
     ids=lambda values: str(values.type),
 )
-def test_a_row_with_a_value_that_python_does_not_have_is_no_row_and_the_others_are(tmp_path, values):
+def test_row_with_unrepresentable_value_is_invalid(tmp_path, values):
     pq.write_table(pa.table({"n": list(range(3)), "x": values}), tmp_path / "a.parquet")
     spans, schema, _ = scan(tmp_path)
     good, bad, last = corpus.read(spans[0])
@@ -88,7 +88,7 @@ def test_a_row_with_a_value_that_python_does_not_have_is_no_row_and_the_others_a
     assert to_table([good, bad, last], schema).column("x").null_count == 1
 
 
-def test_a_row_that_cannot_be_read_is_named_by_its_number_in_the_file(tmp_path):
+def test_unreadable_row_is_named_by_number(tmp_path):
     far = [0] * 5000
     far[4321] = 10**15
     pq.write_table(pa.table({"at": pa.array(far).cast(pa.timestamp("s"))}), tmp_path / "a.parquet", row_group_size=3000)
@@ -104,7 +104,7 @@ def test_a_row_that_cannot_be_read_is_named_by_its_number_in_the_file(tmp_path):
         ([[0], pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])], ["n", "a"], "a.b"),
     ],
 )
-def test_two_columns_of_one_name_are_refused(tmp_path, arrays, names, name):
+def test_duplicate_columns_are_refused(tmp_path, arrays, names, name):
     pq.write_table(pa.table([pa.array(array) for array in arrays], names=names), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=rf"a\.parquet: there are two columns '{name}'"):
         scan(tmp_path)
@@ -119,9 +119,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path, arrays, names, name):
         lambda times: pa.MapArray.from_arrays(pa.array([0, 1, 2]), pa.array(["a", "b"]), times),
     ],
 )
-def test_times_that_a_row_would_round_are_refused_and_whole_microseconds_stay_what_they_are(tmp_path, nested):
+def test_nanosecond_times_are_refused_if_they_would_be_rounded(tmp_path, nested):
     pq.write_table(pa.table({"n": [1, 2], "x": nested(ONE_NANOSECOND)}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="column 'x' holds times of day in nanoseconds"):
+    with pytest.raises(InputError, match="column 'x' has times of day in nanoseconds"):
         scan(tmp_path)
     whole = pa.array([1_000_000_000, 1000], pa.int64()).cast(pa.time64("ns"))
     table = pa.table({"n": [1, 2], "x": nested(whole)})
@@ -146,7 +146,7 @@ def write_int96(path, nest, values):
 
 
 @pytest.mark.parametrize("nest", NESTED.values(), ids=NESTED)
-def test_moments_of_96_bits_are_what_they_are_in_all_years_that_python_has(tmp_path, nest):
+def test_int96_timestamps_are_exact_in_all_years(tmp_path, nest):
     moments = [YEAR_9999, YEAR_1, datetime.datetime(2026, 1, 2, 3, 4, 5, 6)]
     write_int96(tmp_path / "a.parquet", nest, pa.array(moments * 1000))
     spans, schema, _ = scan(tmp_path)
@@ -156,7 +156,7 @@ def test_moments_of_96_bits_are_what_they_are_in_all_years_that_python_has(tmp_p
     assert table.column("a.at").to_pylist() == moments * 1000
 
 
-def test_moments_of_96_bits_keep_their_nanoseconds_where_all_are_near_enough(tmp_path):
+def test_int96_timestamps_keep_nanoseconds(tmp_path):
     near = pa.array([1, 1_000_000_001, None, 5_000], pa.int64()).cast(pa.timestamp("ns"))
     write_int96(tmp_path / "a.parquet", NESTED["by itself"], near)
     spans, schema, _ = scan(tmp_path)

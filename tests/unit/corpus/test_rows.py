@@ -21,18 +21,18 @@ WORKLOAD = WorkEstimate(max_tokens=256)
         ({"sampling": [1]}, 256),
     ],
 )
-def test_a_row_is_as_much_work_as_its_longest_response(columns, work):
+def test_work_follows_max_tokens(columns, work):
     assert WORKLOAD.of_row(RawRow(columns), 0) == work
 
 
-def test_a_prompt_is_a_tenth_of_the_work_of_a_response_of_its_length():
+def test_work_of_a_prompt():
     assert WORKLOAD.of_row(RawRow({"prompt": "a"}), 4000) == 256 + 100
     assert WORKLOAD.of_rows(3, 4000.0) == 3 * 256 + 100
 
 
-def test_a_line_that_is_no_row_is_no_work():
+def test_invalid_row_is_no_work():
     assert WORKLOAD.of_row(RawRow(error="not JSON"), 10**6) == 0
 
 
-def test_another_column_may_hold_a_rows_own_parameters():
+def test_work_reads_sampling_column():
     assert WorkEstimate(max_tokens=256, column="mine").of_row(RawRow({"mine": {"max_tokens": 2}}), 0) == 2

@@ -47,18 +47,18 @@ def deep_object(levels, value=1):
     [{}, {"a": {}}, [{}], deep(60), deep(200), deep(499), deep_object(499), {"a": 1, "b": [{"c": {}}]}],
     ids=lambda value: str(value)[:20],
 )
-def test_what_parquet_cannot_hold_is_carried_as_text(tmp_path, value):
+def test_values_unsupported_by_parquet_become_text(tmp_path, value):
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "p", "x": value}, {"prompt": "p", "x": None}])
     first, second = stored(file)
     assert (json.loads(first["x"]), second["x"]) == (value, None)
 
 
-def test_an_object_that_is_empty_in_some_rows_keeps_its_type(tmp_path):
+def test_empty_object_keeps_type(tmp_path):
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([{}, {"a": 1}])]
     assert [row["x"] for row in stored(*files)] == [{"a": None}, {"a": 1}]
 
 
-def test_nan_and_infinities_stay_what_they_are_in_columns_of_numbers_and_of_text(tmp_path):
+def test_nan_and_infinity_are_preserved(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"x": float("nan"), "y": float("-inf")}, {"x": "t", "y": 0.0}, {"x": []}])
     rows = stored(file)
     assert [row["x"] for row in rows] == ["NaN", "t", "[]"]
@@ -82,7 +82,7 @@ BIG = 2**60 + 1
     ids=str,
 )
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_integer_that_no_float_holds_is_never_rounded(tmp_path, early, late, expected, apart):
+def test_large_integers_are_never_rounded(tmp_path, early, late, expected, apart):
     if apart:
         files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([early, late])]
     else:
@@ -116,21 +116,21 @@ NEVER = datetime.datetime(9999, 12, 31)
     ],
     ids=str,
 )
-def test_parquet_files_that_disagree_on_a_column_lose_nothing(tmp_path, one, other, expected):
+def test_conflicting_parquet_types_lose_nothing(tmp_path, one, other, expected):
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     for file, values in zip(files, (one, other), strict=True):
         pq.write_table(pa.table({"prompt": ["p"], "x": values}), file)
     assert [row["x"] for row in stored(*files)] == expected
 
 
-def test_a_column_that_one_file_requires_and_another_lacks_is_null_there(tmp_path):
+def test_missing_required_column_is_null(tmp_path):
     required = pa.schema([pa.field("prompt", pa.string()), pa.field("x", pa.int64(), nullable=False)])
     pq.write_table(pa.table({"prompt": ["p"], "x": [1]}, required), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["q"]}), tmp_path / "b.parquet")
     assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == [1, None]
 
 
-def test_a_file_without_statistics_may_hold_large_integers(tmp_path):
+def test_parquet_without_statistics(tmp_path):
     for name, values in (("a", [3]), ("b", [1.5])):
         pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet", write_statistics=False)
     assert [row["x"] for row in stored(tmp_path / "a.parquet", tmp_path / "b.parquet")] == ["3", "1.5"]
@@ -138,7 +138,7 @@ def test_a_file_without_statistics_may_hold_large_integers(tmp_path):
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize("levels", [500, 800, 960, 985, 990, 5000])
-def test_a_row_that_is_too_deep_to_be_written_again_is_a_bad_row(tmp_path, opening, levels):
+def test_too_deep_row_is_invalid(tmp_path, opening, levels):
     closing = "]" if opening == "[" else "}"
     file = tmp_path / "a.jsonl"
     file.write_text('{"x": "p"}\n{"x": ' + opening * levels + "1" + closing * levels + "}\n")

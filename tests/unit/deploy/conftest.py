@@ -10,6 +10,6 @@ def workload(tmp_path):
     def workload(text):
         path = tmp_path / "team.yaml"
         path.write_text(text)
-        return read_workload(path, None, most_of_name=50)
+        return read_workload(path, None, max_name_length=50)
 
     return workload

@@ -19,7 +19,7 @@ def made(workload):
     return found["available_node_types"]["engines"]
 
 
-def test_a_run_that_does_not_ask_for_machines_has_them_from_the_start(workload):
+def test_minimum_workers_without_accelerator_request(workload):
     keys = f"{S3}instance_type: g7e.2xlarge\nregion: us-east-1\nengines: 2:5\n"
     engines = made(workload(keys))
     assert (engines["min_workers"], engines["max_workers"]) == (2, 5)
@@ -31,12 +31,12 @@ def test_a_run_that_does_not_ask_for_machines_has_them_from_the_start(workload):
 
 
 @pytest.mark.parametrize(("machine", "lock"), [("g7e.2xlarge", "cuda"), ("c7a.large", "cpu")])
-def test_each_kind_of_machine_gets_the_vllm_that_runs_on_it(workload, machine, lock):
+def test_machine_type_selects_vllm_build(workload, machine, lock):
     set_up = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
     assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
 
 
-def test_a_stop_waits_for_the_grace_of_the_run(workload):
+def test_job_stop_waits_for_grace_period(workload):
     found = cluster(workload(f"{S3}instance_type: g7e.2xlarge\ngrace_s: 300\n"), AwsNames())
     for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
         assert "RAY_JOB_STOP_WAIT_TIME_S=360; " in commands[-1]
@@ -45,17 +45,17 @@ def test_a_stop_waits_for_the_grace_of_the_run(workload):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("keys: keys.json\ninstance_type: g7e.2xlarge\n", "an endpoint's state needs a folder that all nodes share"),
-        (f"{S3}instance_type: a3-highgpu-8g\n", "a3-highgpu-8g is gcp's, and this file is for AWS"),
-        ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: it is a path of this"),
+        ("keys: keys.json\ninstance_type: g7e.2xlarge\n", "does not set up a folder that all nodes share"),
+        (f"{S3}instance_type: a3-highgpu-8g\n", "a3-highgpu-8g is a machine of gcp, but the file is for AWS"),
+        ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: a local path"),
     ],
 )
-def test_what_such_a_cluster_cannot_do_is_refused(workload, text, said):
+def test_unsupported_configurations_are_refused(workload, text, said):
     with pytest.raises(ConfigError, match=said):
         made(workload(text))
 
 
-def test_names_of_an_account_stand_where_they_were_given(workload):
+def test_account_names_are_inserted(workload):
     names = AwsNames(image="ami-1", security_group="sg-1", head_profile="arn:h", worker_profile="arn:w")
     assert (names.missing, len(AwsNames().missing)) == ([], 4)
     found = cluster(workload(f"{S3}instance_type: g7e.2xlarge\n"), names)["available_node_types"]

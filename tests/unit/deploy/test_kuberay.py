@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from jobs import flags
 from jobs.deploying import read_workload
-from peagle.deploy.kuberay import MOST_OF_NAME, KubeRayOptions, manifests, secrets_of
+from peagle.deploy.kuberay import MAX_NAME_LENGTH, KubeRayOptions, manifests, secrets_of
 from peagle.deploy.pods import PodOptions
 from peagle.errors import ConfigError
 from pipelines.batch.config import GenerateConfig
@@ -32,7 +32,7 @@ POD_OPTIONS = PodOptions(
 
 
 def made(path, pods=POD_OPTIONS, **options):
-    workload = read_workload(path, None, most_of_name=MOST_OF_NAME)
+    workload = read_workload(path, None, max_name_length=MAX_NAME_LENGTH)
     return manifests(workload, KubeRayOptions(pods=pods, env=ENVIRONMENT, **options))
 
 
@@ -48,27 +48,8 @@ def check(one):
     jsonschema.validate(one, {"$ref": f"#/$defs/{one['kind']}", "$defs": CRDS["$defs"]})
 
 
-def test_all_objects_are_valid_by_kuberays_schemas():
+def test_objects_match_kuberay_schemas():
     for one in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
-        check(one)
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        (("spec",), "backofLimit"),
-        (("spec", "rayClusterSpec"), "headGroupSpecs"),
-        (("spec", "rayClusterSpec", "workerGroupSpecs", 0), "replica"),
-        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "template", "spec", "containers", 0), "environment"),
-    ],
-)
-def test_the_schemas_refuse_a_field_that_is_not_there(place, name):
-    one = job()[1]
-    inner = one
-    for step in place:
-        inner = inner[step]
-    inner[name] = 1
-    with pytest.raises(jsonschema.ValidationError, match=name):
         check(one)
 
 
@@ -77,7 +58,7 @@ def pods(cluster):
     return head["template"]["spec"], workers["template"]["spec"]
 
 
-def test_a_bulk_run_has_its_configuration_and_a_pod_for_each_machine(tmp_path):
+def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
     config, one = job()
     cluster = one["spec"]["rayClusterSpec"]
     head, worker = pods(cluster)
@@ -94,7 +75,7 @@ def test_a_bulk_run_has_its_configuration_and_a_pod_for_each_machine(tmp_path):
     assert one["spec"]["shutdownAfterJobFinishes"] is True
 
 
-def test_every_pod_has_shared_memory_the_shared_volume_and_few_rights():
+def test_pods_have_shared_memory_volume_and_few_privileges():
     for spec in (*pods(job()[1]["spec"]["rayClusterSpec"]), *pods(service()[0]["spec"]["rayClusterConfig"])):
         (container,) = spec["containers"]
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -107,11 +88,11 @@ def test_every_pod_has_shared_memory_the_shared_volume_and_few_rights():
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_secrets_are_named_and_none_is_written(tmp_path):
+def test_secrets_are_referenced_but_not_written(tmp_path):
     for one in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
         assert one["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
         assert pods(one)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
-    workload = read_workload(ROOT / "examples/serve.yaml", None, most_of_name=MOST_OF_NAME)
+    workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
     told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
     assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
     assert all("-n team" in command for command in told)
@@ -124,7 +105,7 @@ def test_secrets_are_named_and_none_is_written(tmp_path):
         ("a3-highgpu-8g", {"cloud.google.com/gke-spot"}, {"cloud.google.com/gke-spot"}),
     ],
 )
-def test_spot_machines_are_asked_for_where_the_price_is_theirs(tmp_path, machine, labels, taints):
+def test_spot_market_selects_spot_nodes(tmp_path, machine, labels, taints):
     path = tmp_path / "run.yaml"
     text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {machine}\nmarket: "
     path.write_text(text + "spot\n")
@@ -136,11 +117,11 @@ def test_spot_machines_are_asked_for_where_the_price_is_theirs(tmp_path, machine
     assert "affinity" not in pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
 
 
-def test_its_ray_is_the_one_that_is_installed():
+def test_ray_version_is_the_installed_one():
     assert job()[1]["spec"]["rayClusterSpec"]["rayVersion"] == ray.__version__
 
 
-def test_engines_that_come_and_go_have_pods_that_do(tmp_path):
+def test_engine_range_enables_autoscaling(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("input: s3://b/in\noutput: s3://b/out\ninstance_type: g7e.2xlarge\nengines: 1:4\n")
     cluster = made(path)[1]["spec"]["rayClusterSpec"]
@@ -148,7 +129,7 @@ def test_engines_that_come_and_go_have_pods_that_do(tmp_path):
     assert (cluster["enableInTreeAutoscaling"], group["minReplicas"], group["maxReplicas"]) == (True, 1, 4)
 
 
-def test_a_nightly_run_is_the_same_job_in_a_folder_of_its_own():
+def test_scheduled_run_writes_to_its_own_folder():
     config, nightly = job(schedule="0 2 * * *", time_zone="Etc/UTC")
     assert (nightly["kind"], nightly["spec"]["schedule"], nightly["spec"]["timeZone"]) == (
         "RayCronJob", "0 2 * * *", "Etc/UTC",
@@ -157,7 +138,7 @@ def test_a_nightly_run_is_the_same_job_in_a_folder_of_its_own():
     assert 's3://my-bucket/runs/unit-tests/"${RAY_CLUSTER_NAME%-*}"' in config["data"]["run.sh"]
 
 
-def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
+def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
     (one,) = service()
     schema = ServeDeploySchema.model_validate(yaml.safe_load(one["spec"]["serveConfigV2"]))
     (application,) = schema.applications
@@ -184,12 +165,12 @@ def test_an_endpoint_is_serves_own_file_with_the_keys_of_a_secret():
         ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress has the certificate"),
         (
             "instance_type: g7e.2xlarge\nkeys: k.json\nbatches: runs/batches\n",
-            "batches .*: it is a path of this machine",
+            "batches .*: a local path",
         ),
-        ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: it is a path of this"),
+        ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: a local path"),
     ],
 )
-def test_what_pods_cannot_have_is_refused(tmp_path, text, said):
+def test_local_paths_and_missing_keys_are_refused(tmp_path, text, said):
     (tmp_path / "some.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         made(tmp_path / "some.yaml")
@@ -198,16 +179,16 @@ def test_what_pods_cannot_have_is_refused(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"retries": -1}, "retried 0 times or more"),
+        ({"retries": -1}, "must be 0 or more"),
         ({"time_zone": "Etc/UTC"}, "--time-zone requires --schedule"),
-        ({"schedule": "nightly"}, "cron has five fields"),
+        ({"schedule": "nightly"}, "cron needs five fields"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(options, said):
+def test_invalid_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         job(**options)
     assert job(schedule="@daily")[1]["kind"] == "RayCronJob"
-    with pytest.raises(ConfigError, match="a schedule is for bulk runs"):
+    with pytest.raises(ConfigError, match="--schedule is for bulk runs"):
         service(schedule="0 2 * * *")
 
 
@@ -244,14 +225,14 @@ def scripts(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
-def test_the_job_ends_with_the_code_of_the_run(scripts, code):
+def test_job_script_forwards_exit_code(scripts, code):
     assert scripts("run.sh", f"exit {code}").wait(20) == code
     assert scripts.calls() == [
         "peagle generate --config /etc/peagle/job.yaml --output s3://my-bucket/runs/unit-tests/job-29400000"
     ]
 
 
-def test_a_job_that_would_fail_again_stops_itself_so_that_it_is_not_retried(scripts):
+def test_job_with_bad_configuration_stops_itself(scripts):
     assert scripts("run.sh", "exit 2").wait(20) == 2
     assert scripts.calls()[1:] == [
         "ray job stop --address http://127.0.0.1:8265 --no-wait peagle-job",
@@ -259,7 +240,7 @@ def test_a_job_that_would_fail_again_stops_itself_so_that_it_is_not_retried(scri
     ]
 
 
-def test_before_the_heads_pod_ends_the_run_is_stopped_and_waited_for(scripts):
+def test_pre_stop_hook_waits_for_the_run(scripts):
     run = scripts("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
     try:
         while not scripts.calls():
@@ -271,5 +252,5 @@ def test_before_the_heads_pod_ends_the_run_is_stopped_and_waited_for(scripts):
         run.kill()
 
 
-def test_there_is_nothing_to_stop_where_no_run_is(scripts):
+def test_pre_stop_hook_without_a_run(scripts):
     assert scripts("stop.sh").wait(20) == 0

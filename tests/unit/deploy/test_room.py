@@ -31,15 +31,13 @@ def keys(**more: object) -> TargetKeys:
         ("c7a.large", {}, r"are 56\.8 GiB, and c7a\.large has 4 GiB of memory and no accelerator"),
     ],
 )
-def test_one_that_is_too_small_is_refused_with_what_would_do(
-    instance_type: str, more: dict[str, object], says: str
-) -> None:
+def test_too_small_machine_is_refused(instance_type: str, more: dict[str, object], says: str) -> None:
     with pytest.raises(CapacityError, match=says) as refused:
         require_room(offer(instance_type), keys(**more))
     assert "name a larger instance type" in refused.value.hint
 
 
-def test_a_precision_that_the_accelerator_has_not_is_refused() -> None:
+def test_unsupported_precision_is_refused() -> None:
     with pytest.raises(PrecisionError, match="fp8"):
         require_room(offer("p4d.24xlarge"), keys(precision="fp8"))
 
@@ -53,11 +51,11 @@ def test_a_precision_that_the_accelerator_has_not_is_refused() -> None:
         ("c7a.large", {"model": "smollm2-135m"}),
     ],
 )
-def test_one_that_holds_it_or_of_which_nothing_is_known_passes(instance_type: str, more: dict[str, object]) -> None:
+def test_large_enough_or_unknown_machine_passes(instance_type: str, more: dict[str, object]) -> None:
     require_room(offer(instance_type), keys(**more))
 
 
-def test_an_accelerator_that_nobody_has_written_down_passes() -> None:
+def test_unknown_accelerator_passes() -> None:
     strange = Offer(instance_type="x", accelerator="T9", num_accelerators=1, num_vcpus=4, usd_per_hour_on_demand=1.0)
     require_room(strange, keys())
 
@@ -69,8 +67,8 @@ def test_an_accelerator_that_nobody_has_written_down_passes() -> None:
         f"keys: k.json\ninstance_type: g6.xlarge\nmodels:\n- model: smollm2-135m\n- model: {MODEL}\n",
     ],
 )
-def test_each_model_of_a_configuration_is_looked_at(text: str, tmp_path) -> None:
+def test_each_model_of_a_configuration_is_checked(text: str, tmp_path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(CapacityError, match="1 x L4"):
-        read_workload(path, None, most_of_name=40)
+        read_workload(path, None, max_name_length=40)

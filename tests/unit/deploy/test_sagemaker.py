@@ -28,7 +28,7 @@ def drafting(found: Preset) -> dict[str, object]:
     return config
 
 
-def test_a_head_that_aws_deploys_drafts_as_its_walk_through_does() -> None:
+def test_preset_uses_published_deployment() -> None:
     found = preset(card_of("qwen3-coder-30b-a3b-instruct"))
     assert drafting(found) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
     assert found.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
@@ -36,14 +36,14 @@ def test_a_head_that_aws_deploys_drafts_as_its_walk_through_does() -> None:
     assert found.uploads == []
 
 
-def test_for_a_number_of_requests_it_drafts_as_the_card_advises() -> None:
+def test_preset_for_a_concurrency_uses_the_cards_advice() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     assert drafting(preset(card, concurrency=128))["num_speculative_tokens"] == 7
-    assert "up to 128 requests at once" in preset(card, concurrency=128).drafter
+    assert "up to 128 concurrent requests" in preset(card, concurrency=128).drafter
     assert VARIABLE not in preset(card, concurrency=129).variables
 
 
-def test_the_setting_for_the_same_instance_type_goes_first() -> None:
+def test_preset_prefers_deployment_on_same_instance_type() -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     (one,) = card.heads["peagle"].deployments
     other = one.model_copy(update={"instance_type": "ml.p6-b200.48xlarge", "num_speculative_tokens": 11})
@@ -53,13 +53,13 @@ def test_the_setting_for_the_same_instance_type_goes_first() -> None:
     assert drafting(preset(card, instance_type="ml.p6-b200.48xlarge"))["num_speculative_tokens"] == 11
 
 
-def test_a_model_without_a_head_is_served_alone_and_says_why() -> None:
+def test_preset_without_head_explains_why() -> None:
     found = preset(card_of("gemma-4-31b-it"))
     assert list(found.variables) == ["SM_VLLM_MODEL"]
-    assert found.drafter == "none, since nothing was measured or published"
+    assert found.drafter == "none, because nothing was measured or published"
 
 
-def test_what_is_only_here_has_to_be_uploaded(tmp_path: Path) -> None:
+def test_preset_lists_local_folders_to_upload(tmp_path: Path) -> None:
     card = card_of("qwen3-coder-30b-a3b-instruct")
     source = card.source.model_copy(update={"kind": "folder", "id": str(tmp_path / "mine")})
     head = card.heads["peagle"].model_copy(update={"kind": "folder", "id": str(tmp_path / "head")})
@@ -72,7 +72,7 @@ def test_what_is_only_here_has_to_be_uploaded(tmp_path: Path) -> None:
     ]
 
 
-def test_the_embedded_model_comes_from_the_hub_and_its_head_from_here(shipped_head: Path) -> None:
+def test_embedded_model_comes_from_hub_and_its_head_is_uploaded(shipped_head: Path) -> None:
     found = preset(card_of("smollm2-135m"))
     assert found.variables["SM_VLLM_MODEL"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     ((folder, _),) = found.uploads
@@ -80,7 +80,7 @@ def test_the_embedded_model_comes_from_the_hub_and_its_head_from_here(shipped_he
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
-def test_peagles_own_container_understands_every_preset(name: str) -> None:
+def test_own_container_reads_every_preset(name: str) -> None:
     found = preset(card_of(name))
     keys, drafter = serve_keys(found.variables), drafting(found) if VARIABLE in found.variables else {}
     assert keys["model"] == found.variables["SM_VLLM_MODEL"]
@@ -92,7 +92,7 @@ def requested(found: Preset | None = None, **keys: Any) -> Requests:
     return make_requests(card_of(MODEL), SageMakerKeys(**NEEDED | keys), found or preset(card_of(MODEL), **has))
 
 
-def test_three_requests_of_one_name_with_the_drafter_preset() -> None:
+def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
     made = requested()
     assert made.name == "qwen3-coder-30b-a3b-instruct"
     container = made.model["PrimaryContainer"]
@@ -107,7 +107,7 @@ def test_three_requests_of_one_name_with_the_drafter_preset() -> None:
     assert made.price.startswith("EC2's price of g7e.2xlarge")
 
 
-def test_data_on_s3_is_mounted_where_the_container_looks() -> None:
+def test_s3_data_is_mounted_for_the_container() -> None:
     made = requested(model_data="s3://b/model", head_data="s3://b/head/")
     container = made.model["PrimaryContainer"]
     assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://b/model/"
@@ -117,7 +117,7 @@ def test_data_on_s3_is_mounted_where_the_container_looks() -> None:
     assert "/opt/ml/additional-model-data-sources/eagle" in container["Environment"][VARIABLE]
 
 
-def test_what_is_stated_goes_to_the_container_and_the_instances() -> None:
+def test_options_reach_container_and_instances() -> None:
     made = requested(
         name="mine", instances=2, usd_per_hour=4.5, max_model_len=32768, ami_version="a", variables=["HF_HOME=/tmp/x=y"]
     )
@@ -130,29 +130,29 @@ def test_what_is_stated_goes_to_the_container_and_the_instances() -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"instance_type": "g7e.2xlarge"}, "it must be as ml.g7e.2xlarge"),
-        ({"role": "peagle"}, "it must be as arn:aws:iam::123456789012:role/NAME"),
-        ({"model_data": "/models"}, "it must be as s3://BUCKET/FOLDER"),
-        ({"name": "a_b"}, "letters, digits and hyphens"),
-        ({"name": "a" * 64}, "letters, digits and hyphens"),
+        ({"instance_type": "g7e.2xlarge"}, "must have the form ml.g7e.2xlarge"),
+        ({"role": "peagle"}, "must have the form arn:aws:iam::123456789012:role/NAME"),
+        ({"model_data": "/models"}, "must have the form s3://BUCKET/FOLDER"),
+        ({"name": "a_b"}, "letters, digits, hyphens"),
+        ({"name": "a" * 64}, "letters, digits, hyphens"),
         ({"variables": ["HF_TOKEN"]}, "is not KEY=VALUE"),
         ({"variables": ["=x"]}, "is not KEY=VALUE"),
         ({"variables": ["HF_HOME=/a", "HF_HOME=/b"]}, "HF_HOME is given twice"),
     ],
 )
-def test_what_sagemaker_would_not_take_is_refused_before(keys: dict[str, Any], reason: str) -> None:
+def test_invalid_keys_are_refused(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         SageMakerKeys(**NEEDED | keys)
 
 
-def test_a_price_that_nobody_knows_is_asked_for() -> None:
-    with pytest.raises(PriceError, match=r"what ml\.x9\.large costs is not known") as error:
+def test_unknown_price_must_be_set() -> None:
+    with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
         requested(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint
     assert requested(instance_type="ml.x9.large", usd_per_hour=1).usd_per_hour == 1
 
 
-def test_what_is_only_here_is_refused_with_the_command_that_uploads_it(tmp_path: Path) -> None:
+def test_local_head_is_refused_with_upload_command(tmp_path: Path) -> None:
     found = Preset(drafter="x", head_folder=tmp_path)
     with pytest.raises(ConfigError, match="only on this machine") as error:
         requested(found)
@@ -160,12 +160,12 @@ def test_what_is_only_here_is_refused_with_the_command_that_uploads_it(tmp_path:
     assert requested(found, head_data="s3://b/head").name
 
 
-def test_a_variable_that_is_too_long_is_named() -> None:
-    with pytest.raises(ConfigError, match="the variable X has 1025 letters"):
+def test_too_long_variable_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the variable X has 1025 characters"):
         requested(variables={"X": "x" * 1025})
 
 
-def test_instances_that_cannot_hold_the_model_are_refused() -> None:
+def test_too_small_instances_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"g6\.xlarge: .*1 x L4") as refused:
         requested(instance_type="ml.g6.xlarge", usd_per_hour=1)
     assert "larger instance type" in refused.value.hint

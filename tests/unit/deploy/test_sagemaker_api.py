@@ -1,4 +1,3 @@
-import builtins
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,25 +72,25 @@ def refusing(code: str, message: str = "no") -> Any:
     return refuse
 
 
-def test_an_endpoint_is_made_and_deleted_with_all_that_is_its_own(aws: Any) -> None:
+def test_create_and_remove_endpoint(aws: Any) -> None:
     said: list[str] = []
     one = sagemaker(said)
     assert one.create(requests()).endswith(f"endpoint/{NAME}")
     assert there(aws) == list(KINDS)
     variables = aws.describe_model(ModelName=NAME)["PrimaryContainer"]["Environment"]
     assert "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE" in variables["SM_VLLM_SPECULATIVE_CONFIG"]
-    assert said == [f"{kind} {NAME}: made" for kind in KINDS]
+    assert said == [f"{kind} {NAME}: created" for kind in KINDS]
     removed = one.remove(NAME)
     assert there(aws) == []
     assert set(removed.kinds) == set(KINDS)
-    assert (removed.usd_per_hour, removed.lived_s is not None) == (2.0, True)
+    assert (removed.usd_per_hour, removed.lifetime_s is not None) == (2.0, True)
     assert removed.remains == (
-        "the image i, by the GB and month",
-        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, by the GB and month",
+        "the image i, billed by GB and month",
+        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, billed by GB and month",
     )
 
 
-def test_it_waits_with_progress_until_it_is_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     clock = Clock()
     one = sagemaker(said, clock)
@@ -103,13 +102,11 @@ def test_it_waits_with_progress_until_it_is_in_service(aws: Any, monkeypatch: py
 
     answers(monkeypatch, one, describe_endpoint=slow)
     one.create(requests())
-    assert said[3:] == [f"endpoint {NAME}: Creating since 1 min 0 s", f"endpoint {NAME}: Creating since 2 min 0 s"]
+    assert said[3:] == [f"endpoint {NAME}: Creating for 1 min 0 s", f"endpoint {NAME}: Creating for 2 min 0 s"]
 
 
 @pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
-def test_what_was_made_of_one_that_is_refused_is_taken_back(
-    aws: Any, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     one = sagemaker()
     answers(monkeypatch, one, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
     with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
@@ -118,7 +115,7 @@ def test_what_was_made_of_one_that_is_refused_is_taken_back(
     assert there(aws) == []
 
 
-def test_one_that_fails_to_start_is_taken_back_with_its_reason(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     one = sagemaker(said)
     failed = {"EndpointStatus": "Failed", "FailureReason": "The container did not pass the ping health check."}
@@ -127,10 +124,10 @@ def test_one_that_fails_to_start_is_taken_back_with_its_reason(aws: Any, monkeyp
     with pytest.raises(EngineError, match="did not pass the ping health check"):
         one.create(requests())
     assert there(aws) == []
-    assert said[-1] == "taking back: model, endpoint configuration, endpoint"
+    assert said[-1] == "deleting: model, endpoint configuration, endpoint"
 
 
-def test_ctrl_c_while_it_waits_leaves_nothing_that_costs(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sagemaker()
     make = one._api.create_endpoint
 
@@ -144,7 +141,7 @@ def test_ctrl_c_while_it_waits_leaves_nothing_that_costs(aws: Any, monkeypatch: 
     assert there(aws) == []
 
 
-def test_an_endpoint_that_is_being_made_is_deleted_when_it_can_be(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     clock = Clock()
     one = sagemaker(said, clock)
@@ -159,13 +156,11 @@ def test_an_endpoint_that_is_being_made_is_deleted_when_it_can_be(aws: Any, monk
     answers(monkeypatch, one, delete_endpoint=busy)
     one.remove(NAME)
     assert there(aws) == []
-    assert said[-1] == f"endpoint {NAME}: SageMaker does not delete it before it is made; waiting"
+    assert said[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
     assert clock.now == 45
 
 
-def test_what_cannot_be_taken_back_is_said_with_the_command_that_does(
-    aws: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rollback_names_the_command(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sagemaker()
     answers(
         monkeypatch,
@@ -173,22 +168,22 @@ def test_what_cannot_be_taken_back_is_said_with_the_command_that_does(
         create_endpoint=refusing("ValidationException", "no such type here"),
         delete_model=refusing("AccessDeniedException", "not you"),
     )
-    with pytest.raises(EngineError, match="there is still its model, which may cost money") as error:
+    with pytest.raises(EngineError, match="still has its model, which may cost money") as error:
         one.create(requests())
     assert error.value.hint == f"peagle deploy sagemaker --down {NAME}"
     assert there(aws) == ["model"]
 
 
-def test_a_taken_name_is_refused_and_left_as_it_is(aws: Any) -> None:
+def test_existing_name_is_refused_and_unchanged(aws: Any) -> None:
     one = sagemaker()
     one.create(requests())
-    with pytest.raises(ConfigError, match=r"has the model .* already") as error:
+    with pytest.raises(ConfigError, match=r"already has the model") as error:
         one.create(requests())
     assert "--down" in error.value.hint
     assert there(aws) == list(KINDS)
 
 
-def test_what_is_half_there_is_deleted_and_what_is_not_there_is_an_error(aws: Any) -> None:
+def test_remove_partial_or_missing_endpoint(aws: Any) -> None:
     one = sagemaker()
     with pytest.raises(ConfigError, match="nothing called x") as error:
         one.remove("x")
@@ -196,11 +191,11 @@ def test_what_is_half_there_is_deleted_and_what_is_not_there_is_an_error(aws: An
     one.create(requests())
     aws.delete_endpoint(EndpointName=NAME)
     removed = one.remove(NAME)
-    assert (set(removed.kinds), removed.lived_s) == ({"model", "endpoint configuration"}, None)
+    assert (set(removed.kinds), removed.lifetime_s) == ({"model", "endpoint configuration"}, None)
     assert there(aws) == []
 
 
-def test_an_instance_type_that_sagemaker_has_not_is_refused_with_the_nearest(aws: Any) -> None:
+def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
     wrong = requests()
     wrong.endpoint_config["ProductionVariants"][0]["InstanceType"] = "ml.g7e.2xlrge"
     with pytest.raises(ConfigError, match=r"no instance type ml\.g7e\.2xlrge") as error:
@@ -217,7 +212,7 @@ def test_an_instance_type_that_sagemaker_has_not_is_refused_with_the_nearest(aws
         ("InternalFailure", PeagleError, ""),
     ],
 )
-def test_what_aws_says_is_one_line_and_what_to_do(
+def test_aws_errors_are_converted_with_a_hint(
     aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
 ) -> None:
     one = sagemaker()
@@ -228,28 +223,14 @@ def test_what_aws_says_is_one_line_and_what_to_do(
     assert there(aws) == []
 
 
-def test_no_region_and_no_credentials_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_missing_region_and_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     for name in ("AWS_DEFAULT_REGION", "AWS_REGION", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(ConfigError, match="no region is named"):
+    with pytest.raises(ConfigError, match="no AWS region is set"):
         sagemaker()
     one = SageMaker("us-east-1", say=print)
     with pytest.raises(ConfigError, match="no AWS credentials were found"):
         one.create(requests())
-
-
-def test_without_boto3_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "boto3":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError) as error:
-        sagemaker()
-    assert error.value.hint == "pip install boto3"

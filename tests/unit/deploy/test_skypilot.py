@@ -18,15 +18,15 @@ def task():
     return yaml.safe_load((ROOT / "examples/skypilot.yaml").read_text())
 
 
-def test_it_fits_skypilots_schema(task):
+def test_example_matches_skypilot_schema(task):
     jsonschema.validate(task, SCHEMA["task"])
     jsonschema.validate(task["resources"], SCHEMA["resources"])
 
 
-def test_its_machine_is_that_of_the_configuration_it_runs(task):
+def test_example_uses_machine_of_its_configuration(task):
     command = task["run"].splitlines()[-1]
     assert command == ".venv/bin/peagle generate --config examples/job.yaml"
-    workload = read_workload(ROOT / "examples/job.yaml", None, most_of_name=50)
+    workload = read_workload(ROOT / "examples/job.yaml", None, max_name_length=50)
     offer, resources = workload.offer, task["resources"]
     assert workload.num_machines == (1, 1)
     assert task["name"] == workload.name

@@ -21,50 +21,50 @@ EIGHT = Offer(instance_type="eight", num_accelerators=8, num_vcpus=1, usd_per_ho
         ([(1, 0)], 0),
     ],
 )
-def test_engines_share_machines_and_none_is_cut_in_two(parts, num):
+def test_engines_are_packed_onto_machines(parts, num):
     assert machines_for(EIGHT, parts) == num
 
 
-def test_an_engine_that_no_machine_holds_is_refused():
-    with pytest.raises(ConfigError, match="takes 9 accelerators of one machine, and eight has 8"):
+def test_engine_larger_than_a_machine_is_refused():
+    with pytest.raises(ConfigError, match="needs 9 accelerators of one machine, and eight has 8"):
         machines_for(EIGHT, [(9, 1)])
 
 
-def test_an_engine_on_cpus_has_a_machine_to_itself():
+def test_cpu_engine_needs_its_own_machine():
     assert machines_for(Offer(instance_type="cpu", num_vcpus=8, usd_per_hour_spot=1.0), [(1, 3)]) == 3
 
 
-def test_the_machine_is_the_one_of_the_price_and_has_to_be_named(tmp_path):
+def test_machine_of_a_configuration(tmp_path):
     found = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
     assert (found.region, found.num_accelerators) == ("us-east-2", 8)
-    with pytest.raises(ConfigError, match="names no instance_type") as error:
+    with pytest.raises(ConfigError, match="has no instance_type") as error:
         offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
     with pytest.raises(PriceError, match=r"no price for the instance type 'p6\.48xlarge'"):
         offer_of(PriceOptions(instance_type="p6.48xlarge"))
-    with pytest.raises(ConfigError, match="a file of this machine is not on others"):
+    with pytest.raises(ConfigError, match="other machines do not have this file"):
         offer_of(PriceOptions(instance_type="p5.48xlarge", prices=tmp_path / "mine.csv"))
 
 
-def test_names_become_labels():
-    assert label_of("peagle-8 GPUs_", most=20) == "peagle-8-gpus"
+def test_label_of():
+    assert label_of("peagle-8 GPUs_", max_length=20) == "peagle-8-gpus"
     for name in ("8 GPUs", "..."):
-        with pytest.raises(ConfigError, match="does not begin with a letter"):
-            label_of(name, most=20)
-    with pytest.raises(ConfigError, match="has 6 letters, and may have 5"):
-        label_of("abcdef", most=5)
+        with pytest.raises(ConfigError, match="does not start with a letter"):
+            label_of(name, max_length=20)
+    with pytest.raises(ConfigError, match="has 6 characters; the limit is 5"):
+        label_of("abcdef", max_length=5)
 
 
-def test_paths_of_this_machine_are_refused(tmp_path):
+def test_local_paths_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
     for keys in ({"input": "in.jsonl"}, {"output": "/mnt/peaglet/run"}, {"model": str(tmp_path / "model")}):
-        with pytest.raises(ConfigError, match="it is a path of this machine"):
+        with pytest.raises(ConfigError, match="a local path"):
             require_reachable(keys, ("input", "output", "model"), "/mnt/peagle")
     keys = {"input": "s3://bucket/in", "output": "/mnt/peagle/run", "model": "Org/model"}
     require_reachable(keys, ("input", "output", "model", "drafter"), "/mnt/peagle")
 
 
-def test_a_workload_has_the_keys_that_were_said_and_those_of_the_profile(tmp_path, monkeypatch, profile):  # noqa: F811
+def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
     monkeypatch.setenv("PEAGLE_TOP_K", "3")  # of this machine's shell: it is not the others'
@@ -74,16 +74,16 @@ def test_a_workload_has_the_keys_that_were_said_and_those_of_the_profile(tmp_pat
         "input: s3://b/in\noutput: s3://b/out\nmax_tokens: 5\nengines: 3:9\ninstance_type: g7e.12xlarge\n"
         f"grace_s: 40\nprofile: {tmp_path / 'profile.yaml'}\n"
     )
-    found = read_workload(path, None, most_of_name=20)
+    found = read_workload(path, None, max_name_length=20)
     assert (found.name, found.command, found.num_machines, found.grace_s) == ("peagle-my-run", "generate", (2, 5), 100)
     assert (found.keys["max_num_seqs"], found.keys["max_tokens"]) == (4, 5)
     assert {"top_k", "profile"}.isdisjoint(found.keys)
 
 
-def test_an_endpoint_has_machines_for_all_its_models(tmp_path):
+def test_endpoint_has_machines_for_all_models(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(
         "instance_type: g7e.12xlarge\nmodels:\n- {name: a, tensor_parallel_size: 2, max_replicas: 2}\n"
         "- {name: b, min_replicas: 0, max_replicas: 3}\n"
     )
-    assert read_workload(path, "team", most_of_name=20).num_machines == (4, 4)
+    assert read_workload(path, "team", max_name_length=20).num_machines == (4, 4)

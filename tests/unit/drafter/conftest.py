@@ -2,9 +2,7 @@
 
 import random
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,19 +17,19 @@ from peagle.drafter.features import (
     samples_fingerprint,
     target_fingerprint,
 )
-from peagle.drafter.vocabulary import DraftVocabulary, frequent_vocabulary
+from peagle.drafter.vocabulary import frequent_vocabulary
 
 VOCABULARY, HIDDEN = 96, 32  # of the tiny target in tests/conftest.py
 AUX_LAYERS = (1, 2, 3)
 
 
 @pytest.fixture(scope="session")
-def model(target: Path) -> LlamaForCausalLM:
+def model(target):
     return LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
-def samples() -> list[Sample]:
+def samples():
     rng = random.Random(0)
     lengths = [(3, 9), (5, 20), (2, 14), (7, 8), (1, 25), (4, 12), (6, 18), (2, 2)]
     return [
@@ -45,7 +43,7 @@ def samples() -> list[Sample]:
 
 
 @pytest.fixture(scope="session")
-def spec(target: Path, samples: list[Sample]) -> FeatureSpec:
+def spec(target, samples):
     return FeatureSpec(
         target=target_fingerprint(target),
         aux_layers=AUX_LAYERS,
@@ -55,30 +53,25 @@ def spec(target: Path, samples: list[Sample]) -> FeatureSpec:
 
 
 @pytest.fixture(scope="session")
-def store(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: LlamaForCausalLM,
-    samples: list[Sample],
-    spec: FeatureSpec,
-) -> FeatureStore:
+def store(tmp_path_factory, model, samples, spec):
     folder = tmp_path_factory.mktemp("features")
     extract_features(samples, lambda: HiddenStateReader(model, AUX_LAYERS), spec, folder)
     return FeatureStore(folder)
 
 
 @pytest.fixture(scope="session")
-def vocabulary(store: FeatureStore) -> DraftVocabulary:
+def vocabulary(store):
     documents = [store[index] for index in range(len(store))]
     token_ids = [token for one in documents for token in one.token_ids_T[one.loss_mask_T].tolist()]
     return frequent_vocabulary(token_ids, size=48, target_size=VOCABULARY)
 
 
 @pytest.fixture
-def full_disk() -> Callable[[], AbstractContextManager[None]]:
+def full_disk():
     """Inside of it files cannot grow beyond 4 KiB: writing fails as on a full disk."""
 
     @contextmanager
-    def limit() -> Iterator[None]:
+    def limit():
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
         try:

@@ -1,31 +1,27 @@
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from peagle.drafter import features
-from peagle.drafter.data import Sample
 from peagle.drafter.features import (
     ComputedFeatures,
-    Features,
     FeatureSpec,
     FeatureStore,
     HiddenStateReader,
+    StoreWriter,
     extract_features,
-    plan_shards,
+    write_shard,
 )
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.recipe import TrainingConfig
 from peagle.drafter.training import train
-from peagle.drafter.vocabulary import DraftVocabulary
-from peagle.errors import CapacityError, ConfigError, InputError
+from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
-def _states_by_hand(model: LlamaForCausalLM, token_ids: tuple[int, ...], layers: tuple[int, ...]) -> Any:
+def _states_by_hand(model, token_ids, layers):
     """States entering layers and the final norm, by running the layers one after the other."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
@@ -41,9 +37,7 @@ def _states_by_hand(model: LlamaForCausalLM, token_ids: tuple[int, ...], layers:
 
 
 @torch.no_grad()
-def test_states_are_those_that_enter_the_layers(
-    model: LlamaForCausalLM, store: FeatureStore, samples: list[Sample]
-) -> None:
+def test_states_are_the_inputs_of_the_layers(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
@@ -54,28 +48,7 @@ def test_states_are_those_that_enter_the_layers(
         torch.testing.assert_close(document.last_TH.float(), last, rtol=0.02, atol=0.02)
 
 
-@torch.no_grad()
-def test_the_last_state_gives_the_targets_own_logits(
-    model: LlamaForCausalLM, store: FeatureStore, samples: list[Sample]
-) -> None:
-    expected = model(torch.tensor([samples[1].token_ids])).logits[0]
-    got = model.lm_head(model.model.norm(store[1].last_TH.float()))
-    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-
-
-def test_shards_cover_the_samples_in_order(samples: list[Sample]) -> None:
-    shards = plan_shards(samples, shard_tokens=30)
-    assert [i for shard in shards for i in shard] == list(range(len(samples)))
-    assert len(shards) > 2
-
-
-def test_an_interrupted_extraction_goes_on_and_gives_the_same(
-    tmp_path: Path,
-    model: LlamaForCausalLM,
-    samples: list[Sample],
-    spec: FeatureSpec,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypatch):
     monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path / "whole")
@@ -83,7 +56,7 @@ def test_an_interrupted_extraction_goes_on_and_gives_the_same(
     class KilledError(Exception):
         pass
 
-    def kill(done: int, _total: int) -> None:
+    def kill(done, _total):
         if done == 2:
             raise KilledError
 
@@ -100,9 +73,7 @@ def test_an_interrupted_extraction_goes_on_and_gives_the_same(
     assert index[0]["shards"] == index[1]["shards"]
 
 
-def test_a_store_of_something_else_is_refused(
-    tmp_path: Path, model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec
-) -> None:
+def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     from dataclasses import replace
 
     reader = HiddenStateReader(model, spec.aux_layers)
@@ -111,35 +82,12 @@ def test_a_store_of_something_else_is_refused(
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
-def test_a_damaged_shard_is_found(
-    tmp_path: Path, model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec
-) -> None:
-    extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
-    shard = tmp_path / "shard-00000.safetensors"
-    damaged = bytearray(shard.read_bytes())
-    damaged[-1] ^= 1
-    shard.write_bytes(bytes(damaged))
-    with pytest.raises(InputError, match="checksum"):
-        FeatureStore(tmp_path, verify=True)
-
-
-def test_a_full_disk_is_refused_before_work(
-    tmp_path: Path,
-    model: LlamaForCausalLM,
-    samples: list[Sample],
-    spec: FeatureSpec,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=rf"{spec.bytes_per_token:,} bytes each(?s:.*)--on-the-fly"):
         extract_features(samples, lambda: HiddenStateReader(model, spec.aux_layers), spec, tmp_path)
-
-
-def test_a_target_without_the_layers_is_refused(model: LlamaForCausalLM) -> None:
-    with pytest.raises(ConfigError, match=r"aux layers \[4\]: the target has layers 0 to 3"):
-        HiddenStateReader(model, (1, 4))
 
 
 CONFIG = TrainingConfig(num_steps=8, batch_tokens=40, num_depths=3, learning_rate=3e-3, precision="fp32", seed=5)
@@ -148,28 +96,18 @@ BATCHING = 0.01
 
 
 @pytest.fixture(scope="module")
-def half(target: Path) -> LlamaForCausalLM:
+def half(target):
     return LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
 
 
-def _losses(
-    target: Path, vocabulary: DraftVocabulary, store: Features, folder: Path, config: TrainingConfig = CONFIG
-) -> list[float]:
+def _losses(target, vocabulary, store, folder, config=CONFIG):
     head = build_head(target, HeadSpec(aux_layers=store.spec.aux_layers, num_depths=3), vocabulary, seed=1)
     train(head, store, range(len(store)), config, folder, fingerprint={})
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("parts_of", [None, 12])
-def test_the_curve_is_that_of_stored_features(
-    target: Path,
-    half: LlamaForCausalLM,
-    samples: list[Sample],
-    spec: FeatureSpec,
-    vocabulary: DraftVocabulary,
-    tmp_path: Path,
-    parts_of: int | None,
-) -> None:
+def test_computed_features_train_like_stored_ones(target, half, samples, spec, vocabulary, tmp_path, parts_of):
     config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": parts_of})
     curves = {}
     for batch_tokens in (1, 4096):  # each document alone, or many at once
@@ -185,9 +123,7 @@ def test_the_curve_is_that_of_stored_features(
     assert curves["computed", 4096] == pytest.approx(curves["stored", 4096], rel=BATCHING)
 
 
-def test_documents_are_those_of_a_store_also_under_autocast(
-    half: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec, tmp_path: Path
-) -> None:
+def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec, tmp_path):
     reader = HiddenStateReader(half, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
@@ -201,31 +137,13 @@ def test_documents_are_those_of_a_store_also_under_autocast(
     assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
 
 
-def test_the_target_is_loaded_once_when_states_are_first_asked_for(
-    model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec
-) -> None:
-    loaded = []
-
-    def load() -> HiddenStateReader:
-        loaded.append(1)
-        return HiddenStateReader(model, spec.aux_layers)
-
-    computed = ComputedFeatures(samples, load, spec)
-    assert (len(computed), computed.num_tokens(1), loaded) == (8, 25, [])
-    computed.documents([1])
-    computed.documents([2, 0])
-    assert loaded == [1]
-
-
-def test_documents_are_read_ahead_together_and_kept_until_others_are(
-    model: LlamaForCausalLM, samples: list[Sample], spec: FeatureSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
     alone = computed.documents([0, 1, 2])
     shapes: list[int] = []
 
-    def read(token_ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(token_ids_BT):
         shapes.append(len(token_ids_BT))
         return HiddenStateReader.read(reader, token_ids_BT)
 
@@ -242,16 +160,8 @@ def test_documents_are_read_ahead_together_and_kept_until_others_are(
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_as_the_uninterrupted_one(
-    target: Path,
-    half: LlamaForCausalLM,
-    samples: list[Sample],
-    spec: FeatureSpec,
-    vocabulary: DraftVocabulary,
-    tmp_path: Path,
-    steps_before: int,
-) -> None:
-    def computed() -> ComputedFeatures:
+def test_a_resumed_training_reads_ahead_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
+    def computed():
         reader = HiddenStateReader(half, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)
 
@@ -260,3 +170,77 @@ def test_a_resumed_training_reads_ahead_as_the_uninterrupted_one(
     for _ in range(steps_before):
         train(head, computed(), range(len(samples)), CONFIG, tmp_path / "cut", fingerprint={}, time_budget_s=0)
     assert _losses(target, vocabulary, computed(), tmp_path / "cut") == whole
+
+
+SPEC = FeatureSpec(target="t", aux_layers=(1,), hidden_size=2, samples="s")
+
+
+def _shard(*lengths):
+    total = sum(lengths)
+    return {
+        "token_ids": torch.arange(total, dtype=torch.int32),
+        "lengths": torch.tensor(lengths),
+        "num_prompt_tokens": torch.ones(len(lengths), dtype=torch.int64),
+        "aux": torch.zeros(total, 2, dtype=torch.bfloat16),
+        "last": torch.zeros(total, 2, dtype=torch.bfloat16),
+    }
+
+
+def test_shards_of_other_processes_are_added_in_any_order(tmp_path):
+    writer = StoreWriter(tmp_path, SPEC, num_shards=2)
+    checksums = [write_shard(tmp_path, number, _shard(3 + number)) for number in range(2)]
+    writer.take(1, checksums[1])
+    assert (writer.has(0), writer.has(1), writer.num_written, writer.num_shards) == (False, True, 1, 2)
+    with pytest.raises(InputError, match="1 of 2 shards"):
+        FeatureStore(tmp_path)
+    writer.take(0, checksums[0])
+    assert list(json.loads((tmp_path / "index.json").read_text())["shards"].values()) == checksums
+    store = FeatureStore(tmp_path, verify=True)
+    assert [store.num_tokens(i) for i in range(2)] == [3, 4]
+
+
+def test_a_different_or_missing_shard_is_refused(tmp_path):
+    writer = StoreWriter(tmp_path / "here", SPEC, num_shards=1)
+    (tmp_path / "elsewhere").mkdir()
+    checksum = write_shard(tmp_path / "elsewhere", 0, _shard(3))
+    with pytest.raises(PeagleError, match="wrote\n  every node must have access to this folder"):
+        writer.take(0, checksum)
+    write_shard(tmp_path / "here", 0, _shard(4))
+    with pytest.raises(PeagleError, match="different from the file that a worker wrote"):
+        writer.take(0, checksum)
+    assert writer.num_written == 0
+
+
+def test_leftovers_of_killed_writers_are_deleted(tmp_path):
+    writer = StoreWriter(tmp_path, SPEC, num_shards=1)
+    writer.add(0, _shard(3))
+    (tmp_path / "shard-00001.0123.partial").write_bytes(b"cut off")
+    writer.clear()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
+
+
+def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
+    writer = StoreWriter(tmp_path, SPEC, num_shards=1)
+    told = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
+    with full_disk(), pytest.raises(CapacityError, match=told):
+        writer.add(0, _shard(40_000))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_shard_is_found_and_repaired(tmp_path):
+    StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
+    file = tmp_path / "shard-00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(
+        InputError, match="does not match its checksum\n  delete it and repeat the command to extract it again"
+    ):
+        FeatureStore(tmp_path, verify=True)
+    file.unlink()
+    with pytest.raises(InputError, match="not found\n  repeat the command to extract it again"):
+        FeatureStore(tmp_path)
+    writer = StoreWriter(tmp_path, SPEC, num_shards=1)
+    assert not writer.has(0)
+    writer.add(0, _shard(3))
+    assert len(FeatureStore(tmp_path, verify=True)) == 1

@@ -1,48 +1,45 @@
 """The head's loss, held against `speculators`' own forward pass over the same rows."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from peagle.drafter.batch import Rows, TrainingBatch, make_batch, sample_rows
-from peagle.drafter.features import Document, FeatureSpec, FeatureStore
-from peagle.drafter.forward import batch_loss, head_states
+from peagle.drafter import forward
+from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.forward import batch_loss, drafted_tokens, estimate_acceptance, head_states, walk
 from peagle.drafter.head import HeadSpec, build_head
 from peagle.drafter.loss import Weighting
-from peagle.drafter.vocabulary import DraftVocabulary
 
 NUM_DEPTHS = 4
 
 
 @pytest.fixture(params=[1, 2], ids=["one layer", "two layers"])
-def num_layers(request: pytest.FixtureRequest) -> int:
+def num_layers(request):
     return int(request.param)
 
 
 @pytest.fixture
-def head(num_layers: int, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+def head(num_layers, target, spec, vocabulary):
     shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS)
     return build_head(target, shape, vocabulary)
 
 
 @pytest.fixture
-def eagle3(num_layers: int, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+def eagle3(num_layers, target, spec, vocabulary):
     shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm="eagle3")
     return build_head(target, shape, vocabulary)
 
 
-def _all_rows(mask: torch.Tensor) -> Rows:
+def _all_rows(mask):
     return sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)
 
 
-def _batch(documents: list[Document]) -> TrainingBatch:
+def _batch(documents):
     return make_batch(documents, [_all_rows(document.loss_mask_T[1:]) for document in documents])
 
 
-def _library_loss(head: Any, document: Document, monkeypatch: pytest.MonkeyPatch, **options: Any) -> torch.Tensor:
+def _library_loss(head, document, monkeypatch, **options):
     """The library's loss, its attention replaced by plain SDPA."""
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
@@ -72,7 +69,7 @@ def _library_loss(head: Any, document: Document, monkeypatch: pytest.MonkeyPatch
     return loss
 
 
-def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_equal_the_librarys(head, store, monkeypatch):
     from speculators.models.peagle import core
 
     document = store[4]
@@ -93,9 +90,7 @@ def test_loss_and_gradients_equal_the_librarys(head: Any, store: FeatureStore, m
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(
-    eagle3: Any, store: FeatureStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(eagle3, store, monkeypatch):
     """The library starts a chain at every token, so here all of the document is under the loss."""
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
     outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
@@ -105,7 +100,7 @@ def test_an_eagle3_heads_loss_equals_the_librarys_depth_by_depth(
         assert by_depth[depth].item() == pytest.approx(theirs.item(), rel=1e-5), depth
 
 
-def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3: Any, store: FeatureStore) -> None:
+def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
     batch = _batch([store[4]])
     states = head_states(eagle3, batch)
     deepest = torch.nonzero(batch.depth_S[batch.row_R] == NUM_DEPTHS - 1).flatten()
@@ -114,7 +109,7 @@ def test_an_eagle3_heads_deepest_rows_train_all_that_led_to_them(eagle3: Any, st
     assert eagle3.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_packed_documents_do_not_see_each_other(head: Any, eagle3: Any, store: FeatureStore) -> None:
+def test_packed_documents_do_not_see_each_other(head, eagle3, store):
     documents = [store[i] for i in (1, 4, 6)]
     for either in (head, eagle3):
         packed = batch_loss(either, _batch(documents), num_depths=NUM_DEPTHS)
@@ -123,7 +118,7 @@ def test_packed_documents_do_not_see_each_other(head: Any, eagle3: Any, store: F
         torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
 
 
-def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: FeatureStore) -> None:
+def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     batch = _batch([store[4]])
     flat = batch_loss(head, batch, num_depths=NUM_DEPTHS)
     steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=Weighting(depth_decay=1e-6))
@@ -132,7 +127,7 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head: Any, store: Featu
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_with_all_before_it_in_its_chain(head: Any, eagle3: Any, store: FeatureStore) -> None:
+def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for either in (head, eagle3):
@@ -153,3 +148,89 @@ def test_a_row_is_accepted_with_all_before_it_in_its_chain(head: Any, eagle3: An
         ]
         assert outcome.accepted_D.tolist() == expected
         assert 0 < outcome.accepted_D[1] < outcome.correct_D[1]
+
+
+@pytest.fixture
+def two_layers(target, spec, vocabulary):
+    return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_layers=2), vocabulary).eval()
+
+
+def _draft_as_an_engine_would(head, document, known, k):
+    """One pass over the tokens up to `known`, then K-1 mask tokens, with the library's layers and plain attention."""
+    tokens = document.token_ids_T[1 : known + 1]
+    states = head.fc(document.aux_TAH[:known].float())
+    token_ids = torch.cat([tokens, torch.full((k - 1,), head.mask_token_id)])
+    states = torch.cat([states, head.fc(head.mask_hidden[0]).expand(k - 1, -1)])
+    row_states = torch.cat([head.embed_tokens(token_ids), states], dim=-1)[None]
+    positions = torch.arange(len(token_ids))[None]
+    rotary = head.rotary_emb(row_states, positions)
+    head.config.transformer_layer_config._attn_implementation = "eager"
+    causal = torch.full((1, 1, len(token_ids), len(token_ids)), float("-inf")).triu(1)
+    for layer in head.layers:
+        row_states = layer(row_states, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
+    draft_ids = head.lm_head(head.norm(row_states[0, -k:])).argmax(-1)
+    return [int(i + head.d2t[i]) for i in draft_ids]
+
+
+@torch.no_grad()
+def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
+    document = store[1]
+    drafted = drafted_tokens(two_layers, document, 4)
+    start = int(document.loss_mask_T.int().argmax())
+    implementation = two_layers.config.transformer_layer_config._attn_implementation
+    for known in range(start, len(document.token_ids_T)):
+        assert drafted[known - 1].tolist() == _draft_as_an_engine_would(two_layers, document, known, 4), known
+    assert implementation == "peagle_documents"
+
+
+def _draft_one_after_the_other(head, document, known, k):
+    """EAGLE-3's drafting without a cache: all passes again over everything so far, plain causal attention."""
+    head.config.transformer_layer_config._attn_implementation = "eager"
+    token_ids, drafted = document.token_ids_T[1 : known + 1], []
+    states = head.fc(document.aux_TAH[:known].float())
+    for _ in range(k):
+        row_states = torch.cat([head.embed_tokens(token_ids), states], dim=-1)[None]
+        positions = torch.arange(len(token_ids))[None]
+        rotary = head.rotary_emb(row_states, positions)
+        causal = torch.full((1, 1, len(token_ids), len(token_ids)), float("-inf")).triu(1)
+        for layer in head.layers:
+            row_states = layer(row_states, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
+        draft_id = head.lm_head(head.norm(row_states[0, -1])).argmax(-1)
+        drafted.append(int(draft_id + head.d2t[draft_id]))
+        token_ids = torch.cat([token_ids, torch.tensor(drafted[-1:])])
+        states = torch.cat([states, row_states[0, -1:]])
+    return drafted
+
+
+@torch.no_grad()
+def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
+    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
+    head, document = build_head(target, shape, vocabulary).eval(), store[1]
+    drafted = drafted_tokens(head, document, 4)
+    start = int(document.loss_mask_T.int().argmax())
+    for known in range(start, len(document.token_ids_T)):
+        assert drafted[known - 1].tolist() == _draft_one_after_the_other(head, document, known, 4), known
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
+    shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    head = build_head(target, shape, vocabulary).eval()
+    at_once = drafted_tokens(head, store[1], 4)
+    monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
+    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: held.append(len(logits)))
+    assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
+    assert max(held) == 7
+
+
+def test_the_example_of_the_docstring():
+    drafted = torch.tensor([[6, 7], [7, 8], [8, 0], [0, 0]])
+    assert walk([4, 5, 6, 7, 8], drafted, start=1) == [2]
+
+
+def test_the_statistics_count_each_step_once(two_layers, store):
+    stats = estimate_acceptance(two_layers, store, range(len(store)), num_speculative_tokens=3)
+    responses = sum(int(store[i].loss_mask_T.sum()) for i in range(len(store)))
+    assert 0 < stats.num_drafts <= responses - len(store)
+    assert stats.num_draft_tokens == 3 * stats.num_drafts
+    assert len(stats.accepted_per_position) == 3

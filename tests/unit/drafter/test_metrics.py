@@ -1,7 +1,7 @@
 from dataclasses import replace
-from pathlib import Path
+from xml.etree import ElementTree
 
-from peagle.drafter.metrics import METRICS, Metrics, TrainingProgress
+from peagle.drafter.metrics import METRICS, Metrics, TrainingProgress, training_plot
 
 STEP = TrainingProgress(
     step=1,
@@ -18,15 +18,7 @@ STEP = TrainingProgress(
 )
 
 
-def test_steps_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    steps = [STEP, replace(STEP, step=2, accuracy=(0.5, 0.125))]
-    for step in steps:
-        metrics.append(step)
-    assert metrics.read() == (steps, metrics.num_bytes)
-
-
-def test_a_reader_is_told_each_whole_line_once(tmp_path: Path) -> None:
+def test_metrics_are_read_by_whole_lines(tmp_path):
     metrics = Metrics(tmp_path)
     assert metrics.read() == ([], 0)
     metrics.append(STEP)
@@ -40,7 +32,7 @@ def test_a_reader_is_told_each_whole_line_once(tmp_path: Path) -> None:
     assert metrics.read(seen) == ([STEP], 2 * seen)
 
 
-def test_a_reader_goes_on_where_the_file_was_cut(tmp_path: Path) -> None:
+def test_metrics_reader_continues_after_a_truncation(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2, 3):
         metrics.append(replace(STEP, step=number))
@@ -52,21 +44,67 @@ def test_a_reader_goes_on_where_the_file_was_cut(tmp_path: Path) -> None:
     assert metrics.read(seen // 3)[0] == [again]
 
 
-def test_cut_to_nothing_makes_an_empty_file(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    metrics.cut(0)
-    assert (tmp_path / METRICS).read_bytes() == b""
-
-
-def test_a_place_within_a_line_is_read_from_the_next_line_on(tmp_path: Path) -> None:
+def test_metrics_reader_skips_a_partial_line(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
     assert [step.step for step in metrics.read(metrics.num_bytes // 2 - 5)[0]] == [2]
 
 
-def test_a_file_that_was_lost_begins_anew(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    metrics.cut(100)
-    metrics.append(STEP)
-    assert metrics.read()[0] == [STEP]
+SVG = "{http://www.w3.org/2000/svg}"
+FIRST_STEP = TrainingProgress(
+    step=1,
+    num_steps=2000,
+    loss=4.0,
+    accuracy=(0.5, 0.2, None),
+    accepted=(0.5, 0.1, None),
+    divergence=(4.0, 5.0, None),
+    learning_rate=1e-3,
+    gradient_norm=1.0,
+    num_tokens=100,
+    tokens_per_s=10.0,
+    train_s=10.0,
+)
+
+
+def _steps(losses):
+    return [replace(FIRST_STEP, step=place + 1, loss=loss) for place, loss in enumerate(losses)]
+
+
+def _panels(plot):
+    return list(ElementTree.fromstring(plot).iter(f"{SVG}g"))
+
+
+def _points(panel):
+    lines = (line.attrib["points"].split() for line in panel.iter(f"{SVG}polyline"))
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in lines]
+
+
+def _texts(panel):
+    return [node.text or "" for node in panel.iter(f"{SVG}text")]
+
+
+def test_training_plot_has_three_panels():
+    loss, accuracy, rate = _panels(training_plot(_steps([4.0, 3.0, 2.0])))
+    assert [len(_points(panel)) for panel in (loss, accuracy, rate)] == [1, 2, 1]  # the third depth had no rows
+    (line,) = _points(loss)
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    assert [y for _, y in line] == sorted(y for _, y in line)  # a falling loss: lower is further down
+    assert _texts(accuracy)[-2:] == ["0", "1"]
+
+
+def test_training_plot_averages_many_steps():
+    jumping = [3.0 + (-1) ** place for place in range(1000)]
+    loss, _, _ = _panels(training_plot(_steps(jumping)))
+    (line,) = _points(loss)
+    assert len(line) == 100
+    assert len({y for _, y in line}) == 1
+    assert _texts(loss)[0] == "loss (KL divergence, nats), mean of 10 steps"
+
+
+def test_training_plot_of_one_step():
+    plot = training_plot([FIRST_STEP])
+    loss, accuracy, rate = _panels(plot)
+    assert [len(list(panel.iter(f"{SVG}circle"))) for panel in (loss, accuracy, rate)] == [1, 2, 1]
+    assert "<polyline" not in plot
+    assert "Training, 1 of 2,000 steps, 100 tokens" in plot

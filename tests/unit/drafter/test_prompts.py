@@ -1,8 +1,21 @@
-from itertools import islice
+import ast
+import json
+from functools import partial
 
 import pytest
 
-from peagle.drafter.prompts import FORMS, Snippet, content_materials, generate_prompts, num_available, source_materials
+from peagle.drafter.prompts import (
+    FORMS,
+    Content,
+    Snippet,
+    content_materials,
+    folder_snippets,
+    generate_prompts,
+    num_available,
+    part_by_hash,
+    prose,
+    source_materials,
+)
 from peagle.errors import ConfigError
 
 SNIPPETS = [
@@ -11,13 +24,7 @@ SNIPPETS = [
 ]
 
 
-def test_order_depends_on_the_seed_alone() -> None:
-    assert list(generate_prompts(SNIPPETS, seed=1)) == list(generate_prompts(SNIPPETS, seed=1))
-    ids = [{p.id for p in islice(generate_prompts(SNIPPETS, seed=seed), 2)} for seed in range(8)]
-    assert any(other != ids[0] for other in ids)
-
-
-def test_every_snippet_before_any_again_and_never_the_same_wording() -> None:
+def test_every_snippet_occurs_before_any_repeats():
     prompts = list(generate_prompts(SNIPPETS))
     assert len(prompts) == len(SNIPPETS) * len(FORMS)
     assert len({p.id for p in prompts}) == len(prompts)
@@ -25,14 +32,8 @@ def test_every_snippet_before_any_again_and_never_the_same_wording() -> None:
         assert {p.name for p in prompts[start : start + len(SNIPPETS)]} == {"area", "scale"}
 
 
-def test_limit() -> None:
-    assert len(list(generate_prompts(SNIPPETS[:1], limit=3))) == 3
-    with pytest.raises(ConfigError, match="has only 9 prompts"):
-        list(generate_prompts(SNIPPETS[:1], limit=10))
-
-
 @pytest.mark.parametrize("source", ["package:json", "package:networkx"])
-def test_an_installed_package_is_a_source(source: str) -> None:
+def test_an_installed_package_is_a_source(source):
     materials = source_materials(source)
     assert {"raw_decode", "shortest_path"} & {material.name for material in materials}
     name = source.partition(":")[2]
@@ -40,12 +41,12 @@ def test_an_installed_package_is_a_source(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["stdlibs", "package:", "package:no_such_package", "package:this", "package:a/b"])
-def test_what_is_no_source_is_refused(source: str) -> None:
+def test_unknown_prompt_sources_are_refused(source):
     with pytest.raises(ConfigError, match="unknown source of prompts"):
         source_materials(source)
 
 
-def test_content_is_of_many_kinds_and_what_is_held_out_is_not_trained_on() -> None:
+def test_held_out_content_is_disjoint():
     trained, held_out = (source_materials(source) for source in ("content", "content:held-out"))
     kinds = [
         {prompt.category for prompt in generate_prompts(materials, source="content")}
@@ -55,9 +56,94 @@ def test_content_is_of_many_kinds_and_what_is_held_out_is_not_trained_on() -> No
     assert {material.text for material in trained}.isdisjoint(material.text for material in held_out)
 
 
-def test_materials_with_fewer_wordings_are_asked_about_less_often() -> None:
+def test_all_wordings_of_all_materials_occur():
     materials = content_materials(held_out=True)
     prompts = list(generate_prompts(materials, source="content:held-out"))
     assert len(prompts) == num_available(materials) == sum(material.num_wordings for material in materials)
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert {prompt.category for prompt in prompts[: len(materials)]} == {prompt.category for prompt in prompts}
+
+
+MODULE = '''
+import os
+
+raise RuntimeError("a module that is imported does this")
+
+def area(width: int, height: int = 2) -> int:
+    """The area of a rectangle of integer sides.
+
+    >>> area(2, 3)
+    6
+    """
+    return width * height
+
+class Shape:
+    def scale(self, factor):
+        """Scale every side by the given factor."""
+
+    def bare(self):
+        return None
+
+    @classmethod
+    def unit(cls):
+        """short"""
+'''
+
+
+@pytest.fixture
+def library(tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "shapes.py").write_text(MODULE)
+    (tmp_path / "copy.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def :")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "other.py").write_text(MODULE.replace("area", "elsewhere"))
+    return tmp_path
+
+
+def test_documented_functions_are_found_without_importing(library):
+    snippets = folder_snippets(library)
+    assert [(s.module, s.name, s.arguments, s.returns) for s in snippets] == [
+        ("copy", "area", "width: int, height: int=2", "int"),
+        ("copy", "scale", "factor", ""),
+    ]
+
+
+def test_snippet_code_parses(library):
+    for snippet in folder_snippets(library):
+        function = ast.parse(snippet.code).body[0]
+        assert isinstance(function, ast.FunctionDef)
+        assert function.name == snippet.name
+        assert ast.get_docstring(function) == snippet.docstring
+
+
+SENTENCES = "This is a sentence of several plain words. " * 8
+
+
+@pytest.mark.parametrize(
+    "markup",
+    ["See https://example.com for more. ", "Call `this` and ``that``. ", "![a badge] ", "| a | b | ", ">>> 1 + 1 "],
+)
+def test_prose_excludes_markup_code_and_links(markup):
+    assert prose(SENTENCES) == [SENTENCES.strip()]
+    assert prose(SENTENCES + markup) == []
+
+
+def test_braces_in_text_are_kept():
+    content = Content(group="topic", module="m", name="sets {a} and {text}", text="", held_out=False)
+    asked = [content.wording(0, index) for index in range(content.num_wordings)]
+    assert all("sets {a} and {text}" in text for _, text in asked)
+    assert {category for category, _ in asked} == {"explanation", "writing", "ideas"}
+
+
+parted = partial(part_by_hash, text=lambda row: row["id"])
+
+
+def test_a_share_depends_only_on_ids():
+    rows = [{"id": str(number)} for number in range(400)]
+    greedy, sampled = parted(rows, 0.25)
+    assert 70 < len(sampled) < 130
+    assert sorted(json.dumps(row) for row in greedy + sampled) == sorted(json.dumps(row) for row in rows)
+    assert parted(rows[:100], 0.25)[1] == sampled[: len(parted(rows[:100], 0.25)[1])]
+    assert parted(rows, 0.0) == (rows, [])
+    assert parted(rows, 1.0) == ([], rows)

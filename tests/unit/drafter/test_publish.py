@@ -1,6 +1,5 @@
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,14 @@ from peagle.speculation import SpeculationStats
         ({"workers": 3, "device": "cuda"}, "cpu", "3 workers with a GPU each"),
     ],
 )
-def test_the_hardware_is_that_of_the_training_and_not_all_that_this_machine_has(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, hardware: str
-) -> None:
+def test_card_names_the_training_hardware(monkeypatch, settings, device, hardware):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _device: "a fast GPU")
     config = TrainConfig(prompts="stdlib", output="out", **settings)
     assert re.fullmatch(hardware, _hardware(config, torch.device(device)))
 
 
-def _card(**settings: object) -> str:
+def _card(**settings):
     return render_card(
         CardFacts(
             verifier="org/target",
@@ -50,41 +47,8 @@ def _card(**settings: object) -> str:
     )
 
 
-def test_a_head_that_goes_on_from_another_says_so_and_not_from_which_folder(tmp_path: Path) -> None:
+def test_card_of_a_continued_head_has_no_folder_names(tmp_path):
     card = _card(init=str(tmp_path))
     assert "start from an earlier head" in card
     assert "| Seen | 3,025,383 tokens in 1.5 passes, in addition to those of the head that it continues |" in card
     assert str(tmp_path) not in card
-
-
-def test_evaluation_files_are_named_without_their_folder(tmp_path: Path) -> None:
-    assert "overlap with humaneval removed" in _card()
-    assert "overlap with humaneval, held.jsonl removed" in _card(exclude=["humaneval", str(tmp_path / "held.jsonl")])
-
-
-def test_data_are_named_without_their_folder(tmp_path: Path) -> None:
-    sources = ["package:json", str(tmp_path / "runs" / "mine"), "s3://bucket/more/held.parquet"]
-    assert "1,044,960 tokens, from package:json, mine, held.parquet; overlap" in _card(prompts=sources)
-
-
-def test_what_is_special_of_a_recipe_is_told(tmp_path: Path) -> None:
-    card = _card(
-        init=str(tmp_path),
-        num_layers=5,
-        num_key_value_heads=9,
-        depth_decay=0.9,
-        depth_weight="dpace",
-    )
-    assert "P-EAGLE, 5 layers of 9 KV heads, " in card
-    assert "COD ratio 0.8, depth decay 0.9, D-PACE, start from an earlier head" in card
-
-
-def test_frozen_layers_are_told(tmp_path: Path) -> None:
-    card = _card(init=str(tmp_path), num_layers=5, num_frozen_layers=3)
-    assert "lm_head trained, the first 3 layers frozen |" in card
-
-
-def test_a_head_from_the_target_counts_all_its_tokens() -> None:
-    card = _card(init="warm")
-    assert "| Recipe | K_train 8, COD ratio 0.8, warm start, " in card
-    assert "| Seen | 3,025,383 tokens in 1.5 passes |" in card

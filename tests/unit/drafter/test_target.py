@@ -1,46 +1,37 @@
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+import torch
+from foreign_targets import AUX_LAYERS, FOREIGN, HIDDEN
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from peagle.drafter.data import Sample
-from peagle.drafter.target import default_aux_layers, load_target
+from peagle.drafter.features import HiddenStateReader, load_reader
+from peagle.drafter.head import HeadSpec, build_head
+from peagle.drafter.loss import Targets, linear_loss
+from peagle.drafter.target import SUPPORTED, TargetWeights, load_target, read_architecture
+from peagle.drafter.vocabulary import frequent_vocabulary
 from peagle.errors import ConfigError
 
 
-def _silent(_: str) -> None:
+def _silent(_):
     pass
 
 
-def test_default_layers_are_the_papers() -> None:
-    assert default_aux_layers(30) == (2, 15, 29)
-    assert default_aux_layers(2) == (1,)
-
-
-def test_a_target_says_what_a_head_reads(speaking_target: Path) -> None:
-    target = load_target(str(speaking_target), None, _silent)
-    assert (target.folder, target.aux_layers, target.hidden_size, target.vocab_size) == (
-        speaking_target,
-        (2, 3),
-        32,
-        96,
-    )
-
-
-def test_a_target_without_the_named_layers_is_refused(speaking_target: Path) -> None:
+def test_missing_aux_layers_are_refused(speaking_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
         load_target(str(speaking_target), [1, 4, 9], _silent)
 
 
-def test_layers_are_read_once_each_and_in_order(speaking_target: Path) -> None:
+def test_aux_layers_are_sorted_and_unique(speaking_target):
     assert load_target(str(speaking_target), [3, 0], _silent).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
         load_target(str(speaking_target), [1, 3, 1], _silent)
 
 
-def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_target: Path) -> None:
+def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_target):
     target = load_target(str(speaking_target), None, _silent)
     fitting, foreign = (
         Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
@@ -50,30 +41,30 @@ def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(speaking_targe
         target.require_tokens([fitting, foreign])
 
 
-def _without_tokenizer(folder: Path) -> None:
+def _without_tokenizer(folder):
     for file in folder.glob("*token*"):
         file.unlink()
 
 
-def _without_template(folder: Path) -> None:
+def _without_template(folder):
     (folder / "chat_template.jinja").unlink()
 
 
-def _unknown_architecture(folder: Path) -> None:
+def _unknown_architecture(folder):
     (folder / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}')
 
 
-def _state_ends(folder: Path, **ends: object) -> None:
+def _state_ends(folder, **ends):
     for name, tokens in ends.items():
         file = folder / f"{name}.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}))
 
 
-def _end_elsewhere(folder: Path) -> None:
+def _end_elsewhere(folder):
     _state_ends(folder, config=2, generation_config=[1, 2])
 
 
-def _without_end(folder: Path) -> None:
+def _without_end(folder):
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     del config["eos_token"]
@@ -90,9 +81,7 @@ def _without_end(folder: Path) -> None:
         (_without_end, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_what_a_target_lacks_is_named(
-    speaking_target: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
-) -> None:
+def test_incomplete_targets_are_refused(speaking_target, tmp_path, spoil, message):
     folder = tmp_path / "target"
     shutil.copytree(speaking_target, folder)
     spoil(folder)
@@ -101,10 +90,155 @@ def test_what_a_target_lacks_is_named(
 
 
 @pytest.mark.parametrize("stated", [[7, 95], None])
-def test_one_of_several_ends_is_enough_and_a_target_may_state_none(
-    speaking_target: Path, tmp_path: Path, stated: list[int] | None
-) -> None:
+def test_end_of_text_tokens_of_targets(speaking_target, tmp_path, stated):
     folder = tmp_path / "target"
     shutil.copytree(speaking_target, folder)
     _state_ends(folder, config=None, generation_config=stated)
     assert load_target(str(folder), None, _silent).tokenizer.eos_token_id == 95
+
+
+def _split(target, folder, prefix, *without):
+    """The target's weights under other names, in two files."""
+    weights = load_file(target / "model.safetensors")
+    renamed = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
+    renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)
+    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith(without)}
+    for number, part in enumerate((sorted(renamed)[::2], sorted(renamed)[1::2])):
+        save_file({name: renamed[name] for name in part}, folder / f"model-{number}.safetensors")
+    return TargetWeights(folder, read_architecture(target))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
+def test_weights_are_found_with_any_prefix(tmp_path, target, prefix):
+    weights, expected = _split(target, tmp_path, prefix), load_file(target / "model.safetensors")
+    torch.testing.assert_close(weights.final_norm(), expected["model.norm.weight"].float())
+    name = "layers.3.mlp.up_proj.weight"
+    torch.testing.assert_close(weights[name], expected[f"model.{name}"])
+    assert weights.shape(name) == [64, 32]
+    assert "mlp.up_proj.weight" in weights.names_in_layer(3)
+    assert not weights.names_in_layer(4)
+
+
+def test_missing_embeddings_are_refused(tmp_path, target):
+    with pytest.raises(ConfigError, match=r"have no embed_tokens\.weight of 96 x 32"):
+        _split(target, tmp_path, "model.", "model.embed_tokens.weight")
+
+
+def test_a_missing_lm_head_is_refused(tmp_path, target):
+    config = (target / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"no lm_head\.weight of 96 x 32"):
+        TargetWeights(target, read_architecture(tmp_path))
+
+
+def test_a_missing_norm_is_refused(tmp_path, target):
+    with pytest.raises(ConfigError, match=r"have no model\.norm\.weight"):
+        _split(target, tmp_path, "model.", "model.norm.weight").final_norm()
+
+
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_layer_config_has_the_targets_sizes(foreign_target, model_type):
+    layers = read_architecture(foreign_target(model_type)).layer_config(num_layers=2, num_key_value_heads=None)
+    assert layers.model_type == "llama"
+    assert (layers.num_hidden_layers, layers.hidden_size, layers.intermediate_size) == (2, HIDDEN, 64)
+    assert (layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim) == (4, 2, 32)
+    assert (layers.vocab_size, layers.max_position_embeddings) == (96, 512)
+    assert (layers.hidden_act, layers.attention_bias, layers.mlp_bias) == ("silu", False, False)
+    assert not hasattr(layers, "sliding_window")
+    assert "rope_theta" in layers.rope_parameters
+
+
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_target_distribution_from_its_last_states(foreign_target, model_type, samples):
+    folder = foreign_target(model_type)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    token_ids = torch.tensor([samples[1].token_ids])
+    with torch.inference_mode():
+        states = model(token_ids, output_hidden_states=True)
+    aux, last = HiddenStateReader(model, AUX_LAYERS).read(token_ids)
+    torch.testing.assert_close(aux, torch.cat([states.hidden_states[layer] for layer in AUX_LAYERS], dim=-1))
+
+    everything = frequent_vocabulary([], size=96, target_size=96)
+    head = build_head(folder, HeadSpec(aux_layers=AUX_LAYERS, init="random"), everything)
+    with torch.no_grad():
+        after_norm = head.verifier_norm(last[0])
+    targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
+    # Against a head whose logits are zero, the divergence is log V less the target's entropy.
+    rows = torch.arange(len(after_norm))
+    measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
+    log_p = states.logits[0].log_softmax(-1)
+    torch.testing.assert_close(
+        measured.divergence_R, (log_p.exp() * log_p).sum(-1) + torch.tensor(96.0).log(), rtol=1e-4, atol=1e-4
+    )
+
+
+def _changed(folder, target, **changes):
+    config = json.loads((target / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        ),
+        (
+            {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_rotary_embedding_of_a_head(tmp_path, target, given, kept):
+    folder = _changed(tmp_path, target, rope_parameters=given)
+    assert read_architecture(folder).rope_parameters == kept
+
+
+def test_multimodal_targets_are_read(tmp_path):
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    text = {"model_type": "mistral", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = LlavaConfig(
+        text_config=text | {"num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 96},
+        vision_config=vision | {"num_hidden_layers": 1},
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert read_architecture(tmp_path).model_type == "mistral"
+    head = build_head(tmp_path, HeadSpec(aux_layers=AUX_LAYERS), frequent_vocabulary([], size=96, target_size=96))
+    aux, last = load_reader(tmp_path, AUX_LAYERS, "cpu").read(torch.tensor([[5, 6, 7]]))
+    assert (aux.shape, last.shape) == ((1, 3, 96), (1, 3, 32))
+    assert head.fc(aux.float()).shape == last.shape
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5"}, "'t5' has an encoder"),
+        ({"model_type": "gpt2"}, "'gpt2' has no rms_norm_eps"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, r"'granite' scales its logits \(logits_scaling\)"),
+        ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "cannot read .*not a multiple"),
+        (
+            {"model_type": "qwen3", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 3},
+            "do not fit a Llama layer",
+        ),
+        ({"model_type": "clip_vision_model"}, "has no"),
+    ],
+)
+def test_unsupported_architectures_are_refused(tmp_path, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_architecture(tmp_path)
+    assert str(tmp_path) in refused.value.message
+    assert refused.value.hint == SUPPORTED or "cannot read" in message
+
+
+def test_other_final_norms_are_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = {"model_type": "olmo", **sizes, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="its final norm, OlmoLayerNorm, is not an RMSNorm"):
+        read_architecture(tmp_path)

@@ -1,19 +1,25 @@
 import copy
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from peagle.drafter.features import FeatureSpec, FeatureStore
+from peagle.drafter.batch import make_batch, sample_rows
+from peagle.drafter.features import Document
+from peagle.drafter.forward import batch_loss
 from peagle.drafter.head import HeadSpec, build_head
-from peagle.drafter.metrics import TrainingProgress
-from peagle.drafter.recipe import TrainingConfig
-from peagle.drafter.training import Checkpoint, HeadOptimizer, TrainingOutcome, load_checkpoint, save_checkpoint, train
-from peagle.drafter.vocabulary import DraftVocabulary
+from peagle.drafter.loss import Weighting, fixed_weight
+from peagle.drafter.recipe import EpochOrder, TrainingConfig, plan_batches
+from peagle.drafter.training import (
+    Checkpoint,
+    HeadOptimizer,
+    load_checkpoint,
+    micro_batches,
+    partition_rows,
+    save_checkpoint,
+    train,
+)
 from peagle.drafter.workers import SingleProcess
 from peagle.errors import CapacityError, ConfigError, DivergedError
 
@@ -27,22 +33,20 @@ class KilledError(Exception):
 
 
 @pytest.fixture
-def head(target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary) -> Any:
+def head(target, spec, vocabulary):
     return build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
 
 
-def _train(
-    head: Any, store: FeatureStore, folder: Path, config: TrainingConfig = CONFIG, **more: Any
-) -> TrainingOutcome:
+def _train(head, store, folder, config=CONFIG, **more):
     return train(head, store, range(len(store)), config, folder, fingerprint={"head": "x"}, **more)
 
 
-def _curve(folder: Path) -> list[tuple[int, float, list[float]]]:
+def _curve(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(line["step"], line["loss"], line["accuracy"]) for line in map(json.loads, lines)]
 
 
-def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+def test_training_lowers_the_loss(head, store, tmp_path):
     config = TrainingConfig(
         num_steps=60, batch_tokens=200, num_depths=3, cod_ratio=1.0, learning_rate=3e-3, precision="fp32"
     )
@@ -53,11 +57,9 @@ def test_training_lowers_the_loss(head: Any, store: FeatureStore, tmp_path: Path
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_a_worker_takes_the_weights_that_the_first_one_tells(
-    head: Any, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, tmp_path: Path
-) -> None:
+def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabulary, store, tmp_path):
     class Told(SingleProcess):
-        def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
+        def broadcast_(self, tensors):
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
             with torch.no_grad():
                 for tensor, told in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
@@ -70,21 +72,15 @@ def test_a_worker_takes_the_weights_that_the_first_one_tells(
 
 
 @pytest.mark.parametrize("killed_after", [1, 5])
-def test_a_killed_training_retraces_the_uninterrupted_curve(
-    head: Any,
-    target: Path,
-    spec: FeatureSpec,
-    vocabulary: DraftVocabulary,
-    store: FeatureStore,
-    tmp_path: Path,
-    killed_after: int,
-) -> None:
+def test_a_killed_training_repeats_the_uninterrupted_curve(
+    head, target, spec, vocabulary, store, tmp_path, killed_after
+):
     fresh = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     resumed = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     _train(head, store, tmp_path / "whole")
     every_step = TrainingConfig(**{**_as_dict(CONFIG), "checkpoint_every_s": 1e-9})
 
-    def kill(progress: TrainingProgress) -> None:
+    def kill(progress):
         if progress.step > killed_after:
             raise KilledError
 
@@ -98,7 +94,7 @@ def test_a_killed_training_retraces_the_uninterrupted_curve(
         assert torch.equal(parameter, head.get_parameter(name)), name
 
 
-def test_a_time_budget_stops_and_the_same_call_goes_on(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
     first = _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (first.finished, first.step) == (False, 1)
     second = _train(head, store, tmp_path)
@@ -106,9 +102,7 @@ def test_a_time_budget_stops_and_the_same_call_goes_on(head: Any, store: Feature
     assert [step for step, _, _ in _curve(tmp_path)] == list(range(1, CONFIG.num_steps + 1))
 
 
-def test_documents_in_parts_retrace_the_curve_of_whole_ones(
-    head: Any, target: Path, spec: FeatureSpec, vocabulary: DraftVocabulary, store: FeatureStore, tmp_path: Path
-) -> None:
+def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, tmp_path):
     in_parts = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     _train(head, store, tmp_path / "whole")
     _train(in_parts, store, tmp_path / "parts", TrainingConfig(**{**_as_dict(CONFIG), "micro_batch_tokens": 9}))
@@ -116,11 +110,11 @@ def test_documents_in_parts_retrace_the_curve_of_whole_ones(
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-def test_denormals_are_zero_within_a_step_and_nowhere_else(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+def test_denormals_are_flushed_only_during_a_step(head, store, tmp_path):
     within, outside = [], []
 
     class Looking(SingleProcess):
-        def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        def sum_(self, tensors):
             within.append(_keeps_denormals())
 
     _train(head, store, tmp_path, workers=Looking(), progress=lambda _: outside.append(_keeps_denormals()))
@@ -129,20 +123,18 @@ def test_denormals_are_zero_within_a_step_and_nowhere_else(head: Any, store: Fea
     assert outside == [True] * CONFIG.num_steps
 
 
-def _keeps_denormals() -> bool:
+def _keeps_denormals():
     return bool((torch.full((8,), 1e-40) * torch.ones(8)).any())
 
 
-def test_another_recipe_is_refused_with_its_name(head: Any, store: FeatureStore, tmp_path: Path) -> None:
+def test_another_recipe_is_refused(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     other = TrainingConfig(**{**_as_dict(CONFIG), "learning_rate": 1e-4})
     with pytest.raises(ConfigError, match="a different learning_rate"):
         _train(head, store, tmp_path, other)
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
-    head: Any, store: FeatureStore, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
@@ -154,9 +146,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     assert (tmp_path / "checkpoint.pt").read_bytes() == poisoned != good
 
 
-def test_a_full_disk_stops_and_keeps_the_checkpoint(
-    head: Any, store: FeatureStore, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
     told = r"cannot be written: .*\n  free some space, then repeat the command to resume"
@@ -167,7 +157,7 @@ def test_a_full_disk_stops_and_keeps_the_checkpoint(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls():
     config = TrainingConfig(num_steps=110, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1)
     assert config.learning_rate_at(0) == pytest.approx(0.1)
     assert config.learning_rate_at(9) == config.learning_rate_at(10) == pytest.approx(1.0)
@@ -175,7 +165,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert config.learning_rate_at(110) == pytest.approx(0.1)
 
 
-def _as_dict(config: TrainingConfig) -> dict[str, Any]:
+def _as_dict(config):
     from dataclasses import asdict
 
     return asdict(config)
@@ -218,28 +208,15 @@ def spread(matrix):
     return float(singular.max() / singular.min())
 
 
-def test_muon_moves_the_matrices_of_layers_alike_in_all_directions_and_adamw_everything_else(parameters):
+def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
     moved = step(parameters, make(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0))
     assert spread(moved.pop("layers.0.mlp.up_proj.weight")) < 3 < spread(torch.randn(24, 16))
     for name, delta in moved.items():  # AdamW's first step is the gradient's sign
         torch.testing.assert_close(delta.abs(), torch.full_like(delta, LEARNING_RATE), msg=name)
 
 
-def test_adamw_alone_moves_matrices_too(parameters):
-    for delta in step(parameters, make(parameters, optimizer="adamw")).values():
-        torch.testing.assert_close(delta.abs(), torch.full_like(delta, LEARNING_RATE))
-
-
-def test_muons_learning_rate_keeps_its_ratio_to_adamws(parameters):
-    moved = [
-        step(parameters, make(parameters, learning_rate=1.0, muon_learning_rate=ratio))["layers.0.mlp.up_proj.weight"]
-        for ratio in (1.0, 3.0)
-    ]
-    assert float(moved[1].norm() / moved[0].norm()) == pytest.approx(3, rel=0.1)
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
+def test_optimizer_state_round_trip(parameters, optimizer):
     first = make(parameters, optimizer=optimizer)
     step(parameters, first)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
@@ -251,7 +228,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(parameters, optimizer):
     assert all(torch.equal(delta, moved[name]) for name, delta in step(copies, second).items())
 
 
-def test_a_checkpoint_that_names_how_layers_were_added_still_resumes(tmp_path: Path) -> None:
+def test_older_checkpoints_resume(tmp_path):
     checkpoint = Checkpoint(
         step=1,
         weights={},
@@ -266,3 +243,121 @@ def test_a_checkpoint_that_names_how_layers_were_added_still_resumes(tmp_path: P
     assert loaded is not None
     assert loaded.step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+NUM_DEPTHS = 4
+NUM_TOKENS = 230
+ONE_STEP = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3)
+
+
+@pytest.fixture
+def document(spec):
+    """A prompt of 30 tokens and a response of 200."""
+    torch.manual_seed(2)
+    return Document(
+        token_ids_T=torch.randint(96, (NUM_TOKENS,)),
+        loss_mask_T=torch.arange(NUM_TOKENS) >= 30,
+        aux_TAH=torch.randn(NUM_TOKENS, 3 * spec.hidden_size),
+        last_TH=torch.randn(NUM_TOKENS, spec.hidden_size),
+    )
+
+
+@pytest.fixture
+def rows(document):
+    return sample_rows(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, ratio=0.8)
+
+
+@pytest.fixture
+def norms_in_double(monkeypatch):
+    """The library's norm computes in float32 whatever comes in."""
+
+    def forward(self, states):
+        scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * scaled  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+
+
+def _gradients(head, batches, *, dpace):
+    head.zero_grad()
+    weighting = Weighting(depth_decay=0.9, dpace=dpace, cod_ratio=0.8)
+    total = torch.stack([fixed_weight(batch, weighting).double().sum() for batch in batches]).sum()
+    for batch in batches:
+        loss = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=weighting, total_weight=total).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in head.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.usefixtures("norms_in_double")
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+@pytest.mark.parametrize(("num_parts", "dpace"), [(2, False), (8, True)])
+def test_gradients_of_parts_add_up(target, spec, vocabulary, document, rows, algorithm, num_parts, dpace):
+    shape = HeadSpec(
+        aux_layers=spec.aux_layers, num_layers=2, num_depths=NUM_DEPTHS, algorithm=algorithm, train_lm_head=True
+    )
+    head = build_head(target, shape, vocabulary).double()
+    whole = _gradients(head, [make_batch([document], [rows])], dpace=dpace)
+    parts = partition_rows(rows, num_parts)
+    assert len(parts) == num_parts
+    summed = _gradients(head, [make_batch([document], [part]) for part in parts], dpace=dpace)
+    assert {"fc.weight", "lm_head.weight", "layers.1.mlp.up_proj.weight"} <= whole.keys() == summed.keys()
+    for name, gradient in whole.items():
+        assert gradient.dtype == torch.float64
+        difference = (summed[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference < 1e-9, name
+
+
+def test_parts_have_each_loss_row_once(document, rows):
+    parts = partition_rows(rows, 4)
+    counted: list[tuple[int, int]] = []
+    for part in parts:
+        counts = part.anchor_S >= part.first_anchor
+        counted += zip(part.anchor_S[counts].tolist(), part.depth_S[counts].tolist(), strict=True)
+    assert sorted(counted) == sorted(zip(rows.anchor_S.tolist(), rows.depth_S.tolist(), strict=True))
+    own = [int((part.anchor_S >= part.first_anchor).sum()) for part in parts]
+    assert max(own) - min(own) <= 2 * NUM_DEPTHS
+    assert all(len(part) < len(rows) for part in parts)
+
+
+def test_micro_batch_limit(store):
+    documents = list(range(len(store)))
+    whole = list(micro_batches(store, documents, ONE_STEP, step=5))
+    assert [batch.num_tokens for batch in whole] == [sum(map(store.num_tokens, documents))]
+
+    limit = 26
+    config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=limit)
+    pieces = list(micro_batches(store, documents, config, step=5))
+    in_parts = [index for index in documents if store.num_tokens(index) > limit]
+    assert not in_parts
+    assert max(batch.num_tokens for batch in pieces) <= limit
+    assert sum(batch.num_loss_rows for batch in pieces) == whole[0].num_loss_rows
+
+
+def test_long_documents_are_split(store):
+    longest = max(range(len(store)), key=store.num_tokens)
+    config = TrainingConfig(num_steps=1, num_depths=NUM_DEPTHS, seed=3, micro_batch_tokens=10)
+    (whole,) = micro_batches(store, [longest], ONE_STEP, step=1)
+    parts = list(micro_batches(store, [longest], config, step=1))
+    assert len(parts) == 3
+    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # held once, however many parts wait
+    assert torch.equal(parts[0].aux_TAH, whole.aux_TAH)
+    assert sum(batch.num_loss_rows for batch in parts) == whole.num_loss_rows
+
+
+def test_batches_have_every_document_once():
+    lengths = [5, 9, 3, 7, 8, 2, 6]
+    batches = plan_batches(lengths, batch_tokens=12, seed=0)
+    assert sorted(i for batch in batches for i in batch) == list(range(7))
+    assert all(sum(lengths[i] for i in batch) >= 12 for batch in batches[:-1])
+    assert batches == plan_batches(lengths, batch_tokens=12, seed=0)
+    assert batches != plan_batches(lengths, batch_tokens=12, seed=1)
+
+
+def test_every_epoch_has_its_own_order():
+    lengths = [1] * 7
+    order = EpochOrder(lengths, batch_tokens=2, seed=4)
+    steps = [order.documents(step) for step in range(8)]
+    epochs = [[place for step in steps[start : start + 4] for place in step] for start in (0, 4)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
+    assert epochs[0] != epochs[1]
+    assert EpochOrder(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]

@@ -53,7 +53,7 @@ def with_pickle(speaking_target, mark, tmp_path):
 
 @pytest.mark.parametrize("read", [load_tokenizer, read_architecture, lambda folder: load_reader(folder, (0, 1), "cpu")])
 @pytest.mark.parametrize("kind", ["with_code", "with_pickle"])
-def test_what_a_target_brings_is_not_run(request, mark, kind, read):
+def test_code_in_a_target_is_not_executed(request, mark, kind, read):
     folder = request.getfixturevalue(kind)
     try:
         read(folder)
@@ -65,13 +65,13 @@ def test_what_a_target_brings_is_not_run(request, mark, kind, read):
     assert "[y/N]" not in said  # nor is anybody asked whether it may
 
 
-def test_the_weights_of_such_a_target_are_refused(with_pickle, mark):
+def test_pickled_target_weights_are_refused(with_pickle, mark):
     with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsupported|safetensors"):
         load_reader(with_pickle, (0, 1), "cpu")
     assert not mark.exists()
 
 
-def test_a_head_that_is_a_pickle_is_refused(with_pickle, mark):
+def test_pickled_heads_are_refused(with_pickle, mark):
     with pytest.raises(PeagleError, match="safetensors"):
         read_shapes(with_pickle)
     assert not mark.exists()

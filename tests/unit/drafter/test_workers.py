@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 WORKER = """
 import json, sys, torch
@@ -23,7 +22,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_all_add_up_and_take_over_what_the_first_one_has(tmp_path: Path) -> None:
+def test_process_group_sums_and_broadcasts(tmp_path):
     commands = [[sys.executable, "-c", WORKER, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
     with contextlib.ExitStack() as stack:
         processes = [

@@ -4,10 +4,8 @@ serve      an endpoint on one H100 at 6.88 USD an hour: an engine from 3 Novembe
 nightly    a bulk run on 2 vCPUs at 0.10264 USD an hour: from 30 November, 20:00, to 1 December, 06:00
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -25,7 +23,7 @@ H100 = 6.88 / 3600
 """USD a second."""
 
 
-def at(month: int, day: int, hour: int, minute: int = 0) -> float:
+def at(month, day, hour, minute=0):
     return datetime(2026, month, day, hour, minute, tzinfo=UTC).timestamp()
 
 
@@ -46,13 +44,13 @@ def a_unit(
     )  # fmt: skip
 
 
-def drafted(*accepted: int, num_drafts: int) -> SpeculationStats:
+def drafted(*accepted, num_drafts):
     return SpeculationStats(
         num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted
     )
 
 
-def a_request(key: str, *, usd: float, tags: str = NO_TAGS, **usage: object) -> RequestUsage:
+def a_request(key, *, usd, tags=NO_TAGS, **usage):
     """A request of an engine that is called "serving"."""
     return RequestUsage(
         request_id=f"{key}-{usage['finished_at']}", key=key, model="gpt-oss-20b", drafter="head", outcome="ok",
@@ -75,7 +73,7 @@ AT_MIDNIGHT = replace(
 )
 
 
-def write_endpoint(state: Path) -> None:
+def write_endpoint(state):
     ledger = state / "ledger"
     ledger.mkdir(parents=True)
     write_session(ledger, SERVING)
@@ -101,14 +99,7 @@ BULK = EngineSession(
 )  # fmt: skip
 
 
-def write_run(
-    root: Path,
-    sessions: Sequence[EngineSession],
-    units: Sequence[UnitUsage],
-    *,
-    command: Sequence[str] = ("peagle", "generate"),
-    tags: dict[str, str] | None = None,
-) -> None:
+def write_run(root, sessions, units, *, command=("peagle", "generate"), tags=None):
     """A run directory of these units, at the price of the packaged c7a.large."""
     run = RunDirectory(root)
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=1)
@@ -129,7 +120,7 @@ def write_run(
         run.commit(number, pa.table({"id": [number]}), unit, [])
 
 
-def write_nightly(root: Path) -> None:
+def write_nightly(root):
     units = [
         a_unit("bulk", busy_s=10_000.0, tokens=1_000_000, finished_at=at(11, 30, 23), num_rows=500),
         a_unit("bulk", busy_s=15_000.0, tokens=2_000_000, finished_at=at(12, 1, 0, 30), num_rows=500),

@@ -13,7 +13,7 @@ BASELINE = Baseline(
 )
 
 
-def test_between_measured_concurrencies_a_step_lies_on_a_line_and_beyond_them_it_is_the_nearest():
+def test_step_times_are_interpolated():
     assert BASELINE.at(0.3) == BASELINE.at(1) == BASELINE.steps[0]
     between = BASELINE.at(2)
     assert (between.step_s, between.plain_step_s, between.error) == (pytest.approx(0.040), pytest.approx(0.020), 0.05)
@@ -23,7 +23,7 @@ def test_between_measured_concurrencies_a_step_lies_on_a_line_and_beyond_them_it
     assert BASELINE.at(64) == BASELINE.steps[2]
 
 
-def test_a_ledger_keeps_it_as_text():
+def test_text_round_trip():
     assert Baseline.from_text(BASELINE.to_text()) == BASELINE
     assert Baseline.from_text("") is None
 
@@ -40,12 +40,12 @@ def test_a_ledger_keeps_it_as_text():
         {"source": "a", "steps": [{"concurrency": at, "step_s": 1, "plain_step_s": 1} for at in (2, 1)]},
     ],
 )  # fmt: skip
-def test_what_is_no_baseline_is_refused(data):
+def test_invalid_baselines_are_refused(data):
     with pytest.raises(ValueError, match=r"."):
         Baseline.from_dict(data)
 
 
-def test_a_run_without_one_has_none_and_a_damaged_one_is_told_of():
+def test_recorded_baseline_missing_or_damaged():
     assert recorded_baseline({}) is recorded_baseline({"baseline": None}) is None
     with pytest.raises(PeagleError, match="damaged"):
         recorded_baseline({"baseline": {"steps": 5}})

@@ -85,7 +85,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_files_of_what_has_ended_become_three_and_nothing_changes(ledger):
+def test_compaction_keeps_the_content(ledger):
     before = said(ledger)
     assert len(before[0]) == 21
     done = compact(ledger, NOW)
@@ -99,7 +99,7 @@ def test_files_of_what_has_ended_become_three_and_nothing_changes(ledger):
     assert compact(ledger, NOW) == replace(done, num_before=11), "there is nothing left to do"
 
 
-def test_later_files_join_the_earlier_ones(ledger):
+def test_later_files_join_merged_ones(ledger):
     compact(ledger, NOW)
     before = said(ledger)
     done = compact(ledger, NOW + 2 * DAY_S)
@@ -122,7 +122,7 @@ def steps_of(monkeypatch, kill_at):
     return done
 
 
-def test_it_may_be_killed_before_each_step_and_be_run_again(ledger, tmp_path_factory, monkeypatch):
+def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkeypatch):
     before = said(ledger)
     with monkeypatch.context() as patch:
         steps = steps_of(patch, None)
@@ -155,7 +155,7 @@ def copied(ledger, folder):
     return folder
 
 
-def test_a_process_that_goes_on_after_a_day_loses_nothing(ledger):
+def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
     reader, work = RequestReader(ledger), WorkReader(ledger)
     assert (len(reader.new()), sum(one.num_requests for _, one in work.new())) == (21, 21)
@@ -170,7 +170,7 @@ def test_a_process_that_goes_on_after_a_day_loses_nothing(ledger):
     assert (said(ledger), reader.new(), list(work.new())) == (before, [], [])
 
 
-def test_what_grows_while_it_is_put_together_stays(ledger, monkeypatch):
+def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
     real = compaction.write_atomic
 
     def write(path, data):
@@ -188,7 +188,7 @@ def test_what_grows_while_it_is_put_together_stays(ledger, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_readers_beside_it_miss_nothing_and_count_nothing_twice(tmp_path, seed):
+def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     random, stop, found = Random(seed), threading.Event(), []
     reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
 

@@ -31,12 +31,12 @@ def gpus(number, name="H100"):
         ({}, gpus(8, "NVIDIA B300"), (), ("p6-b300.48xlarge", "assumed")),
     ],
 )
-def test_flags_win_then_what_the_machine_says_and_the_rest_is_assumed(keys, here, names, expected):
+def test_price_is_stated_detected_or_assumed(keys, here, names, expected):
     price = resolve_price(PriceOptions(**keys), replace(here, machine_names=names))
     assert (price.instance_type, price.basis) == expected
 
 
-def test_a_gpu_that_several_types_have_is_never_guessed():
+def test_an_ambiguous_gpu_is_refused():
     with pytest.raises(PriceError, match="13 instance types have it") as error:
         resolve_price(PriceOptions(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
@@ -45,7 +45,7 @@ def test_a_gpu_that_several_types_have_is_never_guessed():
         resolve_price(PriceOptions(), azure)
 
 
-def test_spot_is_that_of_the_region_that_the_machine_says():
+def test_spot_price_of_the_detected_region():
     here = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
     assert resolve_price(PriceOptions(market="spot"), here).usd_per_hour == 17.84685
     assert resolve_price(PriceOptions(market="spot", region="us-east-1"), here).usd_per_hour == 18.7089
@@ -57,7 +57,7 @@ def test_spot_is_that_of_the_region_that_the_machine_says():
     ("keys", "accelerator"),
     [({"usd_per_hour": 1}, None), ({"instance_type": "p5.48xlarge"}, "H100"), ({"instance_type": "g6.xlarge"}, None)],
 )
-def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
+def test_machines_to_be_added_have_a_stated_price(keys, accelerator):
     require_price(PriceOptions(**keys), accelerator)
 
 
@@ -70,7 +70,7 @@ def test_machines_that_are_not_there_yet_have_a_stated_price(keys, accelerator):
         ({"instance_type": "p5.48xlrage"}, "H100", "no price for the instance type"),
     ],
 )
-def test_machines_without_a_price_are_refused_before_they_are_there(keys, accelerator, reason):
+def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
     with pytest.raises(PriceError, match=reason):
         require_price(PriceOptions(**keys), accelerator)
 
@@ -100,7 +100,7 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
         (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),  # another is detected
     ],
 )
-def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):
+def test_a_run_continues_at_the_same_price(before, first, keys, here):
     continued(before, first, keys, here)
 
 
@@ -114,12 +114,12 @@ def test_what_costs_the_same_or_says_nothing_goes_on(before, first, keys, here):
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), CPU),
     ],
 )
-def test_another_price_is_refused(before, first, keys, here):
+def test_a_run_does_not_continue_at_another_price(before, first, keys, here):
     with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
         continued(before, first, keys, here)
 
 
-def test_a_table_that_says_something_else_since_then_changes_nothing():
+def test_a_changed_price_table_does_not_change_a_run():
     old = Price.fixed(usd_per_hour=99, device="accelerator", num_devices=8)
     require_same_price(
         H100_SPOT,

@@ -52,7 +52,7 @@ def edited(**changes):
     return json.dumps({**record, **changes, "usage": {**record["usage"], **usage}}).encode() + b"\n"
 
 
-def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
+def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
     write(tmp_path)
     read_slowly = []
     monkeypatch.setattr(request_work, "_work_of", lambda request: read_slowly.append(request))
@@ -84,7 +84,7 @@ def test_columns_give_what_lines_give(tmp_path, monkeypatch, caplog):
         edited(key=None), edited(tags="[]"), edited(tags=5), edited(tags=""), edited(num_rows="1"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_no_record_is_left_out_and_told_of(tmp_path, monkeypatch, caplog, line):
+def test_invalid_lines_are_skipped_and_logged(tmp_path, monkeypatch, caplog, line):
     write(tmp_path, [line])
     with caplog.at_level(logging.ERROR):
         found = read_work(tmp_path)
@@ -92,7 +92,7 @@ def test_a_line_that_is_no_record_is_left_out_and_told_of(tmp_path, monkeypatch,
     assert "skipped an invalid line" in caplog.text
 
 
-def test_a_torn_last_line_is_not_there_yet(tmp_path, caplog):
+def test_a_torn_last_line_is_not_read(tmp_path, caplog):
     write(tmp_path, [a_request("torn").to_json()[:50]])
     assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
     assert caplog.records == []
@@ -107,13 +107,7 @@ def test_records_from_before_tags_and_accounts_are_read(tmp_path, caplog):
     assert (whose.tags, caplog.records) == ("{}", [])
 
 
-def test_pieces_of_a_file_end_with_lines(tmp_path, monkeypatch):
-    write(tmp_path)
-    monkeypatch.setattr(request_work, "_PIECE_BYTES", 1000)
-    assert sum(work.num_requests for work in read_work(tmp_path).values()) == 40
-
-
-def test_a_reader_reads_each_line_once_and_a_torn_one_when_it_is_whole(tmp_path):
+def test_a_reader_reads_each_whole_line_once(tmp_path):
     reader = request_work.WorkReader(tmp_path)
     write(tmp_path)
     assert sum(work.num_requests for _, work in reader.new()) == 40

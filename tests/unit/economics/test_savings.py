@@ -18,7 +18,7 @@ WORK = Work(
 )  # fmt: skip
 
 
-def test_generation_without_the_drafter_takes_as_many_steps_as_it_has_tokens():
+def test_savings_by_hand():
     savings = work_savings(WORK, has_drafter=True, baseline=STEPS)
     assert (savings.prompt_usd, savings.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
     assert (savings.undrafted_usd, savings.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
@@ -27,7 +27,7 @@ def test_generation_without_the_drafter_takes_as_many_steps_as_it_has_tokens():
     assert savings.loss_note("head for m") is None
 
 
-def test_a_drafter_below_its_break_even_loses_money_and_is_told_of():
+def test_a_losing_drafter_has_a_note():
     poor = work_savings(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
     assert poor.saved_usd == pytest.approx(-0.025)
     note = poor.loss_note("head for m")
@@ -35,20 +35,20 @@ def test_a_drafter_below_its_break_even_loses_money_and_is_told_of():
     assert "head for m cost $0.025 more than without, at an acceptance length of 1.50 where 2.00 breaks even" in note
 
 
-def test_a_loss_within_the_error_is_no_loss():
+def test_a_loss_within_the_error_has_no_note():
     near = work_savings(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
     assert near.saved_usd < 0
     assert near.loss_note("head for m") is None
 
 
-def test_generation_is_never_more_than_the_busy_seconds():
+def test_generation_is_at_most_the_busy_time():
     slow = Baseline(source="another machine", steps=(Step(concurrency=1, step_s=1.0, plain_step_s=0.5),))
     savings = work_savings(WORK, has_drafter=True, baseline=slow)
     assert (savings.prompt_usd, savings.generation_usd, savings.undrafted_usd) == (0.0, 0.12, pytest.approx(0.15))
     assert savings.to_dict()["speculation"]["error_usd"] is None
 
 
-def test_without_a_drafter_each_later_token_is_a_step_and_nothing_is_compared():
+def test_savings_without_a_drafter():
     plain = Baseline(source="bench", steps=(Step(concurrency=8, step_s=0.040, plain_step_s=0.040),))
     work = replace(WORK, num_drafts=0, num_accepted_tokens=0, busy_s=20.0, request_s=160.0)
     savings = work_savings(work, has_drafter=False, baseline=plain)
@@ -66,14 +66,14 @@ def test_without_a_drafter_each_later_token_is_a_step_and_nothing_is_compared():
     ],
     ids=["nothing measured", "how many at once is not known", "no busy seconds", "drafts are not told"],
 )
-def test_what_cannot_be_compared_is_unknown_and_not_nothing(work, baseline):
+def test_savings_without_data_are_unknown(work, baseline):
     found = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
     assert found["speculation"]["usd"] is None
     assert found["prompt_usd"] is found["generation_usd"] is None
     assert found["speculation"]["unknown_usd"] == found["unsplit_usd"] == 0.12
 
 
-def test_spot_saves_what_is_kept_on_demand_less_all_that_was_paid():
+def test_spot_savings_by_hand():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
@@ -83,7 +83,7 @@ def test_spot_saves_what_is_kept_on_demand_less_all_that_was_paid():
     assert found["usd"] == pytest.approx(9.0 * ratio - 10.0)
 
 
-def test_spot_without_a_price_on_demand_is_unknown_and_another_market_saves_nothing():
+def test_spot_savings_without_an_on_demand_price():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     unknown = spot_savings(replace(spot, on_demand_usd_per_hour=None), kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
     assert (unknown["usd"], unknown["unknown_usd"]) == (None, 10.0)
@@ -106,7 +106,7 @@ def works(draw):
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(drawn=st.lists(st.tuples(works(), st.booleans(), st.sampled_from([None, STEPS])), max_size=6))
-def test_the_parts_are_the_whole_in_any_order(drawn):
+def test_savings_add_up_in_any_order(drawn):
     gains = [work_savings(work, has_drafter=has_drafter, baseline=baseline) for work, has_drafter, baseline in drawn]
     whole = sum(gains, Savings())
     paid = sum(work.usd for work, _, _ in drawn)

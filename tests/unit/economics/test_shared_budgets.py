@@ -20,7 +20,7 @@ MIDNIGHT = datetime(2026, 11, 30, tzinfo=UTC).timestamp()
 DAY = int(MIDNIGHT // 86_400)
 
 
-def test_budgets_are_kept_by_name_and_what_is_no_budget_is_refused(tmp_path):
+def test_budgets_round_trip(tmp_path):
     path = tmp_path / "budgets.json"
     assert read_budgets(path) == ()
     for usd in (5.0, 7.0):
@@ -37,13 +37,13 @@ def test_budgets_are_kept_by_name_and_what_is_no_budget_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[{}]", "nothing"])
-def test_a_damaged_file_of_budgets_is_an_error(tmp_path, text):
+def test_damaged_budgets_are_an_error(tmp_path, text):
     (tmp_path / "budgets.json").write_text(text)
     with pytest.raises(ConfigError, match="budgets"):
         read_budgets(tmp_path / "budgets.json")
 
 
-def test_draws_add_up_by_tag_and_day_and_who_is_silent_holds_nothing(tmp_path, caplog):
+def test_draws_add_up_and_silent_runs_reserve_nothing(tmp_path, caplog):
     both, search = '{"project": "x", "team": "search"}', '{"team": "search"}'
     write_draw(tmp_path, Draw(run="a", tags=both, usd_by_day={DAY: 1.0, DAY + 1: 2.0}, held_usd=0.5, at=1000.0))
     write_draw(tmp_path, Draw(run="b", tags=search, usd_by_day={DAY: 4.0}, held_usd=0.25, at=600.0))
@@ -54,7 +54,7 @@ def test_draws_add_up_by_tag_and_day_and_who_is_silent_holds_nothing(tmp_path, c
     assert "draw-c.json" in caplog.text
 
 
-def test_an_engines_seconds_are_paid_on_the_days_of_its_life():
+def test_engine_time_is_divided_by_day():
     session = EngineSession(
         session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=MIDNIGHT - 600,
         last_seen_at=MIDNIGHT + 86_400 + 300, load_s=0.0, compile_s=0.0, busy_s=87_300.0, idle_s=0.0,

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import date
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +10,22 @@ from hypothesis import strategies as st
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.economics.spending import DAY_S, Days, Ledger, Spend, SpendingGroup, charges, day_number, day_of
+from peagle.economics.spending import (
+    DAY_S,
+    NAME,
+    Days,
+    Ledger,
+    Spend,
+    SpendingGroup,
+    charges,
+    day_number,
+    day_of,
+    node_charges,
+)
 from peagle.economics.statement import statement
 from peagle.economics.usage import EngineSession, UnitUsage, Work, session_at
 from peagle.speculation import SpeculationStats
+from tests.unit.economics.month import SERVING
 
 PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
 ALL = Days()
@@ -77,7 +89,7 @@ def of_units(sessions, units):
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers())
-def test_the_whole_is_what_the_account_of_a_report_says(drawn):
+def test_charges_add_up_to_the_account(drawn):
     sessions, units = drawn
     whole, reported = spent(of_units(sessions, units)), account(units, sessions, PRICE)
     assert whole.attributed_usd == pytest.approx(reported.usd.busy, abs=1e-6)
@@ -89,7 +101,7 @@ def test_the_whole_is_what_the_account_of_a_report_says(drawn):
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), cuts=st.sets(st.integers(-1, 13), max_size=4))
-def test_any_cut_of_time_adds_up_to_the_whole_and_no_share_is_negative(drawn, cuts):
+def test_any_periods_add_up_to_the_total(drawn, cuts):
     one = of_units(*drawn)
     ends = sorted(cuts)
     periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
@@ -101,7 +113,7 @@ def test_any_cut_of_time_adds_up_to_the_whole_and_no_share_is_negative(drawn, cu
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), random=st.randoms(use_true_random=False))
-def test_any_order_of_records_and_any_grouping_give_the_same_sums_to_the_last_digit_shown(drawn, random):
+def test_any_order_and_grouping_give_the_same_totals(drawn, random):
     sessions, units = drawn
     one = of_units(sessions, units)
     found = list(charges(one, Days()))
@@ -128,7 +140,7 @@ def test_any_order_of_records_and_any_grouping_give_the_same_sums_to_the_last_di
         ), abs=1e-6)  # fmt: skip
 
 
-def test_work_counts_on_the_day_on_which_it_is_committed_and_so_do_its_seconds():
+def test_work_counts_on_its_commit_day():
     """A unit of 30 s that is committed 20 s after midnight, on an engine that is there for nothing else."""
     one = session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
@@ -138,7 +150,7 @@ def test_work_counts_on_the_day_on_which_it_is_committed_and_so_do_its_seconds()
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
-def test_seconds_that_turn_out_to_be_compiling_are_not_counted_twice():
+def test_compile_time_over_midnight_is_counted_once():
     """Until an engine is up all its seconds are load: at midnight 100 s; then 60 of them and 50 s more were compile."""
     one = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
     loading = replace(one, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
@@ -149,7 +161,7 @@ def test_seconds_that_turn_out_to_be_compiling_are_not_counted_twice():
     ]
 
 
-def test_overhead_belongs_to_no_key_and_a_batch_to_its_own():
+def test_overhead_has_no_key():
     work = {
         SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0),
         SpendingGroup(0, "batch_1", "bob", "m", None, "{}"): Work(usd=3),
@@ -160,7 +172,7 @@ def test_overhead_belongs_to_no_key_and_a_batch_to_its_own():
     ]  # fmt: skip
 
 
-def test_what_has_no_price_is_unknown_and_never_nothing():
+def test_without_a_price_the_cost_is_unknown():
     work = {SpendingGroup(0, "s", "alice", "m", "head", "{}"): Work(usd=1.0, num_output_tokens=5)}
     result = statement(charges(ledger([session(busy_s=60.0, usd_per_device_s=0.0)], work), Days()), ("key",), Days())
     assert [row["usd"]["total"] for row in result["rows"]] == [None, 1.0]
@@ -170,16 +182,7 @@ def test_what_has_no_price_is_unknown_and_never_nothing():
     assert "no price" in result["notes"][0]
 
 
-def test_a_period_that_ends_before_it_begins_is_refused():
-    with pytest.raises(ValueError, match="ends on 1970-01-01, before it starts on 1970-01-02"):
-        Days(1, 0)
-
-
-def test_days_are_counted_in_utc():
-    assert day_number(date(2026, 11, 3)) == day_of(datetime(2026, 11, 3, 23, 59, tzinfo=UTC).timestamp())
-
-
-def test_spot_is_compared_with_all_that_was_kept_on_demand():
+def test_spot_charges_compare_with_on_demand():
     """Of 35 s at 0.02 USD five are lost: the other 30 s would have cost 0.06 USD each on demand."""
     spot = session(load_s=10.0, busy_s=20.0, idle_s=5.0, market="spot", on_demand_usd_per_device_s=0.03)
     work = {SpendingGroup(0, "s", "alice", "m", None, "{}"): Work(num_requests=1, busy_s=15.0, usd=0.30)}
@@ -187,3 +190,33 @@ def test_spot_is_compared_with_all_that_was_kept_on_demand():
     assert (savings.spot_usd, savings.on_demand_usd) == (pytest.approx(0.70), pytest.approx(1.80))
     unpriced = spent(ledger([replace(spot, on_demand_usd_per_device_s=0.0)], work)).savings
     assert unpriced.unpriced_spot_usd == pytest.approx(0.70)
+
+
+MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S
+
+
+def alive(begin_h, end_h):
+    """Return an idle engine, with its hours counted from a midnight."""
+    return replace(
+        SERVING, started_at=MIDNIGHT + 3600.0 * begin_h, last_seen_at=MIDNIGHT + 3600.0 * end_h, load_s=0.0, busy_s=0.0,
+        idle_s=3600.0 * (end_h - begin_h),
+    )  # fmt: skip
+
+
+def test_nodes_are_paid_while_any_engine_is_live():
+    together = [alive(1, 5), alive(-2, 2), alive(3, 4), alive(8, 9)]
+    charges = list(node_charges(together, Days(), 0.5))
+    assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))
+    assert {(charge.run, charge.key) for charge in charges} == {(NAME, "")}
+
+
+def test_node_cost_is_divided_by_day():
+    fourth = MIDNIGHT // DAY_S
+    for day, hours in ((fourth - 1, 2), (fourth, 24), (fourth + 1, 3)):
+        charges = list(node_charges([alive(-2, 27)], Days(day, day), 0.5))
+        assert [(charge.day, charge.spend.idle_usd) for charge in charges] == [(day, pytest.approx(0.5 * hours))]
+
+
+def test_nodes_cost_nothing_without_engines():
+    assert list(node_charges([], Days(), 0.5)) == []
+    assert list(node_charges([alive(1, 1)], Days(), 0.5)) == []

@@ -3,7 +3,7 @@ import pytest
 from peagle.economics.tags import MAX_TAGS, TagOptions, parse_tags, tags_from_text, tags_to_text
 
 
-def test_equal_tags_are_equal_text_and_come_back():
+def test_tags_round_trip():
     assert tags_to_text({"b": "1", "a": "2"}) == tags_to_text({"a": "2", "b": "1"})
     assert tags_from_text(tags_to_text({"team": "search"})) == {"team": "search"}
     assert tags_from_text(tags_to_text({})) == {}
@@ -12,7 +12,7 @@ def test_equal_tags_are_equal_text_and_come_back():
 @pytest.mark.parametrize(
     "value", [["team=search", "project=x"], "team=search, project=x", {"team": "search", "project": "x"}]
 )
-def test_tags_come_as_flags_as_a_variable_or_as_a_map(value):
+def test_tags_from_flags_environment_and_yaml(value):
     assert TagOptions(tags=value).tags == {"team": "search", "project": "x"}
 
 
@@ -28,12 +28,12 @@ def test_tags_come_as_flags_as_a_variable_or_as_a_map(value):
         ([f"t{number}=1" for number in range(MAX_TAGS + 1)], "are allowed"),
     ],
 )
-def test_other_tags_are_refused(pairs, message):
+def test_invalid_tags_are_refused(pairs, message):
     with pytest.raises(ValueError, match=message):
         parse_tags(pairs)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 1}', "{", 5, None])
-def test_text_that_holds_no_tags_is_refused(text):
+def test_invalid_tag_text_is_refused(text):
     with pytest.raises(ValueError, match=r"invalid tags|Expecting"):
         tags_from_text(text)

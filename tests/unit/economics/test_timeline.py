@@ -48,7 +48,7 @@ def made(units, sessions):
     return total, times.timeline(sessions, PRICE)
 
 
-def test_an_engine_loads_first_is_busy_with_open_units_and_loses_its_end():
+def test_states_of_an_engine_over_time():
     _, found = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
     (engine,) = found["engines"]
     # Busy for 50 s of which the units were committed with 35; the last 15 are lost, 25 before them idle.
@@ -58,7 +58,7 @@ def test_an_engine_loads_first_is_busy_with_open_units_and_loses_its_end():
     assert engine["seconds"] == {"load": 20.0, "compile": 10.0, "busy": 35.0, "idle": 20.0, "lost": 15.0}
 
 
-def test_tokens_and_dollars_add_up_to_those_of_the_account():
+def test_timeline_adds_up_to_the_account():
     units = [unit("a", 1030, 1080, tokens=500), unit("b", 1035, 1035, tokens=7)]
     total, found = made(units, [session(), session("b", 1, at=1005)])
     made_tokens = sum(found["tokens_per_s"]) * found["step_s"]
@@ -68,7 +68,7 @@ def test_tokens_and_dollars_add_up_to_those_of_the_account():
     assert len(found["usd"]) == len(found["tokens_per_s"]) == NUM_STEPS
 
 
-def test_a_pause_in_which_no_engine_lives_takes_no_time_and_is_told():
+def test_pauses_are_cut_out():
     units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
     _, found = made(units, [session(), session("b", at=9000)])
     assert found["total_s"] == 200.0
@@ -78,14 +78,14 @@ def test_a_pause_in_which_no_engine_lives_takes_no_time_and_is_told():
     assert [span[1] for span in engine["spans"] if span[0] == "load"] == [0.0, 100.0]
 
 
-def test_a_killed_engine_lives_until_its_last_unit_where_its_heartbeat_is_older():
+def test_a_killed_engine_lives_until_its_last_unit():
     units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in the order of their numbers
     _, found = made(units, [session(busy=10, idle=0, ended=False)])
     assert found["total_s"] == 150.0
     assert found["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
 
 
-def test_it_stays_small_whatever_the_size_of_the_run():
+def test_timeline_size_is_bounded():
     engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
     units = [unit(one.session_id, 1030 + 7 * n, 1035 + 7 * n) for one in engines for n in range(1000)]
     _, found = made(units, engines)
@@ -94,6 +94,6 @@ def test_it_stays_small_whatever_the_size_of_the_run():
     assert max(len(engine["spans"]) for engine in found["engines"]) <= 500
 
 
-def test_nothing_has_happened_before_an_engine_lives():
+def test_timeline_without_engines():
     assert made([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
     assert UnitTimes().timeline([], PRICE) is None

@@ -48,19 +48,14 @@ SESSION = EngineSession(
 )
 
 
-def test_seconds_alone_are_the_usage_of_no_row_and_change_no_count():
-    seconds = UnitUsage.empty("a1", started_at=UNIT.started_at, finished_at=UNIT.started_at + 4, busy_s=3.0)
-    assert UNIT + seconds == dataclasses.replace(UNIT, busy_s=UNIT.busy_s + 3.0)
-
-
-def test_a_unit_travels_in_the_metadata_of_its_parquet_file(tmp_path):
+def test_unit_round_trip_in_parquet_metadata(tmp_path):
     table = pa.table({"id": ["x"]}).replace_schema_metadata({UNIT_KEY: UNIT.to_json()})
     pq.write_table(table, tmp_path / "unit.parquet")
     metadata = pq.read_metadata(tmp_path / "unit.parquet").metadata
     assert UnitUsage.from_json(metadata[UNIT_KEY]) == UNIT
 
 
-def test_sessions_come_back_from_a_file_and_concatenated(tmp_path):
+def test_session_round_trip_in_parquet(tmp_path):
     other = dataclasses.replace(SESSION, session_id="b2", device="accelerator", ended=False)
     for session in (SESSION, other):
         pq.write_table(sessions_to_table([session]), tmp_path / f"session-{session.session_id}.parquet")
@@ -69,17 +64,13 @@ def test_sessions_come_back_from_a_file_and_concatenated(tmp_path):
     assert sessions_from_table(pa.concat_tables(tables)) == [SESSION, other]
 
 
-def test_sessions_from_before_engines_were_checked_are_read():
+def test_sessions_without_a_self_check_are_read():
     checked = dataclasses.replace(SESSION, self_check='{"outcome": "passed"}')
     assert sessions_from_table(sessions_to_table([checked])) == [checked]
     assert sessions_from_table(sessions_to_table([checked]).drop_columns(["self_check"])) == [SESSION]
 
 
-def test_no_sessions_are_an_empty_table():
-    assert sessions_from_table(sessions_to_table([])) == []
-
-
-def edited(**changes: object) -> str:
+def edited(**changes):
     record = json.loads(UNIT.to_json())
     for name, value in changes.items():
         if value is None:
@@ -96,19 +87,14 @@ def edited(**changes: object) -> str:
         (b"\xff\xfe", "usage record"),
         ("[1]", "version None is not supported"),
         (edited(version=2), "version 2 is not supported; this peagle reads version 1"),
-        (edited(version=None), "version None is not supported"),
         (edited(colour="red"), "unknown fields colour"),
         (edited(busy_s=None, num_rows=None), "missing fields busy_s, num_rows"),
         (edited(num_rows=1.5), "num_rows must be of type int"),
-        (edited(num_rows=True), "num_rows must be of type int"),
         (edited(num_rows=-1), "num_rows cannot be negative"),
         (edited(session_id=7), "session_id must be of type str"),
-        (edited(busy_s="long"), "busy_s must be of type float"),
         (edited(busy_s=float("nan")), "busy_s must be a number of seconds"),
-        (edited(busy_s=-0.1), "busy_s must be a number of seconds"),
         (edited(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
         (edited(finished_at=1.0), "finished before it started"),
-        (edited(speculation=[]), "speculation counts must have"),
         (edited(speculation={"num_drafts": 1}), "speculation counts must have"),
     ],
 )
@@ -129,13 +115,9 @@ def test_a_malformed_unit_record_is_refused(data, reason):
         ({"num_output_tokens": -1}, "cannot be negative"),
     ],
 )
-def test_a_session_that_contradicts_itself_is_refused(changes, reason):
+def test_invalid_sessions_are_refused(changes, reason):
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(SESSION, **changes)
-
-
-def test_a_session_may_be_off_by_rounding_only():
-    assert dataclasses.replace(SESSION, idle_s=10.0 + 5e-7).idle_s != SESSION.idle_s
 
 
 @pytest.mark.parametrize(
@@ -176,13 +158,13 @@ REQUEST = RequestUsage(
 )
 
 
-def test_a_request_travels_as_one_line():
+def test_request_round_trip():
     assert b"\n" not in REQUEST.to_json()
     assert RequestUsage.from_json(REQUEST.to_json()) == REQUEST
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"prompt": "secret"}, {"usage": {}}])
-def test_a_line_that_is_no_request_is_refused(change):
+def test_invalid_requests_are_refused(change):
     with pytest.raises(PeagleError):
         RequestUsage.from_json(json.dumps(json.loads(REQUEST.to_json()) | change))
 
@@ -195,7 +177,7 @@ def test_units_of_a_session_add_up():
         UNIT + dataclasses.replace(UNIT, session_id="b2")
 
 
-def test_a_session_since_a_heartbeat_of_its_own():
+def test_session_since_a_heartbeat():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 50, busy_s=20.0, idle_s=0.0, num_output_tokens=800, ended=False
     )
@@ -205,7 +187,7 @@ def test_a_session_since_a_heartbeat_of_its_own():
     assert since.num_output_tokens == 1700
 
 
-def test_seconds_that_become_compile_when_the_engine_is_up_count_once():
+def test_session_since_a_heartbeat_during_loading():
     loading = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 25, load_s=25.0, compile_s=0.0, busy_s=0.0, idle_s=0.0
     )
@@ -214,7 +196,7 @@ def test_seconds_that_become_compile_when_the_engine_is_up_count_once():
     assert since.started_at == pytest.approx(loading.last_seen_at)
 
 
-def test_a_session_between_two_heartbeats_of_its_own():
+def test_session_between_heartbeats():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 60, busy_s=30.0, idle_s=0.0, num_output_tokens=1000, ended=False
     )

@@ -22,7 +22,7 @@ def target(tmp_path: Path) -> str:
     return str(write_target(tmp_path / "target"))
 
 
-def test_a_run_prints_its_tables_and_writes_its_result(
+def test_bench_prints_tables_and_writes_result(
     target: str,
     tmp_path: Path,
     write_jsonl: Callable[..., Path],
@@ -54,7 +54,7 @@ def test_a_run_prints_its_tables_and_writes_its_result(
 @pytest.mark.parametrize(
     ("num_left", "failed", "exit_code"), [(0, {}, 0), (2, {}, 3), (2, {"P-EAGLE K=5": "no memory"}, 1)]
 )
-def test_an_unfinished_benchmark_has_an_exit_code_of_its_own(
+def test_bench_exit_codes(
     num_left: int,
     failed: dict[str, str],
     exit_code: int,
@@ -66,11 +66,11 @@ def test_an_unfinished_benchmark_has_an_exit_code_of_its_own(
     monkeypatch.setattr("peagle.bench.report.text_tables", lambda report: "tables")
     assert run(["bench", "--time-budget-s", "60"]) == exit_code
     printed = capsys.readouterr().out
-    assert ("the same command goes on" in printed) is bool(num_left)
-    assert ("P-EAGLE K=5 failed, and is tried again by the same command" in printed) is bool(failed)
+    assert ("run the same command to continue" in printed) is bool(num_left)
+    assert ("P-EAGLE K=5 failed: run the same command to retry" in printed) is bool(failed)
 
 
-def test_sigterm_ends_a_benchmark_as_an_interrupt_does(
+def test_sigterm_interrupts_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)  # in the whole suite Ray's, else the system's own
@@ -88,13 +88,13 @@ def test_sigterm_ends_a_benchmark_as_an_interrupt_does(
         (["--synthetic-acceptance", "0.1,0.2"], "non-increasing rates"),
     ],
 )
-def test_bad_usage_ends_before_a_model_is_looked_for(
+def test_bad_usage_is_refused_before_loading_a_model(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", "--model", "no-such-model", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_it_runs_where_there_is_no_ray() -> None:
+def test_bench_runs_without_ray() -> None:
     code = "import sys; sys.modules['ray'] = None; import jobs.bench, peagle.bench.run, peagle.bench.report"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -20,7 +20,7 @@ HEAVY = ("torch", "vllm", "ray", "transformers", "pyarrow")
         "from jobs import cli; cli._parser('evaluate').format_help()",
     ],
 )
-def test_help_and_import_load_nothing_heavy(code):
+def test_help_and_imports_are_light(code):
     check = f"import sys; {code}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -37,7 +37,7 @@ def test_every_command_has_help_and_json(command, capsys):
 
 
 @pytest.mark.parametrize("command", ["audit", "bench", "evaluate", "generate", "serve", "train", "tune"])
-def test_the_module_of_a_command_that_a_cluster_runs_is_the_command(command):
+def test_command_modules_can_be_run(command):
     """As in `ray job submit -- python -m jobs.bench`: a module that only defines it would end with 0 and no work."""
     done = subprocess.run(
         [sys.executable, "-m", f"jobs.{command}", "--nosuch"], capture_output=True, text=True, check=False
@@ -45,7 +45,7 @@ def test_the_module_of_a_command_that_a_cluster_runs_is_the_command(command):
     assert (done.returncode, "--nosuch" in done.stderr or "required" in done.stderr) == (2, True)
 
 
-def test_an_unknown_command_or_flag_is_bad_usage(capsys):
+def test_unknown_command_or_flag(capsys):
     for argv in (["generat"], ["generate", "--temprature", "1"], []):
         with pytest.raises(SystemExit) as stopped:
             cli.run(argv)
@@ -53,7 +53,7 @@ def test_an_unknown_command_or_flag_is_bad_usage(capsys):
     assert "usage: peagle" in capsys.readouterr().err
 
 
-def test_an_error_is_told_on_stderr_and_in_json(tmp_path, capsys):
+def test_error_is_on_stderr_and_in_json(tmp_path, capsys):
     result = tmp_path / "sub" / "result.json"
     assert (
         cli.run(["generate", "--input", "nothing.jsonl", "--output", str(tmp_path / "r"), "--json", str(result)]) == 2
@@ -63,13 +63,8 @@ def test_an_error_is_told_on_stderr_and_in_json(tmp_path, capsys):
     assert not (tmp_path / "r").exists()
 
 
-def test_report_of_what_is_no_run(tmp_path, capsys):
-    assert cli.run(["report", str(tmp_path)]) == 2
-    assert "no run.json" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_result_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path, capsys, fails, monkeypatch):
+def test_unwritable_result_is_an_error(tmp_path, capsys, fails, monkeypatch):
     (tmp_path / "file").write_text("")
     argv = ["models", *(["nothing-of-the-kind"] if fails else []), "--json", str(tmp_path / "file" / "result.json")]
     assert cli.run(argv) == 1
@@ -78,7 +73,7 @@ def test_a_result_that_cannot_be_written_is_an_error_and_no_traceback(tmp_path, 
     assert "result.json" in last or "file" in last
 
 
-def test_what_a_command_cannot_read_or_write_is_an_error_and_no_traceback(monkeypatch, capsys):
+def test_os_error_is_printed_without_traceback(monkeypatch, capsys):
     def run(_):
         raise PermissionError(13, "Permission denied", "runs/a/report.html")
 
@@ -87,7 +82,7 @@ def test_what_a_command_cannot_read_or_write_is_an_error_and_no_traceback(monkey
     assert capsys.readouterr().err == "peagle models: [Errno 13] Permission denied: 'runs/a/report.html'\n"
 
 
-def test_with_data_on_standard_output_people_read_standard_error_even_while_it_is_a_log(monkeypatch, capfd, tmp_path):
+def test_json_on_standard_output_moves_text_to_standard_error(monkeypatch, capfd, tmp_path):
     def run(_):
         with QuietStderr() as quiet:
             quiet.move_to(tmp_path / "engine.log")

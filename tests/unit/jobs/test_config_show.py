@@ -24,7 +24,7 @@ def shown(capsys):
     return shown
 
 
-def test_each_value_has_its_origin(job, shown, monkeypatch):
+def test_values_have_origins(job, shown, monkeypatch):
     monkeypatch.setenv("PEAGLE_TOP_K", "3")
     monkeypatch.setenv("PEAGLE_SEED", "4")
     found = shown(job, "--max-tokens", "9", "--engines", "2")
@@ -39,7 +39,7 @@ def test_each_value_has_its_origin(job, shown, monkeypatch):
     assert found["instance_type"] == ("c7a.large", "assumed")
 
 
-def test_what_a_profile_says_is_named_as_its(shown, tmp_path, embedded_target, profile):  # noqa: F811
+def test_origin_of_profile_keys(shown, tmp_path, embedded_target, profile):  # noqa: F811
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "serve.yaml"
     path.write_text(f"profile: {tmp_path / 'profile.yaml'}\n")
@@ -49,7 +49,7 @@ def test_what_a_profile_says_is_named_as_its(shown, tmp_path, embedded_target, p
     assert found["max_replicas"] == (1, "default")
 
 
-def test_an_endpoints_file_is_known_by_its_keys_and_each_model_has_its_own_rows(shown, tmp_path, speaking_target):
+def test_endpoint_configuration_with_several_models(shown, tmp_path, speaking_target):
     path = tmp_path / "serve.yaml"
     path.write_text(f"model: {speaking_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
     found = shown(path)
@@ -58,7 +58,7 @@ def test_an_endpoints_file_is_known_by_its_keys_and_each_model_has_its_own_rows(
     assert [one["name"] for one in found["models"][0]] == ["a", "b"]
 
 
-def test_a_wrong_file_is_refused_as_by_its_command(tmp_path, capsys):
+def test_invalid_configuration_is_refused(tmp_path, capsys):
     path = tmp_path / "job.yaml"
     path.write_text("input: a\noutput: b\ntemprature: 1\n")
     assert cli.run(["config", "show", str(path)]) == 2
@@ -71,7 +71,7 @@ def test_a_wrong_file_is_refused_as_by_its_command(tmp_path, capsys):
     assert "temperature" in printed.out  # the keys are shown all the same
 
 
-def test_a_flag_that_the_command_does_not_have_is_bad_usage(job):
+def test_flag_of_another_command_is_refused(job):
     with pytest.raises(SystemExit) as stopped:
         cli.run(["config", "show", str(job), "--max-replicas", "2"])
     assert stopped.value.code == 2

@@ -4,7 +4,7 @@ from jobs import demo, flags, generate
 from pipelines.batch.config import GenerateConfig
 
 
-def test_the_command_that_continues_a_run_of_the_demo_is_one_of_that_run(tmp_path):
+def test_command_of_a_demo_run(tmp_path):
     keys = {
         "model": demo.MODEL, "input": "in.jsonl", "output": tmp_path / "a b", "prompt_template": "x {{ prompt }}\n",
         "enforce_eager": True, "max_num_seqs": 1, "drafter": "none",

@@ -26,13 +26,13 @@ def asked(monkeypatch):
 
         def remove(self, name):
             asked.append(name)
-            return Removed(kinds=("endpoint",), lived_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
+            return Removed(kinds=("endpoint",), lifetime_s=1800.0, usd_per_hour=4.0, remains=("the image i",))
 
     monkeypatch.setattr(sagemaker_api, "SageMaker", Api)
     return asked
 
 
-def test_a_dry_run_prints_the_requests_and_sends_none(asked, capsys):
+def test_sagemaker_dry_run(asked, capsys):
     assert cli.run(["deploy", "sagemaker", MODEL, *FLAGS, "--dry-run"]) == 0
     drafter, price, *data = capsys.readouterr().out.splitlines()
     assert drafter.startswith("drafter: peagle, K=3: SageMaker JumpStart")
@@ -41,7 +41,7 @@ def test_a_dry_run_prints_the_requests_and_sends_none(asked, capsys):
     assert asked == []
 
 
-def test_it_is_made_in_its_region_and_says_how_it_ends(asked, capsys):
+def test_sagemaker_create(asked, capsys):
     flags = [*FLAGS, "--region", "us-west-2", "--variable", "HF_HOME=/tmp", "--concurrency", "128"]
     assert cli.run(["deploy", "sagemaker", MODEL, *flags]) == 0
     region, requests = asked
@@ -54,11 +54,11 @@ def test_it_is_made_in_its_region_and_says_how_it_ends(asked, capsys):
     assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
 
 
-def test_down_says_what_it_cost_and_what_still_does(asked, capsys):
+def test_sagemaker_down(asked, capsys):
     assert cli.run(["deploy", "sagemaker", "--down", "mine"]) == 0
     assert asked == [None, "mine"]
     assert capsys.readouterr().out.splitlines() == [
-        "mine: deleted endpoint; it was there for 30 min 0 s, about $2.00",
+        "mine: deleted endpoint; it existed for 30 min 0 s, about $2.00",
         "still there: the image i",
     ]
 
@@ -68,12 +68,12 @@ def test_down_says_what_it_cost_and_what_still_does(asked, capsys):
     [
         ((), "name a model to deploy"),
         ((MODEL, "--down", "x"), "name a model to deploy"),
-        ((MODEL,), "--instance-type is needed"),
+        ((MODEL,), "--instance-type is required"),
         (("gpt-6", *FLAGS), "no model 'gpt-6' in the catalog"),
-        ((MODEL, *FLAGS, "--role", "me"), "role: it must be as arn:aws:iam"),
+        ((MODEL, *FLAGS, "--role", "me"), "role: must have the form arn:aws:iam"),
     ],
 )
-def test_what_is_missing_or_wrong_is_said_before_anything_is_asked(asked, capsys, arguments, reason):
+def test_sagemaker_bad_usage(asked, capsys, arguments, reason):
     assert cli.run(["deploy", "sagemaker", *arguments]) == 2
     assert reason in capsys.readouterr().err
     assert asked == []

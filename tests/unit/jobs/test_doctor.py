@@ -34,7 +34,7 @@ GPU = Hardware(
 )
 
 
-def test_a_good_machine_has_no_problems_and_no_advice() -> None:
+def test_good_machine_has_no_findings() -> None:
     assert doctor.find_problems(cpu(), GOOD) == []
     assert doctor.find_advice(cpu(20, "avx512f"), GOOD, BOTH_LIBRARIES) == []
 
@@ -48,15 +48,13 @@ def test_a_good_machine_has_no_problems_and_no_advice() -> None:
         (cpu(free_gib=1), GOOD, "only 1.0 GiB"),
     ],
 )
-def test_what_prevents_an_engine_is_a_problem(
-    hardware: Hardware, versions: dict[str, str | None], problem: str
-) -> None:
+def test_problems(hardware: Hardware, versions: dict[str, str | None], problem: str) -> None:
     problems = doctor.find_problems(hardware, versions)
     assert len(problems) == 1
     assert problem in problems[0]
 
 
-def test_torchvision_beside_a_cuda_torch_is_fine() -> None:
+def test_torchvision_with_cuda_torch_is_fine() -> None:
     assert doctor.find_problems(GPU, GOOD | {"torch": "2.13.0", "torchvision": "0.28"}) == []
 
 
@@ -70,15 +68,13 @@ def test_torchvision_beside_a_cuda_torch_is_fine() -> None:
         (cpu(20, "avx2"), GOOD, BOTH_LIBRARIES, "no AVX-512"),
     ],
 )
-def test_what_could_be_better_is_advice(
-    hardware: Hardware, versions: dict[str, str | None], libraries: dict[str, str], advice: str
-) -> None:
+def test_advice(hardware: Hardware, versions: dict[str, str | None], libraries: dict[str, str], advice: str) -> None:
     found = doctor.find_advice(hardware, versions, libraries)
     assert len(found) == 1
     assert advice in found[0]
 
 
-def test_a_gpu_node_needs_no_cpu_libraries() -> None:
+def test_gpu_node_needs_no_cpu_libraries() -> None:
     assert doctor.find_advice(GPU, GOOD, {}) == []
 
 
@@ -92,15 +88,13 @@ def test_a_gpu_node_needs_no_cpu_libraries() -> None:
         (cpu(20), "none", "none", "bf16 weights, bf16 KV cache"),
     ],
 )
-def test_the_findings_say_what_8_bits_and_auto_mean_here(hardware: Hardware, fp8: str, int8: str, auto: str) -> None:
+def test_precision_findings(hardware: Hardware, fp8: str, int8: str, auto: str) -> None:
     result = doctor.examine(hardware)
     assert (result["fp8"], result["int8"], result["precision_auto"]) == (fp8, int8, auto)
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
 
 
-def test_the_verdict_is_printed_and_returned(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdict_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, result = doctor.run(argparse.Namespace())
     assert code == (1 if result["problems"] else 0)
     assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])
@@ -112,7 +106,7 @@ def test_the_verdict_is_printed_and_returned(
     assert "not ready" in printed
 
 
-def test_the_pins_are_those_of_the_project() -> None:
+def test_pins_match_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + [
         line for extra in project["optional-dependencies"].values() for line in extra

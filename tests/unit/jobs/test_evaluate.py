@@ -37,7 +37,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_a_run_prints_its_table_and_writes_its_result(
+def test_evaluate_prints_table_and_writes_result(
     models: list[str], tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
@@ -51,18 +51,6 @@ def test_a_run_prints_its_table_and_writes_its_result(
     assert "4 of 4 responses" in printed
 
 
-@pytest.mark.usefixtures("fake_engines")
-def test_with_data_on_standard_output_the_table_is_on_standard_error(
-    models: list[str], tmp_path: Path, write_jsonl: Callable[..., Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--dataset", str(write_jsonl([{"prompt": "p"}])), "-k", "2", "--output", str(tmp_path / "out")]
-    assert run(["evaluate", *models, *arguments, "--json", "-"]) == 0
-    printed = capfd.readouterr()
-    assert [cell["k"] for cell in json.loads(printed.out)["cells"]] == [2]
-    assert "1 of 1 responses" in printed.err
-    assert "acceptance length  drafts" in printed.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -72,22 +60,15 @@ def test_with_data_on_standard_output_the_table_is_on_standard_error(
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_bad_usage_ends_before_a_model_is_looked_for(
+def test_bad_usage_is_refused_before_loading_a_model(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["evaluate", "--model", "no-such-model", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_unknown_drafter_gets_a_hint(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["evaluate", *models[:2], "--drafter", "no/such/head", "--limit", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "no such drafter: no/such/head" in error
-    assert "s3://BUCKET/FOLDER or a hub id" in error
-
-
 @pytest.mark.parametrize(("failed", "exit_code"), [({}, 0), ({"head K=3": "no memory"}, 1)])
-def test_an_engine_that_failed_beside_others_is_an_error(
+def test_evaluate_exit_codes(
     failed: dict[str, str],
     exit_code: int,
     tmp_path: Path,
@@ -99,4 +80,4 @@ def test_an_engine_that_failed_beside_others_is_an_error(
     assert run(["evaluate"]) == exit_code
     printed = capsys.readouterr().out
     assert "table" in printed
-    assert ("head K=3 failed, and is tried again by the same command" in printed) is bool(failed)
+    assert ("head K=3 failed: run the same command to retry" in printed) is bool(failed)

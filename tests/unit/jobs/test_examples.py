@@ -15,7 +15,7 @@ COMMANDS = {"job.yaml": "generate", "serve.yaml": "serve"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_example_is_a_configuration_of_its_command(name):
+def test_example_is_valid(name):
     command, path = COMMANDS[name], EXAMPLES / name
     assert command_of(path) == command
     parser = argparse.ArgumentParser()
@@ -26,14 +26,14 @@ def test_an_example_is_a_configuration_of_its_command(name):
     assert PriceTable.load().price(config.instance_type, market=config.market)
 
 
-def test_the_job_has_an_engine_for_each_gpu_of_its_machine():
+def test_job_example_uses_all_gpus():
     config = read_configuration(EXAMPLES / "job.yaml")
     price = PriceTable.load().price(config.instance_type, market=config.market)
     assert price.num_devices == int(config.engines) == 8
     assert (config.input[:5], str(config.output)[:5], config.budget_usd) == ("s3://", "s3://", 200)
 
 
-def test_the_endpoint_is_open_to_others_by_keys_alone():
+def test_serve_example_requires_keys():
     config = read_configuration(EXAMPLES / "serve.yaml")
     assert (config.host, str(config.keys)) == ("0.0.0.0", "keys.json")
     assert [one.served_name for one in config.served] == ["coder", "coder-plain"]

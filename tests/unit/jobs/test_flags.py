@@ -24,7 +24,7 @@ def parse():
     return parse
 
 
-def test_flag_over_environment_over_yaml_over_default(parse, tmp_path, monkeypatch):
+def test_priority_of_sources(parse, tmp_path, monkeypatch):
     config = tmp_path / "c.yaml"
     config.write_text("max_tokens: 1\ntop_k: 2\nengines: 3\n")
     monkeypatch.setenv("PEAGLE_TOP_K", "20")
@@ -55,13 +55,13 @@ def test_every_key_has_a_flag_with_help():
         (tune, TuneConfig, set()),
     ],
 )
-def test_every_flag_stands_under_a_heading(command, model, unlisted):
+def test_every_flag_has_a_heading(command, model, unlisted):
     grouped = [name for names in command._GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(model.model_fields.keys() - unlisted)
 
 
 @pytest.mark.parametrize("command", [generate, serve])
-def test_traits_of_the_fake_engine_stand_in_no_help(command):
+def test_fake_is_not_in_the_help(command):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert "--engine " in parser.format_help()
@@ -69,7 +69,7 @@ def test_traits_of_the_fake_engine_stand_in_no_help(command):
     assert parser.parse_args(["--fake", "{}"]).fake == "{}"
 
 
-def test_traits_of_the_fake_engine_are_json_and_in_yaml_keys(parse, tmp_path, monkeypatch):
+def test_fake_options_in_json_and_yaml(parse, tmp_path, monkeypatch):
     config = tmp_path / "c.yaml"
     config.write_text("engine: fake\nfake:\n  token_s: 0.5\n  die_on: poison\n")
     assert parse("--config", str(config)).fake == FakeTraits(token_s=0.5, die_on="poison")
@@ -81,19 +81,19 @@ def test_traits_of_the_fake_engine_are_json_and_in_yaml_keys(parse, tmp_path, mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"tokens_s": 1}', r"^fake\.tokens_s: no such key$"),
+        ('{"tokens_s": 1}', r"^fake\.tokens_s: unknown key$"),
         ('{"token_s": -1}', r"^fake\.token_s: .*greater than or equal to 0, not -1$"),
         ('{"token_s": Infinity}', r"^fake\.token_s: .*finite number"),
         ("0.5", "^fake: "),
         ("token_s", "^fake: "),
     ],
 )
-def test_wrong_traits_are_told_with_their_place(parse, text, message):
+def test_invalid_fake_options(parse, text, message):
     with pytest.raises(ConfigError, match=message):
         parse("--engine", "fake", "--fake", text)
 
 
-def test_lists_repeat_and_booleans_negate(parse):
+def test_lists_and_booleans(parse):
     found = parse("--stop", "a", "--stop", "b", "--no-chat", "--enforce-eager")
     assert (found.stop, found.chat, found.enforce_eager) == (["a", "b"], False, True)
 
@@ -106,27 +106,27 @@ def test_lists_repeat_and_booleans_negate(parse):
         ("max_tokens: 0\n", "max_tokens: .*greater than or equal to 1"),
         ("engine: vlm\n", "engine: .*'vllm' or 'fake'"),
         ("a: [\n", "not valid YAML"),
-        ("- a\n", "keys and values"),
-        ("prompt_column: a\nprompt_template: b\n", "exclude each other"),
+        ("- a\n", "must be a YAML mapping"),
+        ("prompt_column: a\nprompt_template: b\n", "cannot be combined"),
     ],
 )
-def test_bad_yaml_says_which_key_and_why(parse, tmp_path, yaml, message):
+def test_invalid_yaml(parse, tmp_path, yaml, message):
     config = tmp_path / "c.yaml"
     config.write_text(yaml)
     with pytest.raises(ConfigError, match=message):
         parse("--config", str(config))
 
 
-def test_a_missing_config_file_and_a_missing_flag(parse):
+def test_missing_config_file_and_missing_flag(parse):
     with pytest.raises(ConfigError, match="No such file"):
         parse("--config", "missing.yaml")
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, GenerateConfig, {})
-    with pytest.raises(ConfigError, match="--output is needed"):
+    with pytest.raises(ConfigError, match="--output is required"):
         flags.load(GenerateConfig, parser.parse_args(["--input", "x"]))
 
 
-def test_what_looks_like_a_number_to_the_base_of_60_is_text(parse, tmp_path):
+def test_sexagesimal_yaml_is_text(parse, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("engines: 2:8\ndeadline: 18:30\nmax_tokens: 64\n")
     found = parse("--config", str(config))
@@ -144,7 +144,7 @@ def served():
 
 @pytest.mark.parametrize("name", ["PEAGLE_PORT", "PEAGLE_METRICS_PORT"])
 @pytest.mark.parametrize("value", ["tcp://10.0.0.1:8000", "udp://[fd00::1]:53"])
-def test_what_kubernetes_says_of_a_service_is_no_port_of_ours(served, monkeypatch, name, value):
+def test_kubernetes_service_variables_are_ignored(served, monkeypatch, name, value):
     """Of services that are called peagle and peagle-metrics, in every pod of their namespace."""
     for suffix in ("", "_8000_TCP", "_8000_TCP_PORT"):
         monkeypatch.setenv(name + suffix, value)
@@ -152,14 +152,14 @@ def test_what_kubernetes_says_of_a_service_is_no_port_of_ours(served, monkeypatc
     assert (served().port, served().metrics_port) == (8000, None)
 
 
-def test_an_empty_variable_sets_nothing(parse, monkeypatch):
+def test_empty_variable_is_ignored(parse, monkeypatch):
     monkeypatch.setenv("PEAGLE_TOP_K", "")
     monkeypatch.setenv("PEAGLE_LIMIT", "")
     assert (parse().top_k, parse().limit) == (GenerateConfig.model_fields["top_k"].default, None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("PEAGLE_PORT", "http"), ("PEAGLE_MAX_NUM_SEQS", "many")])
-def test_a_wrong_value_of_a_variable_is_told_by_its_name(served, monkeypatch, name, value):
+def test_invalid_variable_is_named(served, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name}: .* not '{value}'"):
         served()
@@ -167,7 +167,7 @@ def test_a_wrong_value_of_a_variable_is_told_by_its_name(served, monkeypatch, na
         served("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
 
 
-def test_a_key_that_may_be_repeated_can_be_set_once_in_the_environment(monkeypatch):
+def test_list_from_environment(monkeypatch):
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, BenchConfig, {})
     monkeypatch.setenv("PEAGLE_DRAFTER", "eagle3=heads/mine")
@@ -175,7 +175,7 @@ def test_a_key_that_may_be_repeated_can_be_set_once_in_the_environment(monkeypat
     assert flags.load(BenchConfig, parser.parse_args([])).drafter == ["eagle3=heads/mine"]
 
 
-def test_bad_usage_names_the_variables_that_were_in_it(monkeypatch, capsys, tmp_path):
+def test_bad_usage_lists_variables(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_INPUT", str(tmp_path / "nothing.jsonl"))
     assert run(["generate", "--engine", "fake", "--output", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_bad_usage_names_the_variables_that_were_in_it(monkeypatch, capsys, tmp_
     assert "set in the environment: PEAGLE_INPUT" in said
 
 
-def test_a_map_is_given_entry_by_entry_and_replaces_that_of_the_yaml(parse, tmp_path, monkeypatch):
+def test_map_flags_replace_yaml(parse, tmp_path, monkeypatch):
     config = tmp_path / "c.yaml"
     config.write_text("engine_args:\n  block_size: 32\n  async_scheduling: false\n")
     assert parse("--config", str(config)).engine_args == {"block_size": 32, "async_scheduling": False}

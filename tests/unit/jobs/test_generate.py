@@ -11,14 +11,14 @@ from jobs import cli
         ("gs://bucket/run", "it is a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
     ],
 )
-def test_a_place_that_cannot_hold_a_run_is_refused_before_the_corpus_is_read(s3, capsys, output, said):
+def test_invalid_output_is_refused_before_reading_the_corpus(s3, capsys, output, said):
     assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", output]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert "none.jsonl" not in error
 
 
-def test_a_store_without_conditional_writes_is_refused_before_the_corpus_is_read(s3, capsys):
+def test_unsuitable_store_is_refused_before_reading_the_corpus(s3, capsys):
     s3.is_simple = True
     assert cli.run(["generate", "--engine", "fake", "--input", "none.jsonl", "--output", "s3://bucket/run"]) == 2
     assert "no conditional writes" in capsys.readouterr().err

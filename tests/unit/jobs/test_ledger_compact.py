@@ -3,7 +3,7 @@ from peagle.economics.ledger import write_batch
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def test_it_names_each_ledger_with_its_files_and_refuses_what_is_none(tmp_path, monkeypatch, capsys):
+def test_ledger_compact(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for number in range(20):
         name = f"batch_{number}"

@@ -7,7 +7,7 @@ import pytest
 
 from jobs import models
 from peagle.catalog.cards import load_catalog
-from peagle.errors import CatalogError, ConfigError
+from peagle.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def run(*argv: str) -> tuple[int, dict[str, Any]]:
     return models.run(parser.parse_args(argv))
 
 
-def test_the_list_names_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     code, result = run()
     names = load_catalog().names()
     assert code == 0
@@ -30,7 +30,7 @@ def test_the_list_names_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in names)
 
 
-def test_a_card_prints_every_fact_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_has_facts_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
     code, result = run("gpt-oss-120b")
     printed = " ".join(capsys.readouterr().out.split())
     assert code == 0
@@ -39,15 +39,7 @@ def test_a_card_prints_every_fact_with_its_source(capsys: pytest.CaptureFixture[
     assert "pull 32887" in printed
 
 
-def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    run("gemma-4-31b-it")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "not published" in printed
-    assert "licence not confirmed" in printed
-    assert "not measured" in printed
-
-
-def test_published_speeds_are_a_table_with_its_hardware_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     _, result = run("qwen3-coder-30b-a3b-instruct")
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("SPEED-Bench, Code: published, one B200, FP8, output tokens/s")
@@ -61,7 +53,7 @@ def test_published_speeds_are_a_table_with_its_hardware_and_source(capsys: pytes
     assert [table["dataset"] for table in result["published"]] == ["HumanEval", "SPEED-Bench, Code"]
 
 
-def test_how_others_deploy_a_head_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_deployments(capsys: pytest.CaptureFixture[str]) -> None:
     run("qwen3-coder-30b-a3b-instruct")
     printed = " ".join(capsys.readouterr().out.split())
     assert "SageMaker JumpStart (its walk-through), ml.g7e.2xlarge: K=3" in printed
@@ -69,25 +61,20 @@ def test_how_others_deploy_a_head_is_shown(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("name", load_catalog().names())
-def test_every_row_but_notes_and_names_has_a_source(name: str) -> None:
+def test_card_rows_have_sources(name: str) -> None:
     rows = models.card_rows(load_catalog().get(name))
     without = {label for label, _, source in rows if not source}
     assert without <= {"target", "", "speculation"}
 
 
-def test_its_variables_are_a_file_that_docker_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sagemaker_env_format(capsys: pytest.CaptureFixture[str]) -> None:
     _, result = run("gpt-oss-20b", "--sagemaker-env")
     comment, *lines = capsys.readouterr().out.splitlines()
-    assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 requests at once [")
+    assert comment.startswith("# gpt-oss 20B; drafter: peagle, K=7: advice for up to 64 concurrent requests [")
     assert dict(line.split("=", 1) for line in lines) == result["environment"]
     assert result["environment"]["SM_VLLM_MODEL"] == "openai/gpt-oss-20b"
 
 
-def test_variables_are_of_one_model() -> None:
+def test_sagemaker_env_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="needs the name of a model"):
         run("--sagemaker-env")
-
-
-def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(CatalogError, match="gpt-6"):
-        run("gpt-6")

@@ -20,7 +20,7 @@ def run(*argv, **environment):
 
 @pytest.mark.parametrize("argv", [["models"], ["models", "--json", "-"], ["generate", "--help"], ["doctor"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_goes_ends_the_command_without_a_message(argv, unbuffered):
+def test_closed_pipe_ends_command_silently(argv, unbuffered):
     reads, writes = os.pipe()
     os.close(reads)
     with subprocess.Popen(
@@ -33,14 +33,14 @@ def test_a_reader_that_goes_ends_the_command_without_a_message(argv, unbuffered)
     assert told == b"" or "--json" in argv  # what people read is then on standard error
 
 
-def test_a_shell_sees_the_first_line_and_no_message():
+def test_pipe_into_head():
     command = f"set -o pipefail; {sys.executable} -m jobs.cli models | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
     assert done.returncode in (0, SIGPIPE_CODE)
 
 
-def test_what_an_encoding_lacks_is_printed_in_escapes(tmp_path):
+def test_unencodable_text_is_escaped(tmp_path):
     path = tmp_path / "é\u2713.json"
     path.write_text("[]")
     done = run("serve", "keys", "revoke", "é", "--keys", str(path), "--json", "-", PYTHONIOENCODING="ascii")
@@ -50,14 +50,14 @@ def test_what_an_encoding_lacks_is_printed_in_escapes(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--input", "--output", "--config", "--prompt-template", "--json"])
-def test_an_argument_that_is_not_utf_8_is_refused_by_its_bytes(tmp_path, flag):
+def test_argument_that_is_not_utf_8_is_refused(tmp_path, flag):
     argument = os.fsencode(tmp_path) + b"/caf\xe9"
     done = run("generate", flag, argument)
     assert (done.returncode, done.stdout) == (2, b"")
     assert b"caf\\xe9' is not UTF-8" in done.stderr
 
 
-def test_a_variable_that_is_not_utf_8_is_refused_by_its_name():
+def test_variable_that_is_not_utf_8_is_refused():
     done = run("generate", "--output", "x", "--input", "y", PEAGLE_PROMPT_COLUMN=os.fsdecode(b"\xe9"))
     assert done.returncode == 2
     assert b"PEAGLE_PROMPT_COLUMN is not UTF-8" in done.stderr

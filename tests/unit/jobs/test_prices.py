@@ -5,7 +5,7 @@ import pytest
 from jobs import cli
 
 
-def test_each_price_has_its_date_and_its_source(capsys):
+def test_prices_have_date_and_source(capsys):
     assert cli.run(["prices", "H100"]) == 0
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("p5.48xlarge") and "us-east-1" in line)
@@ -16,7 +16,7 @@ def test_each_price_has_its_date_and_its_source(capsys):
     assert "L4" not in out
 
 
-def test_one_instance_type_and_the_whole_table(capsys, tmp_path):
+def test_prices_filter_and_full_table(capsys, tmp_path):
     assert cli.run(["prices", "c7a.large", "--json", str(tmp_path / "one.json")]) == 0
     assert cli.run(["prices", "--json", str(tmp_path / "all.json")]) == 0
     one, everything = (json.loads((tmp_path / name).read_text())["prices"] for name in ("one.json", "all.json"))
@@ -24,7 +24,7 @@ def test_one_instance_type_and_the_whole_table(capsys, tmp_path):
     assert len(everything) > 80
 
 
-def test_own_prices_are_listed_with_the_file_as_their_source(capsys, tmp_path):
+def test_own_prices(capsys, tmp_path):
     own = tmp_path / "own.csv"
     own.write_text("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\nmine,B300,8,40\n")
     assert cli.run(["prices", "B300", "--prices", str(own)]) == 0
@@ -34,7 +34,7 @@ def test_own_prices_are_listed_with_the_file_as_their_source(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "near"), [("H1000", "H100"), ("p5.48xlrge", "p5.48xlarge")])
-def test_a_name_that_the_table_does_not_have_is_an_error_with_the_nearest(capsys, name, near):
+def test_unknown_price_suggests_nearest(capsys, name, near):
     assert cli.run(["prices", name]) != 0
     assert f"did you mean {near}" in capsys.readouterr().err
 
@@ -47,7 +47,7 @@ def test_a_name_that_the_table_does_not_have_is_an_error_with_the_nearest(capsys
         (["generate", "--market", "reserved"], "market: 'reserved' was removed: state the price"),
     ],
 )
-def test_what_was_removed_names_its_replacement(capsys, command, message):
+def test_removed_options_name_replacement(capsys, command, message):
     try:
         code = cli.run(command)
     except SystemExit as exit:

@@ -15,7 +15,7 @@ def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda *_: {"stdlib": str(Path(json.__file__).parent)})
 
 
-def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_and_parquet_have_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("prompts.jsonl", "prompts.parquet"):
         assert run(["prompts", "--output", str(tmp_path / name), "--limit", "5"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
@@ -24,7 +24,7 @@ def test_jsonl_and_parquet_hold_the_same_prompts(tmp_path: Path, capsys: pytest.
     assert "5 prompts of" in capsys.readouterr().out
 
 
-def test_a_file_is_kept_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_prompts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held, output, result = (tmp_path / name for name in ("held.jsonl", "prompts.jsonl", "result.json"))
     held.write_text(json.dumps({"docstring": json.load.__doc__}) + "\n")
     assert run(["prompts", "--output", str(output), "--exclude", str(held), "--json", str(result)]) == 0

@@ -1,5 +1,4 @@
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -7,9 +6,7 @@ import pytest
 from jobs import cli
 
 
-def test_the_shipped_head_to_fp8_and_back(
-    tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantize_and_dequantize(tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "result.json"
     fp8, back = str(tmp_path / "fp8"), str(tmp_path / "back")
     assert cli.run(["quantize-drafter", str(shipped_head), "--output", fp8, "--json", str(result)]) == 0
@@ -22,20 +19,10 @@ def test_the_shipped_head_to_fp8_and_back(
     assert (tmp_path / "back" / "model.safetensors").stat().st_size == written["num_bytes_before"]
 
 
-def test_bad_use_is_told_with_its_exit_code(
-    tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantize_bad_usage(tmp_path: Path, shipped_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "out")
     assert cli.run(["quantize-drafter", str(tmp_path), "--output", output]) == 2
     assert "peagle quantize-drafter: " in capsys.readouterr().err
     assert cli.run(["quantize-drafter", str(shipped_head), "--output", output, "--dequantize", "--keep", "fc"]) == 2
     assert "--keep" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_head_is_named_as_reports_name_it(
-    tmp_path: Path, shipped_head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
-    shutil.copytree(shipped_head, tmp_path / "home" / "heads" / "mine-peagle-1a2b3c4d")
-    assert cli.run(["quantize-drafter", "mine-peagle-1a2b3c4d", "--output", str(tmp_path / "fp8")]) == 0

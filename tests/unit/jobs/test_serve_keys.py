@@ -13,7 +13,7 @@ from tests.unit.pipelines.online.ledgers import a_request
 LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
 
-def test_add_list_revoke(tmp_path, capsys):
+def test_add_list_and_revoke_keys(tmp_path, capsys):
     path = str(tmp_path / "keys.json")
     assert cli.run(["serve", "keys", "add", "alice", "--keys", path, "--requests-per-min", "60"]) == 0
     key = capsys.readouterr().out.strip()
@@ -27,7 +27,7 @@ def test_add_list_revoke(tmp_path, capsys):
     assert json.loads((tmp_path / "keys.json").read_text()) == []
 
 
-def test_changes_at_once_are_all_kept(tmp_path):
+def test_concurrent_changes_are_kept(tmp_path):
     path = str(tmp_path / "keys.json")
 
     def add(number):
@@ -38,7 +38,7 @@ def test_changes_at_once_are_all_kept(tmp_path):
     assert len(json.loads((tmp_path / "keys.json").read_text())) == 24
 
 
-def test_a_key_has_an_end_and_the_list_shows_it(tmp_path, capsys, monkeypatch):
+def test_key_expiry_is_listed(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "keys.json")
 
     def add(*arguments):
@@ -61,22 +61,22 @@ def test_a_key_has_an_end_and_the_list_shows_it(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--expires-in-days", "0", "the key would never hold"),
-        ("--expires-in-days", "nan", "the key would never hold"),
-        ("--expires-in-days", "inf", "the key would never hold"),
-        ("--expires-at", "2020-01-01", "the key would never hold"),
-        ("--expires-at", "tomorrow", "this is no time"),
+        ("--expires-in-days", "0", "the key would never be valid"),
+        ("--expires-in-days", "nan", "the key would never be valid"),
+        ("--expires-in-days", "inf", "the key would never be valid"),
+        ("--expires-at", "2020-01-01", "the key would never be valid"),
+        ("--expires-at", "tomorrow", "not a valid time"),
         ("--max-parallel-requests", "0", "max_parallel_requests"),
     ],
 )
-def test_an_end_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag, value, message):
+def test_invalid_expiry_is_refused(tmp_path, capsys, flag, value, message):
     path = tmp_path / "keys.json"
     assert cli.run(["serve", "keys", "add", "alice", "--keys", str(path), flag, value]) == 2
     assert message in capsys.readouterr().err
     assert not path.exists()
 
 
-def test_a_key_has_one_end(tmp_path):
+def test_expiry_options_exclude_each_other(tmp_path):
     with pytest.raises(SystemExit):
         cli.run(["serve", "keys", "add", "a", "--expires-in-days", "1", "--expires-at", "2099-01-01"])
 
@@ -84,14 +84,14 @@ def test_a_key_has_one_end(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value"), [("--budget-usd", "inf"), ("--budget-usd", "nan"), ("--budget-usd", "0"), ("--model", "")]
 )
-def test_a_limit_that_is_none_is_refused_and_no_key_made(tmp_path, capsys, flag, value):
+def test_invalid_limit_is_refused(tmp_path, capsys, flag, value):
     path = tmp_path / "keys.json"
     assert cli.run(["serve", "keys", "add", "alice", "--keys", str(path), flag, value]) == 2
     assert flag.strip("-").replace("-", "_") in capsys.readouterr().err
     assert not path.exists()
 
 
-def test_a_key_carries_tags_and_may_let_its_requests_set_some(tmp_path, capsys):
+def test_key_tags(tmp_path, capsys):
     path = str(tmp_path / "keys.json")
     flags = ["--tag", "team=search", "--tag", "project=x", "--request-tag", "run"]
     assert cli.run(["serve", "keys", "add", "alice", *flags, "--keys", path]) == 0
@@ -104,7 +104,7 @@ def test_a_key_carries_tags_and_may_let_its_requests_set_some(tmp_path, capsys):
     assert "not KEY=VALUE" in capsys.readouterr().err
 
 
-def test_set_changes_the_limits_that_it_names_and_rotate_the_secret_alone(tmp_path, capsys):
+def test_set_and_rotate(tmp_path, capsys):
     file = tmp_path / "keys.json"
 
     def keys(*arguments, code=0):
@@ -125,7 +125,7 @@ def test_set_changes_the_limits_that_it_names_and_rotate_the_secret_alone(tmp_pa
     assert read_keys(file) == (after,)
 
 
-def test_the_list_shows_what_each_key_has_spent_and_has_left_and_when_that_begins_anew(tmp_path, capsys, monkeypatch):
+def test_list_shows_spending(tmp_path, capsys, monkeypatch):
     file = str(tmp_path / "keys.json")
     monkeypatch.setattr("peagle.economics.spending.datetime", SimpleNamespace(now=lambda zone: LAST_OF_DECEMBER))
     for name, *flags in (("alice", "--budget-usd", "5", "--every", "month"), ("bob", "--budget-usd", "5"), ("carol",)):

@@ -32,7 +32,7 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
     return ["tune", *what, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]
 
 
-def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
+def test_tune_prints_table_and_writes_profile(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile, result = tmp_path / "mine.yaml", tmp_path / "result.json"
@@ -45,7 +45,7 @@ def test_a_tuning_prints_its_table_and_decision_and_writes_its_profile(
     assert "max_num_seqs: 2" in profile.read_text()
 
 
-def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
+def test_tune_does_not_overwrite_peagle_profile(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = tmp_path / "taken.yaml"
@@ -64,12 +64,12 @@ def test_the_profile_that_runs_take_from_the_environment_is_not_overwritten(
         (["--budget-min", "-3"], "budget_min: Input should be greater than 0"),
     ],
 )
-def test_bad_usage_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_tuning_loads_neither_ray_nor_torch_before_an_engine_is_wanted() -> None:
+def test_tuning_imports_are_light() -> None:
     heavy = "[m for m in ('ray', 'torch', 'vllm') if m in sys.modules]"
     code = f"import sys, peagle.tuning.run, peagle.tuning.run; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

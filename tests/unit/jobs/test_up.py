@@ -32,14 +32,14 @@ def started(monkeypatch, tmp_path):
     return seen
 
 
-def test_the_model_stands_alone_and_the_rest_is_as_for_serve(started, capsys):
+def test_up_takes_model_and_serve_flags(started, capsys):
     assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
     config = started.config
     assert (config.model, config.max_num_seqs, config.idle_timeout, started.port) == ("org/model", 2, 1800, 8123)
     assert "m is up at http://x/v1; `peagle down m` ends it" in capsys.readouterr().out
 
 
-def test_a_taken_port_is_no_trouble_unless_it_is_named(started):
+def test_up_chooses_a_free_port(started):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -58,13 +58,13 @@ def test_a_taken_port_is_no_trouble_unless_it_is_named(started):
 
 
 @pytest.mark.parametrize(("error", "code"), [(EngineError("no"), 1), (KeyboardInterrupt(), 3)])
-def test_one_that_does_not_come_up_is_ended(started, error, code):
+def test_failed_start_is_stopped(started, error, code):
     started.error = error
     assert cli.run(["up", "m"]) == code
     assert [endpoint.name for endpoint in started.ended] == ["m"]
 
 
-def test_the_list_says_what_each_is_and_cost(monkeypatch, capsys, tmp_path):
+def test_up_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     one = SimpleNamespace(
         name="m", status=lambda: "up", url="http://x/v1", started_at=0.0, usd=lambda: 1.5, log=tmp_path, state=tmp_path
@@ -78,7 +78,7 @@ def test_the_list_says_what_each_is_and_cost(monkeypatch, capsys, tmp_path):
     assert "unknown" in second
 
 
-def test_down_ends_one_and_says_what_it_cost(monkeypatch, capsys, tmp_path):
+def test_down(monkeypatch, capsys, tmp_path):
     ended = []
     one = SimpleNamespace(
         name="m", status=lambda: "ended", url="u", started_at=0.0, usd=lambda: 0.25, log=tmp_path, state=tmp_path,
@@ -88,7 +88,7 @@ def test_down_ends_one_and_says_what_it_cost(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(background, "end", ended.append)
     assert cli.run(["down", "m"]) == 0
     assert ended == [one]
-    assert "m has ended; its engines cost $0.250" in capsys.readouterr().out
+    assert "m has stopped; its engines cost $0.250" in capsys.readouterr().out
     assert cli.run(["down"]) == 0
-    assert "m has ended before" in capsys.readouterr().out
+    assert "m has already stopped" in capsys.readouterr().out
     assert ended == [one]

@@ -1,9 +1,6 @@
 """A sweep of others, as a file: P-EAGLE ahead at 1 at once, no speculation at 8."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,10 +23,10 @@ own,here,cpu-2,,0,2,0.1,,test
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Callable[..., Path]:
+def sweep(tmp_path):
     """Write the sweep; an engine holds one accelerator of a machine with two."""
 
-    def write(name: str = "sweep.json", **changes: Any) -> Path:
+    def write(name="sweep.json", **changes):
         data = {
             "peagle_sweep": 1, "model": "m", "instance_type": "box-2", "devices_per_engine": 1, "source": "a blog",
             "start_s": 100.0, "cells": CELLS,
@@ -41,6 +38,6 @@ def sweep(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def prices(tmp_path: Path) -> Path:
+def prices(tmp_path):
     (tmp_path / "prices.csv").write_text(PRICES)
     return tmp_path / "prices.csv"

@@ -32,7 +32,7 @@ def engine(model="qwen3-coder-30b-a3b-instruct", k=7, precision=FP8, **keys):
     ("k", "at_once", "tokens_per_s", "published_at"),
     [(7, 64, 10643, 32), (7, 128, 23329, 128), (11, 8, 6252, 8), (0, 4, 889, 4), (7, 3, 1032, 1)],
 )
-def test_a_published_speed_is_the_one_of_the_same_engine_with_no_more_requests(k, at_once, tokens_per_s, published_at):
+def test_published_speed_of_the_same_engine(k, at_once, tokens_per_s, published_at):
     speed = known_speed(engine(k=k), B200, at_once)
     assert (speed.tokens_per_s, speed.concurrency) == (tokens_per_s, published_at)
     assert "published, one B200" in speed.describe()
@@ -50,5 +50,5 @@ def test_a_published_speed_is_the_one_of_the_same_engine_with_no_more_requests(k
         (engine(), replace(B200, platform="cpu", accelerator=None)),
     ],
 )
-def test_the_speed_of_another_engine_or_machine_says_nothing(other, where):
+def test_published_speeds_of_other_engines_do_not_apply(other, where):
     assert known_speed(other, where, 64) is None

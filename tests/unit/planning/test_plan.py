@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import pytest
@@ -11,13 +10,12 @@ from jobs.cli import run as command
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.plan import make_plan, text_plan
-
-from .conftest import CELLS
+from peagle.planning.sweeps import read_sweep, read_sweeps
 
 
 @pytest.fixture
-def plan(sweep: Any, prices: Path) -> Any:
-    def plan(**keys: Any) -> dict[str, Any]:
+def plan(sweep, prices):
+    def plan(**keys):
         measured = keys.pop("measured", None) or [sweep()]
         values = {"measured": measured, "prices": prices, "tokens": "20M", "within": "8h"} | keys
         return make_plan(PlanConfig(**values))
@@ -25,7 +23,7 @@ def plan(sweep: Any, prices: Path) -> Any:
     return plan
 
 
-def test_the_cheapest_fleet_that_is_in_time(plan: Any) -> None:
+def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
     # 400 tokens/s a machine, 8 h less 280 s: 11.4 M tokens each; spot is a quarter of the price, here.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
@@ -35,13 +33,7 @@ def test_the_cheapest_fleet_that_is_in_time(plan: Any) -> None:
     assert 0 < chosen["lost_share"] < 0.02
 
 
-def test_on_demand_stands_beside_it_and_loses_nothing(plan: Any) -> None:
-    (on_demand,) = [one for one in plan()["options"] if one["market"] == "on_demand" and one["method"] == "none"]
-    assert on_demand["lost_share"] == 0
-    assert on_demand["usd"] == pytest.approx(2 * 4.0 * (20e6 / 800 + 100) / 3600)
-
-
-def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> None:
+def test_a_latency_limit_chooses_the_drafter(plan):
     found = plan(max_tpot_ms=22)
     assert (found["chosen"]["method"], found["chosen"]["k"]) == ("peagle", 3)
     by_factor = {row["factor"]: row for row in found["sensitivity"]}
@@ -51,13 +43,13 @@ def test_a_latency_limit_leaves_the_drafter_and_its_sensitivity(plan: Any) -> No
     assert min(row["acceptance_length"] for row in found["sensitivity"]) >= 1
 
 
-def test_the_break_even_is_where_no_speculation_is_as_cheap(plan: Any) -> None:
+def test_break_even_acceptance_length(plan):
     # At 1.6 it makes 50 tokens/s, and the best without within 30 ms makes 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
 
-def test_rows_and_lengths_beyond_a_limit_say_so(plan: Any) -> None:
+def test_sensitivity_names_exceeded_limits(plan):
     found = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
     by_factor = {row["factor"]: row["beyond"] for row in found["sensitivity"]}
     assert by_factor == {
@@ -74,20 +66,7 @@ def test_rows_and_lengths_beyond_a_limit_say_so(plan: Any) -> None:
     assert {row["beyond"] for row in free["sensitivity"] if row["factor"] >= 0.9} == {None}
 
 
-def test_machines_that_cannot_be_had_bound_the_length_and_the_break_even(plan: Any, sweep: Any) -> None:
-    at_one = [cell for cell in CELLS if cell["concurrency"] == 1]
-    keys = {"measured": [sweep(cells=at_one)], "market": "on_demand"}
-    free = plan(**keys)
-    bound = plan(max_machines=free["chosen"]["num_machines"], **keys)
-    assert {row["beyond"] for row in bound["sensitivity"] if row["factor"] < 0.85} == {"needs more than 8 machines"}
-    assert bound["least_acceptance_length"] == pytest.approx(1.6 * 20e6 / 28_520 / 16 / 50, abs=1e-3), "16 engines"
-    assert free["least_acceptance_length"] is None
-    assert "not possible" not in text_plan(free)
-    assert free["break_even_acceptance_length"] == pytest.approx(1.28)
-    assert bound["break_even_acceptance_length"] is None, "without speculation it takes more machines than there are"
-
-
-def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> None:
+def test_a_service_has_machines_and_dollars_per_hour(plan):
     found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
     assert found["chosen"]["num_machines"] == 3  # 400 a machine
     assert found["chosen"]["usd_per_h"] == 12
@@ -95,28 +74,12 @@ def test_a_service_is_a_number_of_machines_and_dollars_an_hour(plan: Any) -> Non
     assert "machines used to 100% of their capacity" in text_plan(found)
 
 
-def test_a_service_has_room_for_requests_that_come_when_they_like(plan: Any) -> None:
-    found = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand")
-    assert found["chosen"]["num_machines"] == 4  # 320 of the 400 of a machine
-    assert "Assumed, not measured: machines used to 80% of their capacity, 0.05 interruptions" in text_plan(found)
-    assert "what they sustain" not in text_plan(plan()), "a job has no such room"
-
-
-def test_without_a_deadline_one_machine_is_the_cheapest(plan: Any) -> None:
-    assert plan(within=None)["chosen"]["num_machines"] == 1
-
-
-def test_a_plan_names_the_source_of_measurements_by_others(plan: Any) -> None:
-    found = plan()
-    assert found["labels"] == ["sweep.json: external measurement (a blog)"]
-
-
-def test_another_machine_with_the_same_accelerator_can_be_priced(plan: Any) -> None:
+def test_another_machine_with_the_same_accelerator_can_be_priced(plan):
     chosen = plan(instance_types="box-8")["chosen"]
     assert (chosen["instance_type"], chosen["num_machines"], chosen["num_engines"]) == ("box-8", 1, 8)
 
 
-def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: Any, tmp_path: Path) -> None:
+def test_benchmark_reports_are_read(plan, tmp_path):
     from peagle.economics.prices import Price
 
     price = Price.fixed(usd_per_hour=0.1, device="vcpu", num_devices=2).to_dict()
@@ -143,7 +106,7 @@ def test_our_own_report_is_read_with_its_devices_labels_and_stated_price(plan: A
         {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
     ],
 )
-def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said: Any, plan: Any, tmp_path: Path) -> None:
+def test_caveats_of_a_benchmark_are_in_the_plan(said, plan, tmp_path):
     report = said | {
         "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
@@ -155,7 +118,7 @@ def test_what_a_benchmark_says_of_its_figures_is_in_the_plan(said: Any, plan: An
     assert "a head" not in text
 
 
-def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan: Any, sweep: Any, tmp_path: Path) -> None:
+def test_an_engine_larger_than_its_machine_is_refused(plan, sweep, tmp_path):
     from peagle.economics.prices import Price, PriceTable
 
     cell = {"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 100.0, "start_s": 60.0}
@@ -177,7 +140,7 @@ def test_a_machine_priced_as_a_smaller_one_is_refused_with_the_way_out(plan: Any
 
 
 @pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
-def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price: Any, plan: Any, tmp_path: Path) -> None:
+def test_unpriced_reports_need_an_instance_type(price, plan, tmp_path):
     from peagle.economics.prices import Price
 
     report = {
@@ -194,7 +157,7 @@ def test_an_accelerator_without_a_priced_type_is_priced_where_it_is(price: Any, 
             plan(measured=[file], within=None, instance_types=other)
 
 
-def test_a_lookups_speed_does_not_follow_its_length(plan: Any, sweep: Any) -> None:
+def test_lookups_have_no_sensitivity(plan, sweep):
     cells = [
         {"method": "none", "k": 0, "concurrency": 1, "output_tokens_per_s": 40.0},
         {"method": "ngram", "k": 3, "concurrency": 1, "output_tokens_per_s": 46.0, "acceptance_length": 3.0},
@@ -214,7 +177,7 @@ def test_a_lookups_speed_does_not_follow_its_length(plan: Any, sweep: Any) -> No
         ({"max_ttft_ms": 500}, "no measurement is within"),
     ],
 )
-def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys: Any, message: str, plan: Any) -> None:
+def test_impossible_goals_are_refused_with_reasons(keys, message, plan):
     with pytest.raises(ConfigError, match=message) as refused:
         plan(**keys)
     assert "allow more time" in refused.value.hint
@@ -229,7 +192,7 @@ def test_what_no_fleet_can_do_is_refused_with_the_reasons(keys: Any, message: st
         ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )
-def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, message: str, hint: str, plan: Any) -> None:
+def test_machines_without_a_price_are_refused(keys, kind, message, hint, plan):
     with pytest.raises(kind, match=message) as refused:
         plan(**keys)
     assert hint in refused.value.hint
@@ -274,20 +237,13 @@ def test_a_machine_that_cannot_be_priced_is_refused(keys: Any, kind: Any, messag
         ({"start_s": None}, "has no start time of an engine"),
     ],
 )
-def test_a_sweep_that_is_wrong_is_named_with_what_is(changes: Any, message: str, sweep: Any, plan: Any) -> None:
+def test_invalid_sweeps_are_refused(changes, message, sweep, plan):
     with pytest.raises(ConfigError, match=message) as refused:
         plan(measured=[sweep(**changes)])
     assert refused.value.hint
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("{}", "neither a benchmark report nor a sweep")])
-def test_a_file_of_another_kind_is_refused(text: str, message: str, plan: Any, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        plan(measured=[tmp_path / "x.json"])
-
-
-def test_each_of_several_files_is_priced_where_it_was_measured(plan: Any, sweep: Any) -> None:
+def test_several_files_are_priced_separately(plan, sweep):
     little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
     found = plan(measured=files, instance_types="box-2,small-2", within=None)
@@ -300,7 +256,7 @@ def test_each_of_several_files_is_priced_where_it_was_measured(plan: Any, sweep:
     assert "little.json was" in refused.value.message
 
 
-def test_the_text_says_of_which_file_and_precision_the_choice_is(plan: Any, sweep: Any, tmp_path: Path) -> None:
+def test_text_names_file_and_precision(plan, sweep, tmp_path):
     report = {
         "model": "m", "labels": [], "price": None, "precision": "fp8 weights, fp8 KV cache",
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"}, "engine": {"tensor_parallel_size": 1},
@@ -319,11 +275,6 @@ def test_the_text_says_of_which_file_and_precision_the_choice_is(plan: Any, swee
     assert "measured in" not in alone
 
 
-def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
-    with pytest.raises(ConfigError, match="several models: m, other"):
-        plan(measured=[sweep(), sweep("b.json", model="other")])
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -339,12 +290,12 @@ def test_several_models_are_not_mixed(plan: Any, sweep: Any) -> None:
         ({"tokens": 5, "within": f"{'9' * 400}h"}, "should be a finite number"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(keys: Any, message: str) -> None:
+def test_invalid_options_are_refused(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         PlanConfig(**({"measured": ["x.json"]} | keys))
 
 
-def test_the_command_prints_the_plan_and_writes_it(sweep: Any, prices: Path, tmp_path: Path, capsys: Any) -> None:
+def test_plan_command(sweep, prices, tmp_path, capsys):
     arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M", "--within", "8h"]
     assert command(["plan", *arguments, "--max-tpot-ms", "22", "--json", str(tmp_path / "p.json")]) == 0
     printed = capsys.readouterr().out
@@ -354,9 +305,44 @@ def test_the_command_prints_the_plan_and_writes_it(sweep: Any, prices: Path, tmp
     assert json.loads((tmp_path / "p.json").read_text())["chosen"]["method"] == "peagle"
 
 
-def test_json_on_standard_output_is_data_alone(sweep: Any, prices: Path, capfd: Any) -> None:
-    arguments = ["--measured", str(sweep()), "--prices", str(prices), "--tokens", "20M"]
-    assert command(["plan", *arguments, "--json", "-"]) == 0
-    printed = capfd.readouterr()
-    assert json.loads(printed.out)["schema"] == 1
-    assert "Assumed, not measured" in printed.err
+QWEN = "qwen3-coder-30b-a3b-instruct"
+HUB_ID = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A folder without files, and a home without cards."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("name", [QWEN, HUB_ID])
+def test_published_speeds_are_a_sweep(name):
+    (sweep,) = read_sweeps([Path(name)])
+    assert (sweep.name, sweep.model) == (f"{QWEN} (published, one B200)", QWEN)
+    assert (sweep.accelerator, sweep.devices_per_engine, sweep.precision) == ("B200", 1, "FP8")
+    assert (sweep.is_published, sweep.instance_type, sweep.stated) == (True, None, None)
+    speeds = {(cell.method, cell.k, cell.concurrency): cell.output_tokens_per_s for cell in sweep.cells}
+    assert len(speeds) == 7 * 5, "SPEED-Bench: HumanEval ends at 8 requests at once"
+    assert (speeds["peagle", 7, 128], speeds["none", 0, 1]) == (23_329, 294)
+    assert {(cell.start_s, cell.acceptance_length) for cell in sweep.cells} == {(None, None)}
+    (label,) = sweep.labels
+    assert "published, one B200): SPEED-Bench, Code, FP8; AWS machine learning blog" in label
+    assert "https://aws.amazon.com/" in label
+
+
+def test_remeasure_command_has_the_same_cells():
+    assert read_sweep(Path(QWEN)).remeasure == (
+        f"peagle bench --model {QWEN} --precision fp8 --methods none,peagle -k 3,7,11 --concurrency 1,4,8,32,128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing.json", "no such file or model"), ("gpt-oss-20b", "gpt-oss-20b has no published speeds")],
+)
+def test_unknown_files_and_models_are_refused(name, message):
+    with pytest.raises(ConfigError, match=f"measured {name}: {message}") as refused:
+        read_sweep(Path(name))
+    assert refused.value.hint.endswith(f"one of these models with published speeds: {QWEN}")

@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from peagle.profiles.baselines import baseline_of_cells, baseline_of_table, brea
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "speculation" / "2026-11-24-smollm2-135m-cpu.json"
 
 
-def session(drafter: str | None = "smollm2-135m-eagle3", k: int = 3, model: str = "smollm2-135m") -> EngineSession:
+def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
     return EngineSession(
         session_id="s", engine_index=0, hostname="h", num_devices=2, device="vcpu", started_at=0.0, last_seen_at=0.0,
         load_s=0.0, compile_s=0.0, busy_s=0.0, idle_s=0.0, num_output_tokens=0, ended=True, model=model,
@@ -20,7 +19,7 @@ def session(drafter: str | None = "smollm2-135m-eagle3", k: int = 3, model: str 
     )  # fmt: skip
 
 
-def test_cells_give_the_steps_of_concurrencies_that_were_measured_with_and_without(cells: Any) -> None:
+def test_baseline_of_cells_by_concurrency(cells):
     assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
     timed = [
         cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.drafts else 1), "spread": 0.04})
@@ -35,7 +34,7 @@ def test_cells_give_the_steps_of_concurrencies_that_were_measured_with_and_witho
     assert baseline_of_cells(timed, "eagle3", 3, "here") is None
 
 
-def test_a_table_says_the_same_as_its_break_evens_and_the_benchmark_it_is_from() -> None:
+def test_baseline_of_a_table_equals_its_benchmark():
     (table,) = load_catalog().get("smollm2-135m").steps
     found, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
     assert found is not None
@@ -50,7 +49,7 @@ def test_a_table_says_the_same_as_its_break_evens_and_the_benchmark_it_is_from()
     assert between.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
 
 
-def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one() -> None:
+def test_a_benchmark_applies_to_its_heads_and_model():
     measured = read_benchmark(MEASURED)
     assert measured.baseline(session(k=0)) is None, "it measured that head at several K"
     assert measured.baseline(session(k=9)) is None
@@ -74,7 +73,7 @@ def test_a_benchmark_is_for_engines_with_its_heads_or_of_its_model_without_one()
         ),
     ],
 )  # fmt: skip
-def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
@@ -82,7 +81,7 @@ def test_what_is_no_benchmark_with_a_baseline_is_refused(tmp_path: Path, content
         read_benchmark(path)
 
 
-def test_drafts_break_even_where_a_token_takes_as_long_as_without_them(cell: Any, cells: Any) -> None:
+def test_break_evens_by_hand(cell, cells):
     assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}

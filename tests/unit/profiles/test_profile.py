@@ -1,28 +1,24 @@
 """Profiles as files: written, read, refused, and laid under a command's keys."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
 from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError
-from peagle.profiles.profile import Profile, read_profile, write_profile
+from peagle.profiles.profile import read_profile, write_profile
 
 
 @pytest.fixture
-def file(profile: Profile, tmp_path: Path) -> Path:
+def file(profile, tmp_path):
     write_profile(tmp_path / "p.yaml", profile)
     return tmp_path / "p.yaml"
 
 
 @pytest.fixture
-def changed(file: Path) -> Callable[..., Path]:
+def changed(file):
     """The file with something else in it."""
 
-    def change(edit: Callable[[dict[str, Any]], Any]) -> Path:
+    def change(edit):
         data = yaml.safe_load(file.read_text())
         edit(data)
         file.write_text(yaml.safe_dump(data))
@@ -31,15 +27,10 @@ def changed(file: Path) -> Callable[..., Path]:
     return change
 
 
-def test_what_was_written_is_read_and_says_at_its_head_what_it_is(file: Path, profile: Profile) -> None:
+def test_profile_round_trip(file, profile):
     assert read_profile(file) == profile
     assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 at once.\n# peagle generate --profile")
     assert profile.chosen == profile.measurements[0]
-
-
-def test_a_profile_from_before_heads_were_kept_is_read(changed: Any, profile: Profile) -> None:
-    old = changed(lambda data: [cell.pop("head_fingerprint") for cell in data["measurements"]])
-    assert read_profile(old) == profile
 
 
 @pytest.mark.parametrize(
@@ -51,9 +42,7 @@ def test_a_profile_from_before_heads_were_kept_is_read(changed: Any, profile: Pr
         ("- a", "peagle_profile is missing"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(
-    text: str | None, message: str, tmp_path: Path
-) -> None:
+def test_other_files_are_not_profiles(text, message, tmp_path):
     if text is not None:
         (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
@@ -74,12 +63,12 @@ def test_a_file_that_is_no_profile_is_refused_with_the_way_to_one(
         (lambda d: d.update(mine=1), "mine: Extra inputs"),
     ],
 )
-def test_a_damaged_profile_is_refused_by_what_is_wrong(edit: Any, message: str, changed: Any) -> None:
+def test_invalid_profiles_are_refused(edit, message, changed):
     with pytest.raises(ConfigError, match=message):
         read_profile(changed(edit))
 
 
-def test_keys_of_the_profile_hold_where_the_user_says_nothing(file: Path) -> None:
+def test_profile_completes_the_options(file):
     keys = EngineKeys(profile=file, max_model_len=512)
     assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("peagle", 3, 4)
     assert (keys.max_num_batched_tokens, keys.max_model_len) == (2048, 512)
@@ -93,38 +82,21 @@ def test_keys_of_the_profile_hold_where_the_user_says_nothing(file: Path) -> Non
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_half_of_a_choice_is_not_taken(said: Any, expected: Any, file: Path) -> None:
+def test_related_options_are_replaced_together(said, expected, file):
     keys = EngineKeys(profile=file, **said)
     assert {name: getattr(keys, name) for name in expected} == expected
 
 
-def test_a_profile_without_speculation_is_drafter_none(changed: Any) -> None:
-    def without(data: dict[str, Any]) -> None:
-        data["engine"] |= {"drafter": "none", "max_num_seqs": 16}
-        del data["engine"]["num_speculative_tokens"]
-        data["tuned"] |= {"concurrency": 16}
-
-    keys = EngineKeys(profile=changed(without))
-    assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("none", None, 16)
-
-
-def test_a_profile_of_another_target_is_refused(file: Path) -> None:
+def test_a_profile_of_another_target_is_refused(file):
     with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
         EngineKeys(profile=file, model="gpt-oss-20b")
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
 
 
-def test_a_folder_is_the_same_target_by_any_of_its_names(
-    changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_target_has_several_names(changed, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
     file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
     assert EngineKeys(profile=file, model="target").model == "target"
     with pytest.raises(ConfigError, match="but the model is elsewhere"):
         EngineKeys(profile=file, model="elsewhere")
-
-
-def test_keys_that_were_resolved_once_resolve_to_themselves(file: Path) -> None:
-    keys = EngineKeys(profile=file, max_num_seqs=64)
-    assert EngineKeys(**keys.model_dump()) == keys

@@ -15,7 +15,7 @@ def build(columns, *, prompts=BATCH, column=None):
     return RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), 300), spec).build(columns)
 
 
-def test_a_chat_body_goes_through_the_chat_template_and_a_completion_does_not():
+def test_chat_template_applies_only_to_chats():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = build({"url": CHAT, "body": {"messages": [{"role": "user", "content": parts}], "max_tokens": 3}})
     assert chat == Request(prompt_token_ids=list(b"user: a\nb\nassistant: "), sampling={"max_tokens": 3})
@@ -24,11 +24,11 @@ def test_a_chat_body_goes_through_the_chat_template_and_a_completion_does_not():
 
 
 @pytest.mark.parametrize("prompt", [["ab"], [[97, 98]]])
-def test_a_list_of_one_prompt_is_that_prompt(prompt):
+def test_list_with_one_prompt(prompt):
     assert build({"url": "/v1/completions", "body": {"prompt": prompt}}) == Request(prompt_token_ids=[97, 98])
 
 
-def test_a_rows_constraint_takes_the_place_of_the_runs():
+def test_row_constraint_replaces_the_runs():
     own = build({"url": "/v1/completions", "body": {"prompt": "a", "structured_outputs": {"regex": "x"}}}).sampling
     assert own == {"json_schema": None, "structured_outputs": {"regex": "x"}}
 
@@ -47,7 +47,7 @@ class Recording(ByteTokenizer):
         return super().encode(text)
 
 
-def test_what_a_request_tells_its_template_gets_there():
+def test_template_receives_all_variables():
     tokenizer = Recording()
     body = {
         "messages": [{"role": "user", "content": "x"}],
@@ -87,12 +87,12 @@ def test_what_a_request_tells_its_template_gets_there():
 @pytest.mark.parametrize(
     ("url", "body", "reason", "message"),
     [
-        (CHAT, {"messages": []}, "invalid_messages", "body.messages holds an empty list"),
+        (CHAT, {"messages": []}, "invalid_messages", "body.messages has an empty list"),
         (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: it holds 2 prompts, and a row has one"),
-        ("/v1/completions", {"prompt": []}, "invalid_prompt", "body.prompt holds an empty list, not text"),
-        ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it holds 2 prompts"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: it has 2 prompts, but a row has one"),
+        ("/v1/completions", {"prompt": []}, "invalid_prompt", "body.prompt has an empty list, not text"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it has 2 prompts"),
         ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
         (
             "/v1/completions",
@@ -102,24 +102,24 @@ def test_what_a_request_tells_its_template_gets_there():
         ),
         ("/v1/completions", {"prompt": "x", "stop_token_ids": [256]}, "invalid", "stop_token_ids has the token id"),
         ("/v1/completions", {"prompt": "x" * 300}, "prompt_too_long", "the prompt has 300 tokens"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 is more than the context"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 301}, "invalid", "max_tokens: 301 exceeds the context"),
         ("/v1/completions", {"prompt": "x", "seed": 1, "temperature": 1}, "invalid", "seed: vLLM on CPU"),
     ],
 )
-def test_a_bad_body_is_a_dead_letter(url, body, reason, message):
+def test_invalid_body_is_a_row_error(url, body, reason, message):
     error = build({"url": url, "body": body})
     assert isinstance(error, RowError)
     assert error.reason == reason
     assert error.message.startswith(message)
 
 
-def test_a_chat_needs_a_model_with_a_chat_template():
+def test_chat_without_chat_template():
     error = build({"url": CHAT, "body": {"messages": [{"role": "user", "content": "x"}]}},
                   prompts=PromptSpec(body_column="body", chat=False))  # fmt: skip
     assert (error.reason, error.message) == ("invalid", "the model has no chat template")
 
 
-def test_a_row_may_have_parameters_of_its_own():
+def test_sampling_column():
     plain = PromptSpec(column="prompt", chat=False)
     row = {"prompt": "a", "sampling": {"temperature": 0.5, "n": 2}}
     assert build(row, prompts=plain, column="sampling").sampling == {"temperature": 0.5, "n": 2}

@@ -39,13 +39,13 @@ CHATS = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_takes_parts_where_vllm_says_so(name):
+def test_takes_parts_matches_vllm(name):
     from vllm.renderers.hf import _detect_content_format
 
     assert takes_parts(TEMPLATES[name]) == (_detect_content_format(TEMPLATES[name], default="string") == "openai")
 
 
-def test_the_templates_that_vllm_ships_are_told_as_it_tells_them():
+def test_takes_parts_matches_vllm_for_shipped_templates():
     from vllm.renderers import hf
     from vllm.transformers_utils import chat_templates
 
@@ -57,7 +57,7 @@ def test_the_templates_that_vllm_ships_are_told_as_it_tells_them():
 
 @pytest.mark.parametrize("template", ["text", "parts by name", "developers"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_a_conversation_is_vllms(chat, template):
+def test_conversation_matches_vllm(chat, template):
     from vllm.renderers import hf
 
     text = TEMPLATES[template]

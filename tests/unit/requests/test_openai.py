@@ -11,7 +11,7 @@ SCHEMA = {"type": "object"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def test_a_chats_parameters_have_their_own_names_here():
+def test_chat_parameters_are_translated():
     body = parse_body(
         CHAT_URL,
         {
@@ -34,17 +34,17 @@ def test_a_chats_parameters_have_their_own_names_here():
     assert body.sampling == {"max_tokens": 9, "temperature": 0.5, "stop": ["END"], "logprobs": 2}
 
 
-def test_a_completion_has_a_prompt_and_a_number_of_logprobs():
+def test_completion_parameters():
     body = parse_body("/v1/completions", {"prompt": "once", "logprobs": 3, "echo": False, "best_of": 1})
     assert (body.content, body.is_chat, body.sampling) == ("once", False, {"logprobs": 3})
 
 
-def test_top_k_is_off_in_both_ways():
+def test_top_k_off():
     assert parse_body("/v1/completions", {"prompt": "x", "top_k": -1}).sampling == {"top_k": 0}
     assert parse_body("/v1/completions", {"prompt": "x", "top_k": 0}).sampling == {"top_k": 0}
 
 
-def test_what_means_something_for_one_prompt_is_taken():
+def test_parameters_of_one_prompt():
     own = {
         "stop_token_ids": [1],
         "include_stop_str_in_output": True,
@@ -62,12 +62,12 @@ def test_what_means_something_for_one_prompt_is_taken():
         assert parse_body(url, {**source, **own}).sampling == own
 
 
-def test_a_completion_may_have_a_response_format():
+def test_completion_with_response_format():
     body = parse_body("/v1/completions", {"prompt": "x", "response_format": {"type": "json_object"}})
     assert json.loads(body.sampling["json_schema"]) == {"type": "object"}
 
 
-def test_a_structural_tag_is_a_constraint():
+def test_structural_tag():
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     (constraint,) = parse_body(CHAT_URL, {"messages": MESSAGES, "response_format": tag}).sampling.values()
     assert json.loads(constraint["structural_tag"]) == tag
@@ -83,18 +83,18 @@ def test_response_formats_without_a_schema(kind, expected):
     [
         ({}, "body: the request has no messages"),
         ({"prompt": "x"}, "body: unknown parameter 'prompt'"),
-        ({"messages": MESSAGES, "stream": True}, "body.stream: True is not taken: only an answer online"),
+        ({"messages": MESSAGES, "stream": True}, "body.stream: True is not supported: only online answers"),
         ({"messages": MESSAGES, "tools": [{}]}, "body.tools: each must be"),
-        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: they need tool_choice: "none" here'),
-        ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}, "body.tool_choice: 'auto' is not taken"),
+        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: need tool_choice: "none"'),
+        ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}, "body.tool_choice: 'auto' is not supported"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, "body.chat_template_kwargs: tokenize is not"),
         ({"messages": MESSAGES, "chat_template_kwargs": []}, "body.chat_template_kwargs: must be an object"),
         ({"messages": MESSAGES, "continue_final_message": True}, "body.continue_final_message: it needs add_gen"),
         ({"messages": MESSAGES, "reasoning_effort": "huge"}, "body.reasoning_effort: must be one of none, min"),
         ({"messages": MESSAGES, "documents": [{"a": 1}]}, "body.documents: must be a list of objects of texts"),
         ({"messages": MESSAGES, "add_special_tokens": 1}, "body.add_special_tokens: must be true or false, not 1"),
-        ({"messages": MESSAGES, "echo": True}, "body.echo: True is not taken"),
-        ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "body.logit_bias: 'x' is no token id"),
+        ({"messages": MESSAGES, "echo": True}, "body.echo: True is not supported"),
+        ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "body.logit_bias: 'x' is not a token id"),
         (
             {"messages": MESSAGES, "logit_bias": {str(n): 1 for n in range(1025)}},
             "body.logit_bias: logit_bias has 1,025",
@@ -113,7 +113,7 @@ def test_response_formats_without_a_schema(kind, expected):
         ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "body.response_format: json_schema needs"),
     ],
 )
-def test_what_is_wrong_with_a_body_is_said(body, message):
+def test_invalid_bodies(body, message):
     assert parse_body(CHAT_URL, body).startswith(message)
 
 
@@ -146,7 +146,7 @@ def parsed(kind, body):
     return found
 
 
-def test_a_chat_is_what_an_openai_client_expects():
+def test_chat_answer_parses_in_openai_client():
     found = line(row(), is_chat=True)
     assert list(found) == ["id", "custom_id", "response", "error"]
     assert (found["custom_id"], found["error"]) == ("mine", None)
@@ -158,12 +158,12 @@ def test_a_chat_is_what_an_openai_client_expects():
     assert (chat.created, chat.model) == (1_700_000_000, "m")
 
 
-def test_a_completion_is_what_an_openai_client_expects():
+def test_completion_answer_parses_in_openai_client():
     text = parsed(Completion, line(row(num_cached_tokens=None), is_chat=False)["response"]["body"])
     assert (text.object, text.choices[0].text, text.usage.total_tokens) == ("text_completion", "hello", 8)
 
 
-def test_several_choices_and_their_logprobs():
+def test_several_choices_with_logprobs():
     chat = parsed(ChatCompletion, line(row(completions=COMPLETIONS), is_chat=True)["response"]["body"])
     choices = [(c.index, c.message.content, c.finish_reason) for c in chat.choices]
     assert choices == [(0, "é x", "stop"), (1, "y", "length")]
@@ -176,20 +176,20 @@ def test_several_choices_and_their_logprobs():
     assert logprobs.top_logprobs == [{"é": -0.5, "e": -1.0}, {}]
 
 
-def test_ids_follow_the_run_and_the_row_alone():
+def test_ids_depend_on_run_and_row():
     assert line(row(), is_chat=True) == line(row(), is_chat=True)
     other = output_line(row(), custom_id="mine", is_chat=True, created=1, run_id="another")
     assert other["id"] != line(row(), is_chat=True)["id"] != line(row(id="000000008"), is_chat=True)["id"]
 
 
 @pytest.mark.parametrize("reason", ["invalid", "prompt_too_long", "refused"])
-def test_a_bad_request_is_answered_with_400(reason):
+def test_invalid_request_is_answered_with_400(reason):
     found = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
     assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("mine", None, 400)
     assert found["response"]["body"]["error"]["code"] == reason
     assert found["response"]["body"]["error"]["message"] == "no"
 
 
-def test_what_was_not_the_requests_fault_is_an_error_without_a_response():
+def test_engine_failure_is_an_error_without_response():
     found = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
     assert (found["response"], found["error"]) == (None, {"code": "engine_died", "message": "no"})

@@ -5,7 +5,7 @@ from peagle.requests.sampling import SamplingKeys, SamplingLimits, conflict, par
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def test_a_rows_parameters_are_those_that_it_names():
+def test_parse_overrides():
     assert parse_overrides({"temperature": 1, "stop": "x", "n": None}) == {"temperature": 1.0, "stop": ["x"]}
     assert parse_overrides('{"max_tokens": 3}') == {"max_tokens": 3}
     assert parse_overrides(None) == parse_overrides("") == {}
@@ -36,7 +36,7 @@ def nested(levels):
         ({"max_tokens": 0}, "max_tokens: "),
         ({"top_p": 0}, "top_p: "),
         ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
-        ({"stop": ["a", ""]}, "stop: an empty string ends nothing"),
+        ({"stop": ["a", ""]}, "stop: an empty string cannot be a stop string"),
         ({"stop": [1]}, "stop.0: Input should be a valid string"),
         ({"json_schema": {"type": "strange"}}, "json_schema: not a valid JSON schema: at $.type"),
         ({"json_schema": "{bad"}, "json_schema: not valid JSON"),
@@ -54,41 +54,44 @@ def nested(levels):
         ([1], "a list, not an object of parameters"),
     ],
 )
-def test_what_is_wrong_with_a_rows_parameters_is_said(values, message):
+def test_invalid_overrides(values, message):
     assert parse_overrides(values).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 101}, "max_tokens: 101 is more than the context of 100"),
+        ({"max_tokens": 101}, "max_tokens: 101 exceeds the context of 100"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
-        ({"min_p": 0.1}, "min_p: on a GPU vLLM does not take it together with a drafter"),
-        ({"logit_bias": {"1": 1.0}}, "logit_bias: on a GPU vLLM does not take it together with a drafter"),
-        ({"min_tokens": 11}, "min_tokens: 11 are more than max_tokens, 10"),
-        ({"json_schema": "{}", "structured_outputs": {"regex": "x"}}, "structured_outputs: it excludes json_schema"),
-        ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU dies on seeded sampling"),
+        ({"min_p": 0.1}, "min_p: not supported by vLLM on a GPU with a drafter"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias: not supported by vLLM on a GPU with a drafter"),
+        ({"min_tokens": 11}, "min_tokens: 11 exceeds max_tokens, 10"),
+        (
+            {"json_schema": "{}", "structured_outputs": {"regex": "x"}},
+            "structured_outputs: cannot be combined with json_schema",
+        ),
+        ({"seed": 1, "temperature": 0.5}, "seed: vLLM on CPU crashes with seeded sampling"),
     ],
 )
-def test_parameters_that_do_not_go_together_are_refused(changes, message):
+def test_conflicting_parameters(changes, message):
     limits = SamplingLimits(max_model_len=100, has_drafter=True, can_seed=False)
     assert conflict({**SamplingKeys().model_dump(), "max_tokens": 10, **changes}, limits).startswith(message)
 
 
-def test_the_same_parameters_go_where_the_engine_takes_them():
+def test_supported_parameters_do_not_conflict():
     sampling = {**SamplingKeys().model_dump(), "n": 2, "min_p": 0.1, "seed": 1, "temperature": 0.5}
     assert conflict(sampling, SamplingLimits(max_model_len=256)) is None
     greedy = {**sampling, "n": 1, "temperature": 0.0}
     assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
 
 
-def test_a_top_k_that_is_off_is_so_in_one_way():
+def test_top_k_off_is_normalised():
     """A run that continues, and one that says it as vLLM does, have the same fingerprint."""
     assert SamplingKeys(top_k=-1) == SamplingKeys(top_k=0)
     assert parse_overrides({"top_k": -2}).startswith("top_k: Input should be greater than or equal to -1")
 
 
-def test_a_row_whose_answer_could_fill_the_memory_is_refused():
+def test_too_large_answer_is_refused():
     sampling = {"temperature": 1.0, "n": 128, "max_tokens": 4096, "logprobs": 20}
     limits = SamplingLimits(max_model_len=8192)
     assert "MiB" in conflict(sampling, limits)
@@ -96,5 +99,5 @@ def test_a_row_whose_answer_could_fill_the_memory_is_refused():
     assert conflict({**sampling, "logprobs": None}, limits) is None
 
 
-def test_what_is_wrong_with_a_value_is_said_without_repeating_all_of_it():
+def test_long_invalid_value_is_truncated():
     assert len(parse_overrides({"temperature": "x" * 100_000})) < 500

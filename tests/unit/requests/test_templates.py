@@ -39,7 +39,7 @@ def render(text, row=ROW, columns=COLUMNS):
         ("{% filter upper %}{{ a }}{% endfilter %}{{ dict(k=1).k }}", "X1"),
     ],
 )  # fmt: skip
-def test_whatever_a_row_renders_with_is_accepted(text, rendered):
+def test_valid_templates(text, rendered):
     assert render(text) == rendered
 
 
@@ -52,8 +52,8 @@ def test_whatever_a_row_renders_with_is_accepted(text, rendered):
         "{% filter upper %}{{ c }}{% endfilter %}", "{% if c.k == 1 %}{% endif %}", "{{ (c or c.k).x if c.k else a }}",
     ],
 )  # fmt: skip
-def test_a_name_that_every_rendering_would_miss_is_refused_before_any(text):
-    with pytest.raises(InputError, match="prompt_template uses 'c', which is no column"):
+def test_required_missing_column_is_refused(text):
+    with pytest.raises(InputError, match="prompt_template uses 'c', which is not a column"):
         Template(text).require_columns(COLUMNS)
 
 
@@ -68,18 +68,18 @@ def test_a_name_that_every_rendering_would_miss_is_refused_before_any(text):
         "{{ rec | string }}", "{{ rec | urlencode }}", "{{ rec | xmlattr }}{{ items | string }}", "{{ b | e }}",
     ],
 )  # fmt: skip
-def test_null_and_nan_are_missing_and_never_a_word(text):
+def test_null_and_nan_are_never_printed(text):
     with pytest.raises(jinja2.TemplateError):
         Template(text).render(ROW)
 
 
-def test_a_missing_value_is_named_with_its_place():
+def test_missing_value_is_named_with_its_path():
     row = {"rec": {"list": [1, {"k": None}]}}
     with pytest.raises(jinja2.UndefinedError, match=r"'rec\.list\[1\]\.k' is null"):
         Template("{{ rec.list[1].k }}").render(row)
 
 
-def test_json_is_plain():
+def test_tojson():
     row = {"rec": {"q": "a <b> & 'é'", "n": [None, float("nan"), float("inf"), 1.5]}, "at": datetime.date(2026, 1, 2)}
     plain = """{"q": "a <b> & 'é'", "n": [null, null, null, 1.5]}"""
     assert Template("{{ rec | tojson }}").render(row) == plain
@@ -88,12 +88,12 @@ def test_json_is_plain():
     assert "\\u00e9" in Template("{{ rec | tojson(ensure_ascii=true) }}").render(row)
 
 
-def test_json_is_as_long_as_in_a_chat_template():
+def test_tojson_does_not_escape_html():
     rec = {"html": "<a href='x'>é</a>" * 3}
     assert Template("{{ rec | tojson }}").render({"rec": rec}) == json.dumps(rec, ensure_ascii=False)
 
 
 @pytest.mark.parametrize("text", ["{{ a", "{{ a | no_such_filter }}", "{% nonsense %}"])
-def test_a_template_that_does_not_compile_is_refused(text):
+def test_invalid_template_is_refused(text):
     with pytest.raises(ConfigError, match="prompt_template, line 1"):
         Template(text)

@@ -10,7 +10,7 @@ from peagle.requests.tokenizer import load_tokenizer
 TEXT = "def f(x):\n\treturn x  # \u00e4\U0001f600<|im_end|>\n"
 
 
-def test_the_embedded_targets_is_that_of_transformers_without_torch(embedded_target):
+def test_embedded_tokenizer_loads_without_torch(embedded_target):
     program = f"""
 import sys
 from peagle.requests.tokenizer import load_tokenizer
@@ -22,7 +22,7 @@ print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_temp
     assert done.stdout.strip() == str([type(theirs).__name__, theirs.encode(TEXT), theirs.chat_template, False])
 
 
-def test_another_kind_is_left_to_transformers(speaking_target, tmp_path):
+def test_other_tokenizers_use_transformers(speaking_target, tmp_path):
     for file in speaking_target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -32,7 +32,7 @@ def test_another_kind_is_left_to_transformers(speaking_target, tmp_path):
 
 
 @pytest.mark.parametrize("config", [None, "[]", "{", '{"model_type": "llama"}'])
-def test_what_cannot_be_read_gets_the_error_of_transformers(config, tmp_path):
+def test_tokenizer_errors_are_those_of_transformers(config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     said = []

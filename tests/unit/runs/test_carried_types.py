@@ -147,7 +147,7 @@ def test_a_type_that_cannot_be_carried_is_refused_with_file_and_column(tmp_path)
     stored = pa.array([1, 2, 3], pa.int64()).cast(pa.time64("ns"))
     array = pa.ExtensionArray.from_storage(pa.opaque(stored.type, "a", "b"), stored)
     path = write(tmp_path / "a.parquet", {"x": array})
-    with pytest.raises(InputError, match=r"a\.parquet: column 'x' holds times of day in nanoseconds"):
+    with pytest.raises(InputError, match=r"a\.parquet: column 'x' has times of day in nanoseconds"):
         scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())
 
 

@@ -42,7 +42,7 @@ def test_a_plan_keeps_what_its_corpus_leaves_out(corpus, tmp_path):
     (tmp_path / "b.json").write_bytes(b"{}")
     plan = make_plan(GenerateConfig(input=str(tmp_path), output=tmp_path / "run"))
     assert len(plan.notes) == 1
-    assert plan.notes[0].startswith(f"input {tmp_path}: b.json left out: unknown format")
+    assert plan.notes[0].startswith(f"input {tmp_path}: b.json ignored: unknown format")
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
 
 

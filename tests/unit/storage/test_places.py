@@ -27,14 +27,14 @@ def names(folder, pattern="*"):
     return sorted(path.name for path in folder.glob(pattern))
 
 
-def test_a_name_is_created_once(folder):
+def test_write_once(folder):
     assert write_once(folder / "unit", b"first")
     assert not write_once(folder / "unit", b"second")
     assert (folder / "unit").read_bytes() == b"first"
     assert names(folder) == ["unit"]
 
 
-def test_a_name_is_replaced_whole(folder):
+def test_write_atomic(folder):
     write_atomic(folder / "beat", b"long ago")
     write_atomic(folder / "beat", b"now")
     assert (folder / "beat").read_bytes() == b"now"
@@ -42,7 +42,7 @@ def test_a_name_is_replaced_whole(folder):
     assert (folder / "beat").read_bytes() == b'{\n  "a": 1\n}\n'
 
 
-def test_a_file_that_is_written_bit_by_bit_appears_when_it_is_whole(folder):
+def test_atomic_file(folder):
     with atomic_file(folder / "export") as file:
         file.write(b"some ")
         assert not (folder / "export").exists()
@@ -54,7 +54,7 @@ def test_a_file_that_is_written_bit_by_bit_appears_when_it_is_whole(folder):
     assert remove_temporaries(folder) == 0
 
 
-def test_a_folder_is_what_is_in_it(folder):
+def test_folder_listing(folder):
     (folder / "sub").mkdir(parents=True, exist_ok=True)
     for name in ("unit-1.json", "unit-2.json", "unit-2.txt", "other"):
         write_atomic(folder / name, b"")
@@ -68,7 +68,7 @@ def test_a_folder_is_what_is_in_it(folder):
     assert ((folder / "unit-1.json").stem, (folder / ".lease").stem) == ("unit-1", ".lease")
 
 
-def test_what_is_not_there_says_so(folder):
+def test_missing_file(folder):
     assert not (folder / "none").exists()
     for ask in (lambda path: path.read_bytes(), open_to_read, lambda path: path.stat()):
         with pytest.raises(FileNotFoundError, match="none"):
@@ -80,7 +80,7 @@ def test_what_is_not_there_says_so(folder):
 
 
 @pytest.mark.parametrize("size", [0, 10, 70_000, 9_000_000])
-def test_a_file_is_read_anywhere_in_it(folder, size):
+def test_seek_and_read(folder, size):
     data = bytes(n % 251 for n in range(1000)) * (size // 1000) + bytes(size % 1000)
     write_atomic(folder / "file", data)
     with open_to_read(folder / "file") as file:
@@ -92,12 +92,12 @@ def test_a_file_is_read_anywhere_in_it(folder, size):
         assert file.read() == data[max(0, size - 8) :]
 
 
-def test_a_place_that_works_may_hold_a_run_and_nothing_of_the_trial_is_left(folder):
+def test_require_usable_leaves_no_file(folder):
     require_usable(folder)
     assert names(folder) == []
 
 
-def test_places_are_named_as_users_name_them(tmp_path, monkeypatch):
+def test_place_parses_paths_and_urls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert place("run") == tmp_path / "run"
     assert str(place("s3://bucket/runs/first/")) == "s3://bucket/runs/first"
@@ -108,6 +108,6 @@ def test_places_are_named_as_users_name_them(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["gs://bucket/run", "s3://", "s3://bucket", "s3://bucket/", "s3://b/a//c", "s3://b/../c"]
 )
-def test_what_is_no_place_for_a_run_is_refused(name):
+def test_invalid_places_are_refused(name):
     with pytest.raises(ConfigError, match="s3://"):
         place(name)

@@ -42,7 +42,7 @@ def impatient(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("how", EVERY_FAULT)
-def test_a_commit_gets_through_a_storm_and_counts_once(s3, how):
+def test_write_once_survives_repeated_faults(s3, how):
     s3.fail(how, method="PUT", times=6)
     assert write_once(FOLDER / "unit", b"rows")
     assert (FOLDER / "unit").read_bytes() == b"rows"
@@ -50,20 +50,20 @@ def test_a_commit_gets_through_a_storm_and_counts_once(s3, how):
     assert not write_once(FOLDER / "unit", b"others")
 
 
-def test_a_commit_whose_answer_is_lost_is_our_own(s3):
+def test_write_once_recognises_its_own_object(s3):
     s3.fail("lost", method="PUT")
     assert write_once(FOLDER / "unit", b"ours")
     assert s3.count("PUT", "unit") == 2
     assert s3.count("HEAD", "unit") == 1
 
 
-def test_a_lost_answer_does_not_make_anothers_commit_ours_even_with_the_same_bytes(s3):
+def test_write_once_does_not_claim_anothers_object(s3):
     assert write_once(FOLDER / "unit", b"rows")
     s3.fail("lost", method="PUT")
     assert not write_once(FOLDER / "unit", b"rows")
 
 
-def test_a_name_that_is_freed_while_we_look_whose_it_is_is_tried_again(s3, monkeypatch):
+def test_write_once_retries_after_deletion(s3, monkeypatch):
     write_once(FOLDER / "unit", b"theirs")
     look = s3_client.ObjectStore.writer_of
 
@@ -76,7 +76,7 @@ def test_a_name_that_is_freed_while_we_look_whose_it_is_is_tried_again(s3, monke
     assert (FOLDER / "unit").read_bytes() == b"ours"
 
 
-def test_of_many_committers_one_wins_whatever_happens_to_their_answers(s3):
+def test_exactly_one_of_many_writers_wins(s3):
     s3.fail_often(0.4, seed=7)
     won, start = [], threading.Barrier(6)
 
@@ -96,7 +96,7 @@ def test_of_many_committers_one_wins_whatever_happens_to_their_answers(s3):
 
 
 @pytest.mark.parametrize("how", [500, 503, "cut", "lost", "half"])
-def test_reading_listing_and_deleting_get_through_a_storm(s3, how):
+def test_read_list_and_delete_survive_faults(s3, how):
     data = os.urandom(200_000)
     write_atomic(FOLDER / "file", data)
     s3.fail(how, times=3)
@@ -111,7 +111,7 @@ def test_reading_listing_and_deleting_get_through_a_storm(s3, how):
     assert not (FOLDER / "file").exists()
 
 
-def test_a_long_folder_is_listed_page_by_page(s3):
+def test_listing_is_paginated(s3):
     for number in range(5):
         write_atomic(FOLDER / f"{number}", b"")
     s3.fail(503, method="GET", times=2)
@@ -119,7 +119,7 @@ def test_a_long_folder_is_listed_page_by_page(s3):
     assert [one.name for one in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
 
 
-def test_what_a_listing_saw_unchanged_is_not_read_again(s3):
+def test_unchanged_objects_come_from_the_cache(s3):
     def read():
         return [path.read_bytes() for path in FOLDER.glob("beat-*")]
 
@@ -137,7 +137,7 @@ def test_what_a_listing_saw_unchanged_is_not_read_again(s3):
     assert s3.count("GET", "beat-") == 3
 
 
-def test_threads_that_ask_first_at_the_same_time_share_one_store(s3):
+def test_threads_share_one_store(s3):
     s3_client.forget_store()
     with ThreadPoolExecutor(8) as threads:
         assert len(set(threads.map(lambda _: s3_client.store(), range(8)))) == 1
@@ -146,7 +146,7 @@ def test_threads_that_ask_first_at_the_same_time_share_one_store(s3):
 # --- what does not pass
 
 
-def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient, monkeypatch):
+def test_unavailable_store_times_out(impatient, monkeypatch):
     write_once(FOLDER / "unit-1", b"rows")
     impatient.fail(503, times=10_000)
     started = time.monotonic()
@@ -155,9 +155,9 @@ def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient, mo
     assert 0.3 < time.monotonic() - started < 60  # its own patience is minutes
     for part in (
         "s3://bucket/run/unit-2: cannot be written",
-        "requests; the last one",
+        "requests; the last error",
         "SlowDown",
-        "committed units stay",
+        "committed units are safe",
     ):
         assert part in str(given_up.value)
     assert str(pickle.loads(pickle.dumps(given_up.value))) == str(given_up.value)
@@ -173,7 +173,7 @@ def test_a_store_that_stays_silent_is_given_up_and_nothing_is_lost(impatient, mo
     assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
 
 
-def test_a_commit_that_was_given_up_although_it_was_done_is_nobodys_twice(impatient):
+def test_timed_out_commit_is_not_repeated(impatient):
     impatient.fail("lost", times=10_000)
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit", b"first attempt")
@@ -182,7 +182,7 @@ def test_a_commit_that_was_given_up_although_it_was_done_is_nobodys_twice(impati
     assert (FOLDER / "unit").read_bytes() == b"first attempt"
 
 
-def test_a_refusal_is_not_asked_again_and_says_what_is_needed(s3):
+def test_access_denied_is_not_retried(s3):
     s3.fail(403, times=10)
     with pytest.raises(
         StorageError, match=r"run/unit: cannot be written: .*AccessDenied(.|\n)*s3:GetObject, PutObject"
@@ -191,14 +191,14 @@ def test_a_refusal_is_not_asked_again_and_says_what_is_needed(s3):
     assert s3.count("PUT", "unit") == 1
 
 
-def test_a_bucket_that_is_not_there_is_named(s3):
+def test_missing_bucket(s3):
     with pytest.raises(ConfigError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
         require_usable(place("s3://nowhere/run"))
     with pytest.raises(StorageError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
         (place("s3://nowhere/run") / "run.json").read_bytes()
 
 
-def test_missing_credentials_are_named(s3, monkeypatch):
+def test_missing_credentials(s3, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
@@ -209,20 +209,20 @@ def test_missing_credentials_are_named(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_a_wrong_endpoint_is_named(impatient, monkeypatch, url):
+def test_invalid_endpoint(impatient, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
         require_usable(FOLDER)
 
 
-def test_a_store_that_lets_two_writers_win_is_refused(s3):
+def test_store_ignoring_conditions_is_refused(s3):
     s3.is_simple = True
     with pytest.raises(ConfigError, match=r"no conditional writes(.|\n)*local disk"):
         require_usable(FOLDER)
     assert not FOLDER.is_dir()
 
 
-def test_a_store_that_does_not_know_the_condition_is_refused(s3):
+def test_store_without_conditional_writes_is_refused(s3):
     s3.fail(501, method="PUT", times=10)
     with pytest.raises(ConfigError, match="no conditional writes"):
         require_usable(FOLDER)
@@ -238,7 +238,7 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [None, 503, "lost"])
-def test_a_large_object_appears_when_all_its_parts_are_there(s3, small_parts, how):
+def test_multipart_upload_is_atomic(s3, small_parts, how):
     with atomic_file(FOLDER / "export") as file:
         for start in range(0, len(small_parts), 1 << 20):
             file.write(small_parts[start : start + (1 << 20)])
@@ -250,14 +250,14 @@ def test_a_large_object_appears_when_all_its_parts_are_there(s3, small_parts, ho
     assert remove_temporaries(FOLDER) == 0
 
 
-def test_a_large_object_that_fails_leaves_nothing(s3, small_parts):
+def test_failed_multipart_upload_is_aborted(s3, small_parts):
     with pytest.raises(TypeError), atomic_file(FOLDER / "export") as file:
         file.writelines([small_parts, "no bytes"])
     assert remove_temporaries(FOLDER) == 0
     assert not FOLDER.is_dir()
 
 
-def test_parts_of_a_killed_writer_are_cleared(s3, small_parts):
+def test_old_multipart_uploads_are_aborted(s3, small_parts):
     killed = s3_writing._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
     killed.write(small_parts)
     assert remove_temporaries(FOLDER, older_than_s=60) == 0  # somebody may be writing it
@@ -266,7 +266,7 @@ def test_parts_of_a_killed_writer_are_cleared(s3, small_parts):
     assert remove_temporaries(FOLDER) == 0
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_not_read_in_pieces_of_both(s3, monkeypatch):
+def test_replaced_object_is_not_mixed(s3, monkeypatch):
     path = FOLDER / "large"
     monkeypatch.setattr(s3_files, "_TAIL_BYTES", 10)
     monkeypatch.setattr(s3_path, "READ_AHEAD_BYTES", 10)

@@ -1,14 +1,12 @@
 """Keys of a tuning as they are written, and what is refused of them."""
 
-from typing import Any
-
 import pydantic
 import pytest
 
 from peagle.tuning.config import TuneConfig
 
 
-def test_lists_are_read_from_text_and_none_is_always_tried() -> None:
+def test_options_with_lists():
     config = TuneConfig(methods="peagle,eagle3", precision="bf16,fp8", max_num_seqs="16,1", max_num_batched_tokens=4096)
     assert config.methods == ["none", "peagle", "eagle3"]
     assert (config.precision, config.max_num_seqs) == (["bf16", "fp8"], [1, 16])
@@ -31,6 +29,6 @@ def test_lists_are_read_from_text_and_none_is_always_tried() -> None:
         ({"budget": 3}, "Extra inputs"),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         TuneConfig(**keys)

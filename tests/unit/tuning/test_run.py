@@ -4,9 +4,6 @@ A fake's speed is its own token time, far enough apart that a busy machine canno
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from config_only import write_head, write_target
@@ -15,12 +12,9 @@ from peagle.bench.engine import MeasurementListener
 from peagle.bench.prompts import BenchPrompt
 from peagle.catalog.folders import folder_fingerprint
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
-from peagle.engine.interface import Generation
 from peagle.engine.spec import EngineSpec
-from peagle.engine_options import EngineKeys
 from peagle.errors import ConfigError, EngineError, PriceError
-from peagle.hardware import Hardware
-from peagle.profiles.profile import Profile, read_profile
+from peagle.profiles.profile import read_profile
 from peagle.tuning.config import TuneConfig
 from peagle.tuning.run import prompts_of, tune
 
@@ -31,12 +25,12 @@ FAST, SLOW = 0.001, 0.006
 class Starter:
     """Starts fakes of the given token times by K, one at a time; remembers which."""
 
-    def __init__(self, token_s: dict[int, float], *, broken: tuple[int, ...] = (), dies_at: int | None = None) -> None:
+    def __init__(self, token_s, *, broken=(), dies_at=None):
         self.specs: list[EngineSpec] = []
         self.num_asked = 0
         self._token_s, self._broken, self._dies_at = token_s, broken, dies_at
 
-    def __call__(self, spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+    def __call__(self, spec, hardware):
         self.specs.append(spec)
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         if k in self._broken:
@@ -44,7 +38,7 @@ class Starter:
         starter = self
 
         class Counted(FakeEngine):
-            async def generate(self, *args: Any) -> Generation:
+            async def generate(self, *args):
                 starter.num_asked += 1
                 if starter.num_asked == starter._dies_at:
                     raise KeyboardInterrupt
@@ -53,15 +47,15 @@ class Starter:
         return Counted(FakeTraits(token_s=self._token_s[k]), num_speculative_tokens=k)
 
     @property
-    def ks(self) -> list[int]:
+    def ks(self):
         return [spec.drafter.num_speculative_tokens if spec.drafter else 0 for spec in self.specs]
 
 
 @pytest.fixture
-def run(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profile]:
+def run(tmp_path, write_jsonl):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
-    def run(start: Any, said: list[str] | None = None, **keys: Any) -> Profile:
+    def run(start, said=None, **keys):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
@@ -75,7 +69,7 @@ def run(tmp_path: Path, write_jsonl: Callable[..., Path]) -> Callable[..., Profi
     return run
 
 
-def test_the_fastest_is_found_and_written_as_keys_of_a_run(run: Any, tmp_path: Path) -> None:
+def test_the_fastest_configuration_becomes_the_profile(run, tmp_path):
     start = Starter({0: SLOW, 2: FAST, 4: SLOW})
     profile = run(start)
     assert start.ks[:3] == [0, 2, 4]
@@ -94,15 +88,7 @@ def test_the_fastest_is_found_and_written_as_keys_of_a_run(run: Any, tmp_path: P
     assert (tmp_path / "out" / "profile.yaml").exists()
 
 
-def test_a_profile_names_its_folders_wherever_it_is_taken(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    profile = run(Starter({0: SLOW, 2: FAST}), model="target", drafter="peagle=head", num_speculative_tokens="2")
-    assert (profile.engine["model"], profile.engine["drafter"]) == (str(tmp_path / "target"), str(tmp_path / "head"))
-
-
-def test_no_speculation_is_said_when_that_is_the_answer(run: Any) -> None:
+def test_no_speculation_can_be_the_result(run):
     profile = run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
     assert profile.engine["drafter"] == "none"
     assert "num_speculative_tokens" not in profile.engine
@@ -110,7 +96,7 @@ def test_no_speculation_is_said_when_that_is_the_answer(run: Any) -> None:
     assert profile.tuned.acceptance_length is None
 
 
-def test_finer_points_reach_its_engines_and_its_profile(run: Any) -> None:
+def test_engine_options_reach_engines_and_profile(run):
     finer = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
     start = Starter({0: SLOW, 2: FAST})
     engine = run(start, num_speculative_tokens="2", precision="bf16", **finer).engine
@@ -119,20 +105,7 @@ def test_finer_points_reach_its_engines_and_its_profile(run: Any) -> None:
     assert {name: engine[name] for name in finer} == {**finer, "engine_args": {"block_size": 32}}
 
 
-def test_a_choice_without_a_drafter_has_no_key_of_one(run: Any) -> None:
-    engine = run(Starter({0: FAST, 2: SLOW}), num_speculative_tokens="2", draft_kv_cache_precision="bf16").engine
-    assert engine["drafter"] == "none"
-    assert EngineKeys(**engine).draft_kv_cache_precision == "auto"
-
-
-def test_another_kv_cache_is_another_folder_s(run: Any) -> None:
-    keys = {"num_speculative_tokens": "2", "precision": "bf16"}
-    run(Starter({0: FAST, 2: SLOW}), **keys)
-    with pytest.raises(ConfigError, match="kv_cache_precision"):
-        run(Starter({0: FAST, 2: SLOW}), **keys, kv_cache_precision="bf16")
-
-
-def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run: Any, tmp_path: Path) -> None:
+def test_a_killed_tuning_resumes(run, tmp_path):
     speeds = {0: SLOW, 2: FAST, 4: SLOW}
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
@@ -151,7 +124,7 @@ def test_a_killed_tuning_goes_on_and_measures_nothing_twice(run: Any, tmp_path: 
     assert last.specs == []
 
 
-def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: Any) -> None:
+def test_a_spent_budget_ends_with_the_best_result(run):
     said: list[str] = []
     profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
     assert {cell.method for cell in profile.measurements} == {"none"}
@@ -163,12 +136,12 @@ def test_a_spent_budget_ends_with_the_best_so_far_and_says_what_is_missing(run: 
     assert more.ks[0] in (0, 2)
 
 
-def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
+def test_a_latency_limit_excludes_faster_configurations(run):
     # 40 ms a token are more than the limit, whatever the tokens/s of many at once.
     class ByLoad(FakeEngine):
         running = 0
 
-        async def generate(self, *args: Any) -> Generation:
+        async def generate(self, *args):
             self.running += 1
             self._traits = FakeTraits(token_s=0.001 if self.running == 1 else 0.012)
             try:
@@ -176,7 +149,7 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
             finally:
                 self.running -= 1
 
-    def start(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+    def start(spec, hardware):
         return ByLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
     keys = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
@@ -187,18 +160,12 @@ def test_a_latency_limit_excludes_what_is_faster_in_all(run: Any) -> None:
     assert profile.decision.endswith("; no drafter was measured."), "and not that none is within the limit"
 
 
-def test_drafters_that_were_measured_beyond_a_limit_are_said_to_be(run: Any) -> None:
-    keys = {"num_speculative_tokens": "2", "max_num_seqs": "1", "waves": 1, "max_tokens": 8}
-    profile = run(Starter({0: FAST, 2: 10 * SLOW}), objective="throughput", max_tpot_ms=12, **keys)
-    assert profile.decision.endswith("; no drafter is within the limits.")
-
-
-def test_limits_that_nothing_meets_are_an_error_that_names_the_nearest(run: Any) -> None:
+def test_impossible_limits_are_an_error(run):
     with pytest.raises(ConfigError, match=r"the nearest is .* with 1 at once: p95 time per output token [\d.]+ ms"):
         run(Starter({0: SLOW, 2: FAST, 4: SLOW}), max_tpot_ms=0.01, objective="throughput", max_num_seqs="1")
 
 
-def test_an_engine_that_does_not_start_is_named_and_left_out(run: Any) -> None:
+def test_a_failed_engine_is_excluded(run):
     said: list[str] = []
     profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), said)
     assert profile.engine.get("num_speculative_tokens") != 2
@@ -207,11 +174,11 @@ def test_an_engine_that_does_not_start_is_named_and_left_out(run: Any) -> None:
 
 
 @pytest.mark.parametrize("all_die", [False, True])
-def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die: bool, run: Any) -> None:
+def test_a_crashed_engine_keeps_its_passes(all_die, run):
     class Crowded(FakeEngine):
         running = 0
 
-        async def generate(self, *args: Any) -> Generation:
+        async def generate(self, *args):
             self.running += 1
             if self.running == 3:
                 raise EngineError("out of memory")
@@ -220,7 +187,7 @@ def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die: bool, run: A
             finally:
                 self.running -= 1
 
-    def start(spec: EngineSpec, hardware: Hardware) -> FakeEngine:
+    def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
         return (Crowded if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
@@ -230,12 +197,7 @@ def test_an_engine_that_dies_keeps_what_was_measured_on_it(all_die: bool, run: A
     assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
 
 
-def test_when_no_engine_starts_its_reason_is_the_error(run: Any) -> None:
-    with pytest.raises(EngineError, match="does not start"):
-        run(Starter({}, broken=(0, 2, 4)))
-
-
-def test_progress_tells_what_is_left(run: Any) -> None:
+def test_progress_has_the_remaining_time(run):
     said: list[str] = []
     run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said)
     assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in said)
@@ -244,7 +206,7 @@ def test_progress_tells_what_is_left(run: Any) -> None:
     assert all(line.endswith(" left") for line in passes)
 
 
-def test_token_slots_and_precisions_are_engines_of_their_own(run: Any) -> None:
+def test_token_slots_and_precisions_have_separate_engines(run):
     start = Starter({0: FAST, 2: SLOW})
     keys = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
     profile = run(start, **keys)
@@ -262,7 +224,7 @@ def test_token_slots_and_precisions_are_engines_of_their_own(run: Any) -> None:
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )
-def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named: str, run: Any) -> None:
+def test_another_fingerprint_is_refused(change, named, run):
     refused = Starter({})
     run(Starter({0: FAST, 2: SLOW, 4: SLOW}))
     with pytest.raises(ConfigError, match=named):
@@ -284,9 +246,7 @@ def test_what_changes_a_figure_is_refused_with_the_difference(change: Any, named
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_an_engine_starts(
-    keys: Any, kind: Any, message: str, hint: str, run: Any
-) -> None:
+def test_invalid_options_are_refused_before_an_engine_starts(keys, kind, message, hint, run):
     start = Starter({})
     with pytest.raises(kind, match=message) as refused:
         run(start, **keys)
@@ -294,10 +254,10 @@ def test_what_cannot_be_is_refused_before_an_engine_starts(
     assert start.specs == []
 
 
-def test_a_pass_goes_on_in_the_sample_where_the_one_before_ended() -> None:
+def test_repeats_use_the_next_prompts():
     sample = [BenchPrompt(token_ids=[n], category=None) for n in range(10)]
 
-    def ids(repeat: int) -> list[int]:
+    def ids(repeat):
         return [p.token_ids[0] for p in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]
 
     assert ids(0) == [0, 1, 2, 3, 4, 5, 6, 7]

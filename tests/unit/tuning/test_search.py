@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -15,21 +14,13 @@ ENGINES = ("none", "k3", "k5", "k7")
 class Surface:
     """Tokens/s by engine and concurrency, with noise in the first pass; runs a search and records it."""
 
-    def __init__(
-        self,
-        speed: Callable[[str, int], float],
-        *,
-        budget_s: float = 1e9,
-        luck: Mapping[Candidate, float] | None = None,
-        over: Callable[[Candidate], float] = lambda candidate: 0.0,
-        broken: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, speed, *, budget_s=1000000000.0, luck=None, over=lambda candidate: 0.0, broken=()):
         self.speed, self.luck, self.over, self.broken = speed, luck or {}, over, broken
         self.turns: list[Turn] = []
         self.starts: list[str] = []
         self.search = Search(grid(), score=self.score, budget_s=budget_s)
 
-    def score(self, candidate: Candidate, num_passes: int | None) -> Score | None:
+    def score(self, candidate, num_passes):
         num = sum(turn.candidate == candidate for turn in self.turns)
         if not num:
             return None
@@ -38,7 +29,7 @@ class Surface:
             value=self.speed(candidate.engine, candidate.concurrency) * (1 + luck), excess=self.over(candidate)
         )
 
-    def run(self) -> Candidate | None:
+    def run(self):
         search, up = self.search, None
         while (turn := search.next(up)) is not None:
             if turn.candidate.engine != up:
@@ -55,25 +46,25 @@ class Surface:
         return search.best()
 
     @property
-    def passes(self) -> Counter[Candidate]:
+    def passes(self):
         return Counter(turn.candidate for turn in self.turns)
 
 
-def candidate(engine: str, concurrency: int) -> Candidate:
+def candidate(engine, concurrency):
     return Candidate(engine=engine, concurrency=concurrency, drafts=engine != "none")
 
 
-def grid() -> list[Candidate]:
+def grid():
     return [candidate(engine, concurrency) for engine in ENGINES for concurrency in (1, 4, 16)]
 
 
-def hill(engine: str, concurrency: int) -> float:
+def hill(engine, concurrency):
     """K=5 is the best at 4 requests at once, and no speculation at 16."""
     gain = {"none": 1.0, "k3": 1.3, "k5": 1.5, "k7": 1.1}[engine]
     return {1: 40 * gain, 4: 200 * gain, 16: 210 * (2 - gain)}[concurrency]
 
 
-def test_the_whole_grid_is_measured_once_and_the_two_best_again() -> None:
+def test_the_grid_then_the_finalists_are_measured():
     surface = Surface(hill)
     assert surface.run() == candidate("k5", 4)
     assert surface.passes == {
@@ -81,7 +72,7 @@ def test_the_whole_grid_is_measured_once_and_the_two_best_again() -> None:
     }  # fmt: skip
 
 
-def test_an_engine_is_started_once_for_all_its_concurrencies() -> None:
+def test_one_start_serves_all_concurrencies():
     surface = Surface(hill)
     surface.run()
     assert surface.starts[:4] == list(ENGINES)
@@ -89,20 +80,15 @@ def test_an_engine_is_started_once_for_all_its_concurrencies() -> None:
     assert surface.starts == engines
 
 
-def test_luck_in_the_first_pass_does_not_decide() -> None:
-    surface = Surface(hill, luck={candidate("k3", 4): 0.3})  # 338 in its first pass, against 300 of the best
-    assert surface.run() == candidate("k5", 4)
-
-
 @pytest.mark.parametrize(("plain", "num_finalists"), [(1.25, 3), (0.9, 2)])
-def test_the_best_without_a_drafter_is_a_finalist_if_it_is_close(plain: float, num_finalists: int) -> None:
+def test_a_close_candidate_without_a_drafter_is_a_finalist(plain, num_finalists):
     surface = Surface(lambda engine, at: hill(engine, at) * (plain if engine == "none" and at == 4 else 1.0))
     surface.run()
     assert sum(number == FINAL_PASSES for number in surface.passes.values()) == num_finalists
 
 
-def test_a_drafter_has_to_win_by_two_percent() -> None:
-    def level(engine: str, concurrency: int) -> float:
+def test_a_drafter_must_win_by_two_percent():
+    def level(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
     best = Surface(level).run()
@@ -111,7 +97,7 @@ def test_a_drafter_has_to_win_by_two_percent() -> None:
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
-def test_the_budget_is_kept(budget_s: float) -> None:
+def test_the_budget_is_kept(budget_s):
     surface = Surface(hill, budget_s=budget_s)
     surface.run()
     # Only the very first engine may exceed it: before it nothing is known.
@@ -119,13 +105,7 @@ def test_the_budget_is_kept(budget_s: float) -> None:
     assert surface.turns
 
 
-def test_engines_beyond_the_budget_are_still_pending() -> None:
-    surface = Surface(hill, budget_s=200.0)
-    assert surface.run() == candidate("k3", 4), "the best of two engines"
-    assert {turn.candidate.engine for turn in surface.search.pending()} == {"k5", "k7"}
-
-
-def test_a_candidate_beyond_a_limit_loses_to_every_one_within() -> None:
+def test_candidates_within_limits_have_priority():
     over = Surface(hill, over=lambda one: 0.1 if one.concurrency == 4 else 0.0)
     best = over.run()
     assert best is not None
@@ -133,9 +113,3 @@ def test_a_candidate_beyond_a_limit_loses_to_every_one_within() -> None:
     nothing = Surface(hill, over=lambda one: 0.1)
     assert nothing.run() is None
     assert nothing.search.ranked()
-
-
-def test_an_engine_that_fails_is_left_out() -> None:
-    surface = Surface(hill, broken=("k5",))
-    assert surface.run() == candidate("k3", 4)
-    assert surface.search.failed == {"k5": "out of memory"}

@@ -1,8 +1,5 @@
 """Reports of invented runs, in the proportions of real ones."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from peagle.economics.account import account
@@ -15,21 +12,21 @@ PRICE = Price.fixed(usd_per_hour=0.20, device="vcpu", num_devices=2)
 
 
 @pytest.fixture
-def make_report() -> Callable[..., dict[str, Any]]:
+def make_report():
     """One engine on 2 vCPUs: 20 s load, 10 s compile; `busy_s` committed, `lost_s` and `idle_s` besides."""
 
     def make(
         *,
-        tokens: int = 4000,
-        busy_s: float = 100.0,
-        lost_s: float = 0.0,
-        idle_s: float = 0.0,
-        num_failed_rows: int = 0,
-        accepted: tuple[int, ...] = (),
-        num_drafts: int = 0,
-        price: Price = PRICE,
-        **run: object,
-    ) -> dict[str, Any]:
+        tokens=4000,
+        busy_s=100.0,
+        lost_s=0.0,
+        idle_s=0.0,
+        num_failed_rows=0,
+        accepted=(),
+        num_drafts=0,
+        price=PRICE,
+        **run,
+    ):
         started_at = 1_780_000_000.0
         drafts = SpeculationStats(
             num_drafts=num_drafts, num_draft_tokens=num_drafts * len(accepted), accepted_per_position=accepted

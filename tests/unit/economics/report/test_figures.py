@@ -3,7 +3,15 @@ import dataclasses
 import pytest
 
 from peagle.economics.prices import Price, PriceTable
-from peagle.economics.report.figures import FIGURES, format_duration, format_price, format_share, format_usd
+from peagle.economics.report.figures import (
+    FIGURES,
+    format_duration,
+    format_price,
+    format_share,
+    format_usd,
+    saved_lines,
+)
+from peagle.economics.savings import Savings
 
 
 @pytest.mark.parametrize(
@@ -42,3 +50,39 @@ def test_every_figure_is_found_in_a_report(with_drafter, without_drafter):
         assert figure.value(with_drafter) is not None, figure.name
     assert FIGURES["acceptance_length"].text(with_drafter) == "1.60"
     assert FIGURES["acceptance_length"].text(without_drafter) == "-"
+
+
+COUNTS = {"num_prompt_tokens": 400, "num_cached_tokens": 100}
+
+
+def lines(savings):
+    return dict(saved_lines(savings.to_dict(), COUNTS))
+
+
+def test_savings_lines_without_drafts_or_spot():
+    assert lines(Savings()) == {"cached": "100 of 400 prompt tokens (25%)"}
+    assert saved_lines(Savings().to_dict(), {"num_prompt_tokens": 0, "num_cached_tokens": 0}) == [
+        ("cached", "0 of 0 prompt tokens")
+    ]
+
+
+def test_savings_lines_with_error_and_unknown_part():
+    savings = Savings(
+        prompt_usd=1.0, generation_usd=4.0, unsplit_usd=0.5, drafted_usd=4.0, undrafted_usd=10.0, error_usd=1.0,
+        uncompared_usd=0.5, num_drafts=10, num_accepted_tokens=15, spot_usd=6.0, on_demand_usd=5.0,
+        unpriced_spot_usd=2.0, sources=frozenset(["bench"]),
+    )  # fmt: skip
+    assert lines(savings) == {
+        "drafter": "$6.00 ± $1.00 saved: generation cost $4.00, without a drafter $10.00; acceptance length 2.50, "
+        "break-even 1.00; unknown for $0.500",
+        "spot": "$1.00 lost, net of lost work: spot $6.00, on demand $5.00; unknown for $2.00",
+        "cached": "100 of 400 prompt tokens (25%)",
+        "prompts": "$1.00, and generation $4.00; unknown for $0.500",
+    }
+
+
+def test_savings_lines_without_measurements():
+    found = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
+    assert all(found[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
+    savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
+    assert lines(savings)["drafter"].startswith("$1.00 of unknown error lost: ")

@@ -1,8 +1,12 @@
 import csv
 import io
+import re
 from decimal import Decimal
+from xml.etree import ElementTree
 
-from peagle.economics.report.spending import csv_statement, text_statement
+import pytest
+
+from peagle.economics.report.spending import MAX_BARS, MAX_COLUMNS, csv_statement, html_statement, text_statement
 from peagle.economics.spending import Charge, Days, Spend
 from peagle.economics.statement import convert_currency, statement
 
@@ -21,7 +25,7 @@ def a_statement(*, is_priced=True, scale=1.0):
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
-def test_a_table_has_a_line_for_each_group_and_says_where_the_money_went():
+def test_text_statement_by_hand():
     lines = text_statement(a_statement()).splitlines()
     assert lines[0] == "Spending from 2024-10-04 to 2024-10-05, both included (UTC)"
     heads = "key day requests output tokens attributed loading idle lost total per million tokens"
@@ -34,18 +38,14 @@ def test_a_table_has_a_line_for_each_group_and_says_where_the_money_went():
     assert lines[-1] == "! A note."
 
 
-def test_what_is_unknown_is_called_so_and_is_neither_nothing_nor_infinite():
+def test_unknown_costs_are_called_unknown():
     for text in (form(a_statement(is_priced=False)) for form in (text_statement, csv_statement)):
         assert "unknown" in text
         assert "inf" not in text
         assert "nan" not in text
 
 
-def test_sums_below_a_dollar_have_more_digits():
-    assert "$0.000019" in text_statement(a_statement(scale=1e-5))
-
-
-def test_lines_of_csv_add_up_to_the_last_digit():
+def test_csv_lines_add_up_exactly():
     one = a_statement()
     rows = list(csv.DictReader(io.StringIO(csv_statement(one))))
     assert [row["key"] for row in rows] == ["", "alice|<b>", "bob"]
@@ -54,7 +54,7 @@ def test_lines_of_csv_add_up_to_the_last_digit():
     assert all(sum(Decimal(row[kind]) for kind in kinds) == Decimal(row["total_usd"]) for row in rows)
 
 
-def test_another_currency_stands_beside_the_dollars_and_adds_up_too():
+def test_converted_amounts_add_up():
     both = convert_currency(a_statement(), "EUR", 0.86)
     rows, total = csv.DictReader(io.StringIO(csv_statement(both))), both["total"]["converted"]["total"]
     assert sum(Decimal(row["total_eur"]) for row in rows) == Decimal(f"{total:.9f}")
@@ -62,3 +62,80 @@ def test_another_currency_stands_beside_the_dollars_and_adds_up_too():
     assert "total, EUR" in text
     assert f"{total:.2f} EUR" in text
     assert "EUR" not in text_statement(a_statement())
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+FIRST = 20_000  # 2024-10-04
+OWN = {
+    "run": "r", "instance": "i", "provider": "", "region": "", "market": "", "usd_per_device_s": 0.01,
+    "model": "m", "drafter": "none", "tags": "{}",
+}  # fmt: skip
+
+
+def a_charge(key, day=FIRST, usd=1.0, *, is_priced=True):
+    spend = (
+        Spend(attributed_usd=usd, num_requests=1, num_output_tokens=1000)
+        if key
+        else Spend(loading_usd=usd, idle_usd=2 * usd, lost_usd=3 * usd, is_priced=is_priced)
+    )
+    return Charge(key=key, day=day, spend=spend, **OWN)
+
+
+def a_page(charges, by=("key",), layer="key", notes=()):
+    days = Days()
+    return html_statement(statement(charges, by, days, notes), statement(charges, ("day", layer), days))
+
+
+def plots(page):
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in found}
+
+
+def test_days_are_stacked_by_key_with_overhead_and_losses():
+    page = a_page([a_charge("alice", usd=4.0), a_charge("bob"), a_charge("", FIRST + 2)])
+    daily = plots(page)["Spending by day"]
+    titles = [one.text for one in daily.iter(f"{SVG}title")]
+    assert titles == [
+        "10-04, alice: $4.00",
+        "10-04, bob: $1.00",
+        "10-06, overhead (loading, idle): $3.00",
+        "10-06, lost: $3.00",
+    ]
+    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    assert ticks == ["10-04", "10-05", "10-06"], "a day without spending has its place"
+    heights = [float(one.get("height")) for one in daily.iter(f"{SVG}rect")]
+    assert heights[0] / heights[1] == pytest.approx(4.0, abs=0.1)
+    assert "alice $4.00, bob $1.00, overhead (loading, idle) $3.00, lost $3.00" in daily.get("aria-label")
+
+
+def test_groups_are_sorted_by_cost():
+    groups = plots(a_page([a_charge("bob"), a_charge("alice", usd=4.0), a_charge("")]))["Spending by key"]
+    labels = [one.text for one in groups.iter(f"{SVG}text") if one.get("class") == "label"]
+    assert labels == ["no key", "alice", "bob"]
+    kinds = [one.get("class") for one in groups.iter(f"{SVG}rect")]
+    assert kinds == ["share-load", "share-idle", "share-lost", "share-busy", "share-busy"]
+
+
+def test_many_groups_and_days_are_aggregated():
+    charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
+    found = plots(a_page(charges))
+    groups = [one.text for one in found["Spending by key"].iter(f"{SVG}text") if one.get("class") == "label"]
+    assert len(groups) == MAX_BARS + 1
+    assert groups[-1] == "88 others"
+    daily = found["Spending by day"]
+    assert MAX_COLUMNS < 100
+    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    assert ticks == ["2024-10", "2024-11", "2024-12", "2025-01"]
+    kinds = {one.get("class") for one in daily.iter(f"{SVG}rect")}
+    assert kinds == {f"series-{number}" for number in range(6)}
+    assert "all others $4,560.00" in daily.get("aria-label")
+
+
+def test_user_text_is_escaped_and_nothing_is_loaded():
+    evil = "<script>alert(1)</script>&"
+    page = a_page([a_charge(evil), a_charge("")], notes=[evil])
+    assert "<script" not in page
+    assert not re.search(r"(src|href|@import|url\()", page)
+    assert len(plots(page)) == 2
+    declared = set(re.findall(r"(--[\w-]+):", page))
+    assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= declared

@@ -29,7 +29,7 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": 3}, "less than or equal to 2"),
         ({"n": 0}, "greater than or equal to 1"),
-        ({"stop": [""]}, "an empty string ends nothing"),
+        ({"stop": [""]}, "an empty string cannot be a stop string"),
         ({"draw_on": "runs/serve"}, "draw_on needs tags"),
     ],
 )

@@ -29,10 +29,10 @@ def engine_run(run_dir="run"):
 
 
 class Cluster:
-    """Two actors that follow; `end` says how the second one ends. `killed` counts what the leader ends of its own."""
+    """Two fake follower actors. `end` sets how the second one ends; `killed` counts kills of the leader's children."""
 
     def __init__(self, monkeypatch):
-        self.asked, self.killed = [], threading.Semaphore(0)
+        self.asked, self.killed, self.leaders = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
         monkeypatch.setattr(multinode, "_actors", lambda part, count: actors[:count])
@@ -48,6 +48,19 @@ class Cluster:
             return number
 
         return SimpleNamespace(follow=SimpleNamespace(remote=remote))
+
+    def lead(self):
+        self.leaders.append(OtherNodes(engine_run(), "session"))
+        return self.leaders[-1]
+
+    def join(self):
+        """End the watching threads. Later, they would call the real `ray.get`, which joins any cluster it finds."""
+        self._has_ended.set()
+        for leader in self.leaders:
+            leader.started(lambda _: None)
+            for thread in threading.enumerate():
+                if getattr(thread, "_target", None) == leader._watch:
+                    thread.join(WAIT_S)
 
     def end(self, error=None):
         self._error = error
@@ -65,11 +78,13 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch):
-    return Cluster(monkeypatch)
+    cluster = Cluster(monkeypatch)
+    yield cluster
+    cluster.join()
 
 
 def test_every_other_node_is_told_where_its_leader_is(cluster):
-    others = OtherNodes(engine_run(), "session")
+    others = cluster.lead()
     assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
     assert cluster.asked == [(1, others.rank.leader), (2, others.rank.leader)]
     assert others.rank.leader[0] == "10.0.0.1"
@@ -86,7 +101,7 @@ def test_every_other_node_is_told_where_its_leader_is(cluster):
 )
 def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message, is_lost):
     told = queue.Queue()
-    others = OtherNodes(engine_run(), "session")
+    others = cluster.lead()
     others.started(told.put)
     assert others.failure is None
     cluster.end(error)
@@ -95,7 +110,7 @@ def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, mess
 
 
 def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
-    others = OtherNodes(engine_run(), "session")
+    others = cluster.lead()
     cluster.end(EngineError("vLLM did not start: no memory"))
     for _ in range(3):  # vLLM may only be about to start its processes
         assert cluster.killed.acquire(timeout=WAIT_S)
@@ -104,7 +119,7 @@ def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
 
 def test_an_engine_that_ends_of_its_own_accord_does_not_die_of_it(cluster):
     told = []
-    others = OtherNodes(engine_run(), "session")
+    others = cluster.lead()
     others.started(told.append)
     others.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)

@@ -42,7 +42,7 @@ def test_only_a_run_with_a_drafter_watches_it():
 @pytest.mark.parametrize(
     ("columns", "keys", "message"),
     [
-        (["promt"], {}, "input in.csv has neither a column 'prompt' nor 'messages'; it has: promt"),
+        (["promt"], {}, "input in.csv has no column 'prompt' or 'messages'; it has: promt"),
         (["prompt"], {"prompt_column": "question"}, "input in.csv has no column 'question'"),
         (["prompt"], {"sampling_column": "mine"}, "input in.csv has no column 'mine'"),
     ],
@@ -75,7 +75,7 @@ def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_ta
         num_accelerators=1, compute_capability=(9, 0),
     )  # fmt: skip
     assert run(cpu, drafter="peagle").sampling.limits.has_drafter is False
-    with pytest.raises(ConfigError, match="min_p: on a GPU vLLM does not take it together with a drafter"):
+    with pytest.raises(ConfigError, match="min_p: not supported by vLLM on a GPU with a drafter"):
         run(gpu, drafter="peagle")
     assert run(gpu, drafter="none").sampling.base["min_p"] == 0.1
 

@@ -231,7 +231,7 @@ def test_an_engine_is_checked_once_and_before_it_has_a_row(scene):
     one, right, wrong = scene(), Counting(), Counting(is_wrong=True)
     refusals = asyncio.run(both(one.worker(wrong)))
     assert [type(refusal) for refusal in refusals] == [EngineError, EngineError]
-    assert "its answers are not its target's: token 1 of" in refusals[0].message
+    assert "failed its self-check: token 1 of" in refusals[0].message
     assert not one.run.committed()
     asyncio.run(both(one.worker(right)))
     assert one.run.committed() == {0, 1}

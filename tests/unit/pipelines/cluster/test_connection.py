@@ -25,7 +25,7 @@ def events(monkeypatch):
     return done
 
 
-def test_a_cluster_that_runs_is_joined_before_anything_is_decided(monkeypatch, events):
+def test_remote_cluster_is_joined_first(monkeypatch, events):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with connection() as cluster:
         cluster.prepare()
@@ -34,7 +34,7 @@ def test_a_cluster_that_runs_is_joined_before_anything_is_decided(monkeypatch, e
     assert events == ["up", "nodes released", "down"]
 
 
-def test_a_cluster_on_this_machine_is_started_only_when_it_is_needed(monkeypatch, events):
+def test_local_cluster_is_started_when_needed(monkeypatch, events):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with connection() as cluster:
         cluster.prepare()
@@ -46,7 +46,7 @@ def test_a_cluster_on_this_machine_is_started_only_when_it_is_needed(monkeypatch
     assert events == ["could start", "up", "nodes released", "down"]
 
 
-def test_standard_error_is_in_the_log_until_the_connection_ends(monkeypatch, events, tmp_path, capfd):
+def test_standard_error_is_logged_while_connected(monkeypatch, events, tmp_path, capfd):
     def fail(**_):
         os.write(2, b"of Ray\n")
         raise CapacityError("Ray did not start here")

@@ -7,7 +7,7 @@ from peagle.hardware import Hardware
 from pipelines.cluster import inspection
 
 
-def test_a_node_is_called_what_the_machine_and_its_labels_say(monkeypatch):
+def test_machine_names_include_node_labels(monkeypatch):
     import ray
 
     labels = {
@@ -19,13 +19,12 @@ def test_a_node_is_called_what_the_machine_and_its_labels_say(monkeypatch):
     }
     node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4, machine_names=("m7i.large",))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=lambda: labels))
-    monkeypatch.setattr(inspection, "identified", lambda found: found)
-    monkeypatch.setattr(inspection.hardware, "detect", lambda: node)
+    monkeypatch.setattr(inspection, "detect_machine", lambda: node)
     assert inspection._look().machine_names == ("m7i.large", "workers", "us-east-1", "p5.48xlarge")
 
 
 @pytest.mark.parametrize(("gpus", "found_gpus"), [({}, 8), ({"GPU": 4.0}, 4)])
-def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkeypatch, gpus, found_gpus):
+def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpus, found_gpus):
     import ray
 
     node = Hardware(
@@ -37,7 +36,7 @@ def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkey
     class Probe:
         def remote(self):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
-            return inspection._detect_all()
+            return inspection._look()
 
     def remote(**options):
         asked.update(options)
@@ -51,19 +50,22 @@ def test_a_node_is_looked_at_as_a_whole_and_without_taking_an_accelerator(monkey
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "remote", remote)
     monkeypatch.setattr(ray, "get", lambda found: found)
-    monkeypatch.setattr(
-        inspection.hardware, "detect", lambda: node if "CUDA_VISIBLE_DEVICES" not in os.environ else None
-    )
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
+    monkeypatch.setattr(inspection, "detect_machine", lambda: None if "CUDA_VISIBLE_DEVICES" in os.environ else node)
     assert inspection.inspect().num_accelerators == found_gpus
     assert asked.get("num_gpus", 0) == 0
     chosen = asked.get("scheduling_strategy")
     assert (chosen and chosen.node_id) == ("cd" * 28 if gpus else None)
 
 
-def test_a_node_has_what_its_ray_was_shown(monkeypatch):
-    """A node of mixed cards, of which `ray start` saw one kind, is one kind."""
+def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
+    """`ray start` may have been limited to one kind of a node's mixed GPUs."""
     raylet = SimpleNamespace(environ=lambda: {"CUDA_VISIBLE_DEVICES": "0,1"})
     monkeypatch.setattr(inspection.psutil, "Process", lambda pid: raylet if pid == os.getppid() else None)
-    monkeypatch.setattr(inspection.hardware, "detect", lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_labels=dict))
+    seen = []
+    node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
+    monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or node)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
-    assert inspection._detect_all() == "0,1"
+    inspection._look()
+    assert seen == ["0,1"]

@@ -2,7 +2,7 @@ import pytest
 
 from peagle.economics.usage import EngineFacts, EngineSession, RequestUsage, UnitUsage
 from peagle.speculation import SpeculationStats
-from pipelines.cluster.metrics import METRICS, UsageMetrics, exported
+from pipelines.cluster.metrics import METRICS, UsageMetrics
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.wire import Context
 
@@ -23,7 +23,7 @@ def request(outcome="ok", *, ttft_s=1.0, num_output_tokens=11, num_choices=1, du
     )  # fmt: skip
 
 
-def test_a_request_is_counted_with_its_tokens_its_acceptance_by_position_and_its_times(told):
+def test_request_metrics(told):
     UsageMetrics("m", None).request(request())
     assert told == {
         ("peagle_requests_total", *MODEL, "ok"): 1,
@@ -46,18 +46,18 @@ def test_a_request_is_counted_with_its_tokens_its_acceptance_by_position_and_its
     }
 
 
-def test_choices_are_made_side_by_side_so_each_has_its_own_time_per_token(told):
+def test_time_per_token_with_several_choices(told):
     UsageMetrics("m", None).request(request(num_output_tokens=22, num_choices=2))
     assert told["gen_ai_server_time_per_output_token_seconds", *MODEL] == [0.5]
 
 
 @pytest.mark.parametrize("record", [request(ttft_s=None), request(num_output_tokens=1), request(num_output_tokens=0)])
-def test_where_nothing_came_after_a_first_token_there_is_no_time_per_token(told, record):
+def test_no_time_per_token_after_one_token(told, record):
     UsageMetrics("m", None).request(record)
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in told
 
 
-def test_times_of_tokens_are_of_requests_that_are_ok_and_sizes_of_those_that_did_not_fail(told):
+def test_metrics_of_cut_and_failed_requests(told):
     metrics = UsageMetrics("m", None)
     metrics.request(request("cut"))
     metrics.request(request("failed"))
@@ -67,7 +67,7 @@ def test_times_of_tokens_are_of_requests_that_are_ok_and_sizes_of_those_that_did
     assert told["gen_ai_client_token_usage", *MODEL, "output"] == [11]
 
 
-def test_the_dollars_of_an_engine_are_those_of_its_seconds_by_state(told, clock, tmp_path):
+def test_engine_cost_by_state(told, clock, tmp_path):
     account = EngineAccount(tmp_path, ENGINE, heartbeat_s=300, monotonic=clock, listener=UsageMetrics("m", None))
     clock.now += 10
     account.ready(compile_s=4)
@@ -84,7 +84,7 @@ def test_the_dollars_of_an_engine_are_those_of_its_seconds_by_state(told, clock,
     }  # fmt: skip
 
 
-def test_an_older_heartbeat_that_comes_late_counts_nothing_and_sessions_count_apart(told):
+def test_late_heartbeat_is_ignored(told):
     metrics = UsageMetrics("m", None)
     for name, busy_s in (("a", 4.0), ("a", 3.0), ("a", 5.0), ("b", 1.0)):
         metrics.heartbeat(
@@ -97,15 +97,10 @@ def test_an_older_heartbeat_that_comes_late_counts_nothing_and_sessions_count_ap
     assert told["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 
-def test_names_and_units_are_as_prometheus_has_them():
+def test_metric_names_follow_prometheus_conventions():
     for metric in METRICS.values():
         assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
         assert (metric.kind == "histogram") == bool(metric.boundaries), metric.name
         assert list(metric.boundaries) == sorted(set(metric.boundaries)), metric.name
         if metric.unit in ("s", "Unix s"):
             assert metric.name.endswith("_seconds"), metric.name
-
-
-def test_a_metric_that_the_table_does_not_have_is_none(told):
-    with pytest.raises(KeyError):
-        exported("peagle_requests")

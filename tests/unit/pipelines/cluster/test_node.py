@@ -10,9 +10,7 @@ from pipelines.cluster.node import start_vllm
 @pytest.mark.parametrize(
     ("set_by_user", "max_num_seqs", "expected"), [(None, 8, "0"), (None, 7, None), ("1", 8, "1"), ("0", 1, "0")]
 )
-def test_threads_of_an_engine_with_many_requests_keep_their_cores(
-    monkeypatch, target, set_by_user, max_num_seqs, expected
-):
+def test_openmp_variables_of_an_engine(monkeypatch, target, set_by_user, max_num_seqs, expected):
     monkeypatch.setenv("KMP_USE_YIELD", set_by_user or "")  # so that it is as before when this test is over
     if set_by_user is None:
         monkeypatch.delenv("KMP_USE_YIELD")
@@ -25,7 +23,7 @@ def test_threads_of_an_engine_with_many_requests_keep_their_cores(
     assert "OMP_NUM_THREADS" not in variables
 
 
-def test_ray_still_sets_the_threads_of_its_workers(monkeypatch):
+def test_ray_sets_omp_num_threads(monkeypatch):
     """Once this fails, `set_threads` need not undo it."""
     from ray._private import utils
     from ray._private.worker import WORKER_MODE

@@ -29,18 +29,18 @@ def cpu_node(num_cpus):
     ("num_cpus", "engines", "nodes", "logical", "devices"),
     [(2, 1, 1, 1.0, 2), (2, 2, 1, 0.5, 1), (8, 2, 1, 3.0, 4), (8, 4, 2, 3.0, 4), (1, 1, 1, 0.5, 1)],
 )
-def test_cpu_engines_share_a_node_and_leave_room_for_what_feeds_them(num_cpus, engines, nodes, logical, devices):
+def test_cpu_engines_leave_room_for_preparation(num_cpus, engines, nodes, logical, devices):
     placement = place(cpu_node(num_cpus), num_engines=engines, accelerators_per_engine=1, num_nodes=nodes)
     assert (placement.num_cpus, placement.num_devices, placement.device) == (logical, devices, "vcpu")
     assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
 
 
-def test_more_engines_than_cores_are_refused():
+def test_more_engines_than_cores():
     with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
         place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
 
 
-def test_threads_of_one_core_are_no_cores_for_two_engines_unless_a_quota_counts():
+def test_hyper_threads_do_not_count_as_cores():
     threads = replace(cpu_node(8), core_ids=(0, 2, 4, 6))
     with pytest.raises(CapacityError, match=r"5 engines need a CPU core each; 1 node\(s\) have 4(.|\n)*--engines 4"):
         place(threads, num_engines=5, accelerators_per_engine=1, num_nodes=1)
@@ -50,7 +50,7 @@ def test_threads_of_one_core_are_no_cores_for_two_engines_unless_a_quota_counts(
     assert place(quota, num_engines=5, accelerators_per_engine=1, num_nodes=1).num_engines_on_node == 5
 
 
-def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
+def test_gpu_engine_reserves_its_accelerators():
     node = Hardware(
         platform="cuda",
         accelerator="H100",
@@ -64,20 +64,20 @@ def test_a_gpu_engine_takes_and_pays_for_its_accelerators():
     assert (placement.num_gpus, placement.num_devices, placement.device) == (4, 4, "accelerator")
 
 
-def test_a_node_is_shared_by_as_many_engines_as_it_can_hold_of_those_that_may_come():
+def test_node_is_shared_by_later_engines():
     few = place(cpu_node(4), num_engines=1, accelerators_per_engine=1, num_nodes=1, most_engines=8)
     assert (few.num_engines_on_node, few.num_devices) == (4, 1)
     two_ranks = place(cpu_node(4), num_engines=1, accelerators_per_engine=2, num_nodes=1, most_engines=8)
     assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
 
 
-def test_an_engine_with_more_ranks_than_cores_is_refused():
+def test_more_ranks_than_cores():
     with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
         place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
 
 
 @pytest.mark.parametrize(("cpus", "room"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
-def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(cpus, room):
+def test_room_leaves_cpus_for_preparation(cpus, room):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus]
     assert placement.room(nodes, on_accelerators(1)) == room
 
@@ -92,9 +92,7 @@ def test_room_is_what_is_left_beside_a_task_that_feeds_the_engines(cpus, room):
         ([HEAD, P5, P5, P5], 8, 4, 3),
     ],
 )
-def test_engines_are_divided_over_the_nodes_that_can_hold_them_and_those_that_may_come(
-    nodes, num_accelerators, num_engines, expected
-):
+def test_engines_are_divided_among_present_and_future_nodes(nodes, num_accelerators, num_engines, expected):
     node = gpu_node(num_accelerators)
     num_nodes = num_engine_nodes(nodes, node, num_engines=num_engines)
     assert num_nodes == expected
@@ -102,7 +100,7 @@ def test_engines_are_divided_over_the_nodes_that_can_hold_them_and_those_that_ma
     check_capacity(EngineSpec(model="org/model"), node, num_engines_on_node=placement.num_engines_on_node)
 
 
-def test_an_engine_that_fits_on_no_node_of_its_cluster_is_refused():
+def test_engine_too_large_for_any_node():
     node = gpu_node(1)
     num_nodes = num_engine_nodes([HEAD, G7E], node, num_engines=1, accelerators_per_engine=8)
     placement = place(node, num_engines=1, accelerators_per_engine=8, num_nodes=num_nodes)
@@ -111,7 +109,7 @@ def test_an_engine_that_fits_on_no_node_of_its_cluster_is_refused():
         check_capacity(spec, node, num_engines_on_node=placement.num_engines_on_node)
 
 
-def test_engines_on_cpus_are_divided_over_all_nodes_with_cpus():
+def test_cpu_engines_are_divided_among_all_nodes():
     assert num_engine_nodes([HEAD, HEAD, {"memory": 1.0}], cpu_node(4), num_engines=20) == 2
     assert num_engine_nodes([], cpu_node(4)) == 1
 
@@ -120,13 +118,13 @@ def test_engines_on_cpus_are_divided_over_all_nodes_with_cpus():
     ("per_engine", "kind", "asked"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_the_node_that_is_asked_holds_an_engine_and_what_fits_there_fits_elsewhere(per_engine, kind, asked):
+def test_node_to_ask(per_engine, kind, asked):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
     assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == asked
     assert node_to_ask({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
 
 
-def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
+def test_accelerator_type_is_respected():
     engine = on_accelerators(1, accelerator_type="H100")
     assert placement.room([HEAD, G7E, G7E], engine) == 0
     assert placement.room([HEAD, G7E, P5], engine) == 8
@@ -151,7 +149,7 @@ def test_an_engine_of_one_type_of_accelerator_goes_to_no_other():
         ([3, 1], 1, 4),
     ],
 )
-def test_engines_on_several_nodes_have_room_however_their_parts_are_placed(parts, per_engine, num_engines):
+def test_room_for_engines_on_several_nodes(parts, per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts]
     engine = on_accelerators(4 * per_engine, nodes_per_engine=per_engine)
     assert placement.room(nodes, engine) == num_engines
@@ -162,7 +160,7 @@ def test_engines_on_several_nodes_have_room_however_their_parts_are_placed(parts
     )
 
 
-def test_an_engine_on_several_nodes_takes_a_part_of_each_and_pays_for_all():
+def test_placement_of_engine_on_several_nodes():
     engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
     assert (engine.num_gpus, engine.num_devices) == (8, 16)
     assert engine.part == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
@@ -173,7 +171,7 @@ def test_an_engine_on_several_nodes_takes_a_part_of_each_and_pays_for_all():
     assert node_to_ask({"g7e": G7E, "p5": P5}, engine) == "p5"
 
 
-def test_an_engine_on_several_cpu_nodes_has_cores_of_each():
+def test_placement_of_engine_on_several_cpu_nodes():
     keys = {"accelerators_per_engine": 2, "nodes_per_engine": 2}
     alone = place(cpu_node(4), num_engines=1, num_nodes=2, **keys)
     assert (alone.num_cpus, alone.num_devices, alone.num_engines_on_node) == (3.0, 8, 1)
@@ -189,7 +187,7 @@ def test_an_engine_on_several_cpu_nodes_has_cores_of_each():
     assert num_engine_nodes([HEAD], cpu_node(4), nodes_per_engine=2) == 2
 
 
-def test_engines_that_need_accelerators_are_not_placed_on_cpus():
+def test_accelerator_engines_are_not_placed_on_cpus():
     keys = {"num_engines": 1, "accelerators_per_engine": 1, "num_nodes": 1}
     with pytest.raises(
         CapacityError, match="accelerator_type any: engines need accelerators, but this machine has none"

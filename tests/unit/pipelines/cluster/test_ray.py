@@ -21,7 +21,7 @@ from pipelines.cluster.ray import ray_cluster
         ("10.0.0.1:6379", "cannot join the Ray cluster at 10.0.0.1:6379: too"),
     ],
 )
-def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, message):
+def test_failed_ray_start_is_a_capacity_error(monkeypatch, address, message):
     import ray
 
     def fail(**_):
@@ -34,7 +34,7 @@ def test_a_ray_that_does_not_come_up_is_an_error_of_ours(monkeypatch, address, m
         pass
 
 
-def test_a_port_of_metrics_that_is_taken_is_said_before_ray_starts(monkeypatch):
+def test_metrics_port_in_use_is_refused(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
@@ -49,7 +49,7 @@ def test_a_port_of_metrics_that_is_taken_is_said_before_ray_starts(monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, str(os.nice(0))), ("7", "7")])
-def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypatch, asked, found):
+def test_worker_niceness(monkeypatch, asked, found):
     import ray
 
     environment = {} if asked is None else {"RAY_worker_niceness": asked}
@@ -62,7 +62,7 @@ def test_engines_are_as_nice_as_who_started_them_unless_asked_otherwise(monkeypa
         assert seen["RAY_worker_niceness"] == found
 
 
-def test_ray_still_knows_the_names_of_what_is_set():
+def test_ray_variables_exist():
     import ray
     from ray._private import ray_constants
 
@@ -71,14 +71,14 @@ def test_ray_still_knows_the_names_of_what_is_set():
     assert '"_metrics_export_port"' in inspect.getsource(ray.init)
 
 
-def test_ray_still_takes_sigterm_when_it_starts():
-    """Once this fails, `_give_back` can go."""
+def test_ray_replaces_sigterm_handler():
+    """Once this fails, `ray_cluster` need not restore the handler."""
     import ray
 
     assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(ray.init)
 
 
-def test_ray_datas_defaults_are_those_that_ours_replace():
+def test_ray_data_defaults():
     from ray.data.context import DataContext
 
     context = DataContext()
@@ -106,7 +106,7 @@ def ray_that_takes_sigterm(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_sigterm_is_what_it_was_while_ray_is_up_and_after_it(ray_that_takes_sigterm):
+def test_sigterm_handler_is_restored(ray_that_takes_sigterm):
     with interrupted_by_signal():
         ours = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
@@ -114,13 +114,13 @@ def test_a_sigterm_is_what_it_was_while_ray_is_up_and_after_it(ray_that_takes_si
         assert signal.getsignal(signal.SIGTERM) is ours
 
 
-def test_a_sigterm_while_ray_starts_interrupts(ray_that_takes_sigterm):
+def test_sigterm_during_ray_start(ray_that_takes_sigterm):
     ray_that_takes_sigterm.append(signal.SIGTERM)
     with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
         pytest.fail("it goes on")
 
 
-def test_where_nobody_handles_sigterm_ray_does(ray_that_takes_sigterm):
+def test_ray_handles_sigterm_by_default(ray_that_takes_sigterm):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with ray_cluster(), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
@@ -129,7 +129,7 @@ def test_where_nobody_handles_sigterm_ray_does(ray_that_takes_sigterm):
 @pytest.mark.parametrize(
     ("error", "code"), [(None, 0), (StoppedEarly("s"), 3), (EngineError("e"), 1), (OSError(), 1), (TypeError(), 1)]
 )
-def test_a_process_that_abandoned_ray_ends_with_what_the_run_ended_with(monkeypatch, error, code):
+def test_exit_code_after_abandoning_ray(monkeypatch, error, code):
     codes, hooks = [], []
     monkeypatch.setattr(cluster, "_abandoned", False)
     monkeypatch.setattr(cluster, "_exit_code", 3)
@@ -164,14 +164,14 @@ def growing(monkeypatch):
     return require, asked, said
 
 
-def test_accelerators_that_are_not_there_yet_are_asked_for_and_waited_for(growing):
+def test_require_capacity_waits_for_autoscaler(growing):
     require, asked, said = growing
     require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
     assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
     assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
 
 
-def test_a_wait_ends_when_there_is_no_sense_in_it_any_more(growing):
+def test_require_capacity_stops_when_check_raises(growing):
     require, asked, _ = growing
     left = iter([None, StoppedEarly("the deadline is near")])
 
@@ -186,7 +186,7 @@ def test_a_wait_ends_when_there_is_no_sense_in_it_any_more(growing):
         require([HEAD, G7E], num_engines=1, check=check)
 
 
-def test_what_was_asked_for_is_taken_back_once_it_is_not_needed_any_more(growing):
+def test_release_nodes(growing):
     require, asked, _ = growing
     cluster.release_nodes()
     assert asked == []
@@ -196,7 +196,17 @@ def test_what_was_asked_for_is_taken_back_once_it_is_not_needed_any_more(growing
     assert asked[1:] == [[]]
 
 
-def test_accelerators_that_do_not_come_are_refused_with_what_is_missing(growing):
+def test_require_capacity_times_out(growing):
     require, _, _ = growing
     with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
         require([HEAD, G7E], num_engines=2, wait_s=0.0)
+
+
+def test_ray_calls_do_not_join_a_cluster_on_this_machine():
+    """Ray's auto-connect would join any cluster that another process runs here."""
+    import ray
+    from ray._private import auto_init_hook
+
+    assert auto_init_hook.enable_auto_connect is False
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.nodes()

@@ -37,9 +37,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("kind", "values", "message"), LIMITS)
-def test_a_limit_that_ray_runs_into_is_named_with_the_command_that_raises_it(
-    limits, monkeypatch, kind, values, message
-):
+def test_too_low_process_limit_is_refused(limits, monkeypatch, kind, values, message):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(
         hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=2)
@@ -52,14 +50,14 @@ def test_a_limit_that_ray_runs_into_is_named_with_the_command_that_raises_it(
     assert only.message.startswith(message)
 
 
-def test_what_ray_raises_by_itself_and_what_binds_nobody_is_no_obstacle(limits, monkeypatch):
+def test_soft_and_root_limits_are_ignored(limits, monkeypatch):
     limits[resource.RLIMIT_NOFILE] = (256, 65536)  # Ray raises the soft limit
     limits[resource.RLIMIT_NPROC] = (10, 10)
     monkeypatch.setattr(os, "geteuid", lambda: 0)  # this limit does not hold for root
     assert startable.obstacles() == []
 
 
-def test_many_cpus_need_more_open_files(limits, monkeypatch):
+def test_open_file_limit_grows_with_cpus(limits, monkeypatch):
     monkeypatch.setattr(
         hardware, "detect", lambda: hardware.Hardware(platform="cpu", memory_gib=1, free_memory_gib=1, num_cpus=192)
     )
@@ -69,7 +67,7 @@ def test_many_cpus_need_more_open_files(limits, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "current", "is_refused"), [("max", 9, False), ("4096", 9, False), ("512", 9, True)])
-def test_a_container_with_too_few_processes_is_refused(limits, tmp_path, most, current, is_refused):
+def test_too_low_pids_limit_is_refused(limits, tmp_path, most, current, is_refused):
     (tmp_path / "pids.max").write_text(f"{most}\n")
     (tmp_path / "pids.current").write_text(f"{current}\n")
     messages = [error.message for error in startable.obstacles()]
@@ -87,7 +85,7 @@ def test_a_container_with_too_few_processes_is_refused(limits, tmp_path, most, c
         ("PYTHONWARNINGS", "ignore::DeprecationWarning", False),
     ],
 )
-def test_variables_of_python_that_rays_processes_fail_with_are_refused(limits, monkeypatch, name, value, is_refused):
+def test_python_variables_that_break_ray_are_refused(limits, monkeypatch, name, value, is_refused):
     monkeypatch.setenv(name, value)
     assert [name in error.message for error in startable.obstacles()] == [True] * is_refused
 
@@ -98,11 +96,11 @@ def test_doctor_lists_all_obstacles(limits, monkeypatch):
     limits[resource.RLIMIT_NOFILE] = (64, 64)
     here = hardware.Hardware(platform="cpu", memory_gib=24, free_memory_gib=20, num_cpus=2)
     problems = "\n".join(doctor.find_problems(here, dict.fromkeys(("ray", "vllm", "torch"), "1")))
-    for part in ("can use at most", "open files is 64", "PYTHONOPTIMIZE=2"):
+    for part in ("the limit for Ray", "open files is 64", "PYTHONOPTIMIZE=2"):
         assert part in problems
 
 
-def test_a_command_says_it_before_a_run_begins(tmp_path):
+def test_command_refuses_low_limit_before_a_run(tmp_path):
     """With a limit of the process itself."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     words = ["generate", "--engine", "fake", "--usd-per-hour", "1", "--input", "in.jsonl", "--output", "run"]
@@ -113,7 +111,7 @@ def test_a_command_says_it_before_a_run_begins(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_begins(monkeypatch, tmp_path, capsys):
+def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
     """Where Ray would fail, and not before."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -127,5 +125,5 @@ def test_a_temporary_folder_in_which_ray_has_no_place_is_refused_before_a_run_be
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
     assert run(["generate", "--engine", "fake", *arguments]) == 2
-    assert f"and Ray can use at most {room}" in capsys.readouterr().err
+    assert f"the limit for Ray is {room}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import threading
 from pipelines.cluster.terminal import own_groups
 
 
-def test_rays_processes_lead_groups_of_their_own_and_nobody_elses():
+def test_ray_processes_get_their_own_group():
     def group_of_a_child():
         command = [sys.executable, "-c", "import os; print(os.getpgid(0) == os.getpid())"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=lambda: None)
@@ -26,7 +26,7 @@ def test_rays_processes_lead_groups_of_their_own_and_nobody_elses():
     assert group_of_a_child() == "False"
 
 
-def test_ray_still_starts_its_processes_in_our_group_and_by_a_fork():
+def test_ray_starts_processes_by_fork_in_our_group():
     """Once the first fails, `own_groups` can go; where the second does, it does nothing."""
     from ray._private.services import start_ray_process
 
@@ -36,7 +36,7 @@ def test_ray_still_starts_its_processes_in_our_group_and_by_a_fork():
     assert "preexec_fn=preexec_fn if" in source
 
 
-def test_what_ray_prints_goes_to_standard_error():
+def test_ray_prints_to_standard_error():
     """Left alone it prints on standard output. In a process of its own: it is patched for good."""
     code = """if True:
         from ray._private import worker

@@ -31,7 +31,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_ray_that_is_started_here_gets_a_token_that_nobody_else_can_read(home):
+def test_local_ray_gets_a_private_token(home):
     token.prepare_to_start()
     file = home / ".ray" / "auth_token"
     assert len(file.read_text()) == 64
@@ -43,7 +43,7 @@ def test_a_ray_that_is_started_here_gets_a_token_that_nobody_else_can_read(home)
 
 
 @pytest.mark.parametrize("prepare", [token.prepare_to_start, token.prepare_to_join])
-def test_a_token_that_ray_left_open_is_closed(home, prepare, caplog):
+def test_readable_token_is_made_private(home, prepare, caplog):
     file = home / ".ray" / "auth_token"
     file.parent.mkdir()
     file.write_text("t" * 64)
@@ -54,7 +54,7 @@ def test_a_token_that_ray_left_open_is_closed(home, prepare, caplog):
 
 
 @pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_of_the_users_is_taken(home, monkeypatch, variable):
+def test_token_variables_are_used(home, monkeypatch, variable):
     monkeypatch.setenv(variable, "theirs")
     token.prepare_to_start()
     assert not (home / ".ray").exists()
@@ -63,13 +63,13 @@ def test_a_token_of_the_users_is_taken(home, monkeypatch, variable):
 
 
 @pytest.mark.parametrize(("word", "left"), [("", None), ("tokn", None), ("Token", "Token")])
-def test_a_word_that_ray_would_take_for_none_is_not_one(monkeypatch, word, left):
+def test_misspelled_auth_mode_does_not_disable_tokens(monkeypatch, word, left):
     monkeypatch.setenv("RAY_AUTH_MODE", word)
     token.prepare_to_start()
     assert os.environ.get("RAY_AUTH_MODE") == left
 
 
-def test_who_wants_no_token_gets_none(home, monkeypatch):
+def test_disabled_token(home, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     token.prepare_to_start()
     token.prepare_to_join()
@@ -78,13 +78,13 @@ def test_who_wants_no_token_gets_none(home, monkeypatch):
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
-def test_a_home_that_cannot_be_written_is_said(home):
+def test_unwritable_home_is_refused(home):
     (home / ".ray").touch()
     with pytest.raises(ConfigError, match=r"Ray's token .*auth_token: cannot be written(.|\n)*RAY_AUTH_TOKEN"):
         token.prepare_to_start()
 
 
-def test_without_a_token_none_is_presented():
+def test_join_without_token():
     token.prepare_to_join()
     assert "RAY_AUTH_MODE" not in os.environ
 
@@ -125,31 +125,31 @@ def cluster(monkeypatch):
         server.stop(None)
 
 
-def test_a_cluster_that_asks_for_no_token_is_refused(cluster):
+def test_cluster_without_token_is_refused(cluster):
     address = cluster("open")
     with pytest.raises(ConfigError, match=rf"{address} requires no token(.|\n)*MODE=token(.|\n)*MODE=disabled"):
         token.require_token()
 
 
-def test_a_cluster_that_asks_for_one_is_taken(cluster):
+def test_cluster_with_token_is_accepted(cluster):
     cluster("closed")
     token.require_token()
 
 
-def test_a_cluster_that_does_not_say_is_refused(cluster):
+def test_cluster_with_unknown_answer_is_refused(cluster):
     cluster("unknown")
-    with pytest.raises(CapacityError, match="does not say whether it asks for a token: UNIMPLEMENTED"):
+    with pytest.raises(CapacityError, match=r"cannot determine whether the Ray cluster .* UNIMPLEMENTED"):
         token.require_token()
 
 
-def test_a_cluster_behind_rays_tls_lets_nobody_ask(monkeypatch):
+def test_cluster_with_tls_is_accepted(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
     token.require_token()
 
 
-def test_the_call_is_one_of_rays():
+def test_token_check_uses_an_existing_call():
     from ray.core.generated import gcs_service_pb2
 
     service, _, method = token._CALL.removeprefix("/ray.rpc.").partition("/")

@@ -25,7 +25,7 @@ def part():
     process.wait()
 
 
-def test_the_main_thread_is_told_what_died_and_what_was_lost(part):
+def test_dead_part_raises_in_main_thread(part):
     watched, kill = part
     threading.Timer(0.3, kill).start()
     began = time.monotonic()
@@ -40,7 +40,7 @@ def test_the_main_thread_is_told_what_died_and_what_was_lost(part):
     assert caught.value.exit_code == EngineError.exit_code == 1
 
 
-def test_an_error_that_ray_raises_meanwhile_is_said_by_its_cause(part):
+def test_ray_error_becomes_its_cause(part):
     watched, kill = part
 
     def fail():
@@ -52,7 +52,7 @@ def test_an_error_that_ray_raises_meanwhile_is_said_by_its_cause(part):
         fail()
 
 
-def test_nothing_happens_to_a_command_that_ends_by_itself(part):
+def test_other_errors_pass_through(part):
     watched, kill = part
     with pytest.raises(ValueError, match="its own"), Vitals([watched], "").watching():
         raise ValueError("its own")
@@ -60,7 +60,7 @@ def test_nothing_happens_to_a_command_that_ends_by_itself(part):
     time.sleep(1)
 
 
-def test_a_main_thread_that_hangs_is_ended(tmp_path):
+def test_blocked_main_thread_is_killed(tmp_path):
     """A call into a dead Ray may never return: here one that lets no signal through."""
     script = """
 import signal, time
@@ -76,7 +76,7 @@ with vitals.Vitals([part], "It is safe to run the same command again").watching(
     assert "Ray's control service died\n  It is safe to run the same command again" in found.stdout
 
 
-def test_a_joined_cluster_may_be_away_for_a_while(monkeypatch, capfd):
+def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         part = vitals._reachable("control service", f"127.0.0.1:{port}", patience_s=55)

@@ -57,7 +57,7 @@ def test_loopback_needs_no_keys(tmp_path, host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_other_addresses_need_keys(tmp_path, host):
+def test_public_address_needs_keys(tmp_path, host):
     with pytest.raises(ConfigError, match="without API keys"):
         settings(tmp_path, host=host)
 

@@ -219,7 +219,7 @@ def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
     config = training(write_jsonl, target=str(speaking_target), output=tmp_path / "out", device=asked, workers=2)
-    with pytest.raises(PeagleError, match="the workers stopped: not here"):
+    with pytest.raises(PeagleError, match="the workers failed: not here"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
 
