@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from peagle import hardware
-from peagle.engine_options import EngineKeys, ResolvedEngine, resolve_engine
+from peagle.engine_options import EngineOptions, ResolvedEngine, resolve_engine
 from peagle.humaneval import read_humaneval
 from peagle.requests.tokenizer import load_tokenizer
 
@@ -161,7 +161,7 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 def resolve(options: argparse.Namespace, max_num_seqs: int) -> ResolvedEngine:
     """The engine of all systems."""
-    keys = EngineKeys(
+    keys = EngineOptions(
         model=options.model,
         drafter=options.drafter,
         num_speculative_tokens=_k(options),

@@ -9,7 +9,7 @@ from jobs.output import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.engine.keys import TARGET_SIZES
-from peagle.requests.prompts import PromptKeys
+from peagle.requests.prompts import PromptOptions
 
 HELP = """\
 Measure methods of speculation x K x concurrency on one target, in vLLM: output tokens/s with spread, per user,
@@ -32,7 +32,7 @@ _GROUPS = {
     ],
     "target": ["model", "precision", "kv_cache_precision", "load_format", "synthetic_acceptance"],
     "data and results": ["dataset", "limit", "requests_per_slot", "output"],
-    "prompts": list(PromptKeys.model_fields),
+    "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
     "price": list(PRICE_OPTIONS),

@@ -12,7 +12,7 @@ from peagle.plain_json import to_json
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from peagle.engine_options import Settled
+    from peagle.engine_options import ResolvedDefaults
 
 HELP = """\
 Print each key of a bulk run or an endpoint with its value and its origin: a flag, the environment, the YAML, a profile,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {name: {"value": _plain(value), "from": origin} for name, (value, origin) in rows.items()}
 
 
-def _resolved_defaults(config: "BaseModel") -> "Settled":
+def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     """Return the values that the command would choose for keys left open; raises what the command would raise."""
     from pipelines.batch.config import GenerateConfig
 
@@ -64,7 +64,7 @@ def _resolved_defaults(config: "BaseModel") -> "Settled":
     return settled_endpoint(config)
 
 
-def _show(rows: "Settled") -> None:
+def _show(rows: "ResolvedDefaults") -> None:
     texts = {name: _text(value) for name, (value, _) in rows.items()}
     name_width = max(map(len, rows))
     value_width = min(max(map(len, texts.values())), 44)

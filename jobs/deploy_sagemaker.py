@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs import flags
 from jobs.output import say
-from peagle.deploy.sagemaker import SageMakerKeys, known_offer, make_requests, preset
+from peagle.deploy.sagemaker import SageMakerOptions, known_offer, make_requests, preset
 from peagle.economics.report.figures import format_duration, format_usd
 from peagle.errors import ConfigError
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--down", metavar="NAME", help="delete the endpoint of that name instead, with its configuration and its model"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the requests, and send none")
-    flags.add_flags(parser, SageMakerKeys, _GROUPS)
+    flags.add_flags(parser, SageMakerOptions, _GROUPS)
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -48,7 +48,7 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.catalog.cards import load_catalog
     from peagle.deploy.sagemaker_api import SageMaker
 
-    keys, card = flags.load(SageMakerKeys, args), load_catalog().get(args.model)
+    keys, card = flags.load(SageMakerOptions, args), load_catalog().get(args.model)
     found = preset(
         card,
         instance_type=keys.instance_type,

@@ -8,7 +8,7 @@ from jobs import flags
 from jobs.output import listener, say
 from peagle.bench.config import EvaluateConfig
 from peagle.engine.keys import TARGET_SIZES
-from peagle.requests.prompts import PromptKeys
+from peagle.requests.prompts import PromptOptions
 
 HELP = """\
 Measure drafters in vLLM: acceptance length by K, acceptance by position and by category, drafted and accepted tokens
@@ -25,7 +25,7 @@ Ctrl-C and SIGTERM leave the report of what is finished.
 _GROUPS = {
     "target and drafters": ["model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"],
     "data and results": ["dataset", "category_column", "limit", "output"],
-    "prompts": list(PromptKeys.model_fields),
+    "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": ["concurrency", *TARGET_SIZES],
 }

@@ -21,7 +21,7 @@ from jobs import removed
 from jobs.output import is_unicode
 from peagle.errors import ConfigError, did_you_mean
 from peagle.ports import is_service_link
-from peagle.storage import Place
+from peagle.storage import StoragePath
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -136,7 +136,7 @@ def _validate(model: type[Model], values: Mapping[str, Any], variables: Mapping[
         raise ConfigError("\n  ".join(_explain(e, variables) for e in error.errors())) from None
 
 
-_METAVARS = {int: "N", float: "X", Path: "PATH", Place: "PATH", str: "TEXT"}
+_METAVARS = {int: "N", float: "X", Path: "PATH", StoragePath: "PATH", str: "TEXT"}
 
 
 class _Loader(yaml.SafeLoader):

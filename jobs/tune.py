@@ -8,7 +8,7 @@ from jobs import flags
 from jobs.output import listener, say
 from peagle.economics.price_options import PRICE_OPTIONS
 from peagle.engine.keys import TARGET_SIZES
-from peagle.requests.prompts import PromptKeys
+from peagle.requests.prompts import PromptOptions
 from peagle.tuning.config import TuneConfig
 
 HELP = """\
@@ -32,7 +32,7 @@ _GROUPS = {
     ],
     "target": ["model", "kv_cache_precision"],
     "data and results": ["dataset", "limit", "waves", "output"],
-    "prompts": list(PromptKeys.model_fields),
+    "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
     "engine": list(TARGET_SIZES),
     "price": list(PRICE_OPTIONS),

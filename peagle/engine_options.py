@@ -16,7 +16,7 @@ from peagle.catalog.targets import NO_COMMITS, ResolvedModel, precision_for, res
 from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import TARGET_SIZES, TargetKeys, drafter_with, lookup_note, spec_fields, widest_head
+from peagle.engine.keys import TARGET_SIZES, TargetOptions, drafter_with, lookup_note, spec_fields, widest_head
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes, footprint_from_config
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DrafterSpec, EngineSpec
@@ -39,7 +39,7 @@ FAKE_MODEL = ResolvedModel(
 )
 
 
-class EngineKeys(TargetKeys):
+class EngineOptions(TargetOptions):
     """The engine options of commands that run engines."""
 
     profile: Path | None = Field(
@@ -174,7 +174,7 @@ def _alike(profile: Profile) -> list[MeasuredCell]:
 
 
 def resolve_engine(
-    keys: EngineKeys,
+    keys: EngineOptions,
     hardware: Hardware,
     *,
     num_engines_on_node: int,
@@ -209,7 +209,7 @@ def resolve_engine(
     return replace(engine, spec=replace(spec, model=_reference(keys.model, model)))
 
 
-def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
+def compose_fake_engine(keys: EngineOptions, hardware: Hardware) -> ResolvedEngine:
     """Return the fake engine: without a model, and with a pretended drafter if K is given.
 
     Raises:
@@ -226,7 +226,7 @@ def compose_fake_engine(keys: EngineKeys, hardware: Hardware) -> ResolvedEngine:
 
 
 def compose_engine(
-    keys: EngineKeys, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
+    keys: EngineOptions, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
     """Return the engine of a resolved model and drafter.
 
@@ -263,11 +263,13 @@ def compose_engine(
     return ResolvedEngine(spec=spec, precision=precision, model=model, drafter=drafter, profile=profile)
 
 
-Settled = dict[str, tuple[Any, str]]
+ResolvedDefaults = dict[str, tuple[Any, str]]
 """Values by key, each with its source."""
 
 
-def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool) -> Settled:
+def resolve_defaults(
+    keys: EngineOptions, engine: ResolvedEngine, hardware: Hardware, *, is_here: bool
+) -> ResolvedDefaults:
     """Return values for options that are not set, from the catalog, the model and the machine.
 
     Args:
@@ -276,7 +278,7 @@ def settled_keys(keys: EngineKeys, engine: ResolvedEngine, hardware: Hardware, *
     spec, drafter = engine.spec, engine.drafter
     machine = f"{'detected' if is_here else 'price table'}: {hardware.describe()}"
     k = spec.drafter.num_speculative_tokens if spec.drafter else None
-    values: Settled = {
+    values: ResolvedDefaults = {
         "drafter": (drafter.name or NONE, f"catalog: {drafter.note}"),
         "num_speculative_tokens": (k, "the drafter's" if k else "no drafter"),
         "precision": (spec.precision, machine),

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from peagle.catalog.folders import peagle_home
-from peagle.storage import place, s3_client
+from peagle.storage import s3_client, storage_path
 
 # Tests say what they use; what the shell of whoever runs them has set must not change them.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
@@ -124,7 +124,7 @@ def root(request, tmp_path):
     """Where a run may lie: a folder on a disk, and one in a store."""
     if request.param == "s3":
         request.getfixturevalue("s3")
-        return place("s3://bucket/some/run")
+        return storage_path("s3://bucket/some/run")
     return tmp_path / "run"
 
 

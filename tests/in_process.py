@@ -22,7 +22,7 @@ from peagle.economics.usage import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online import ingress as module
 from pipelines.online.batches.settings import BatchModel, BatchSettings
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import new_key, write_keys
@@ -160,7 +160,7 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         patch.setattr(module, "Runner", NoRunner)
         patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
         config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
-        engine = FakeServeEngine(ServedModelKeys(engine="fake"), config)
+        engine = FakeServeEngine(ServedModelOptions(engine="fake"), config)
         handles, batches = {"m": Handle(engine, account)}, _batches(folder, model)
         ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
         app = module.make_app(settings)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 
 def upload(folder: Path, name: str, **replaced: bytes) -> None:
     """Put a folder's files into the bucket under `name`, some with other contents."""
     for file in folder.iterdir():
-        write_atomic(place(f"s3://bucket/{name}") / file.name, replaced.get(file.name, file.read_bytes()))
+        write_atomic(storage_path(f"s3://bucket/{name}") / file.name, replaced.get(file.name, file.read_bytes()))

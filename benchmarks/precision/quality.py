@@ -30,7 +30,7 @@ from peagle import hardware
 from peagle.bench.engine import with_engine
 from peagle.engine.interface import Engine
 from peagle.engine.vllm import start_engine
-from peagle.engine_options import EngineKeys, ResolvedEngine, resolve_engine
+from peagle.engine_options import EngineOptions, ResolvedEngine, resolve_engine
 from peagle.files import write_json
 from peagle.humaneval import PROMPT_TEMPLATE, read_humaneval
 from peagle.plain_json import from_json
@@ -133,7 +133,7 @@ class Measurement:
         return found
 
     def _resolve(self, precision: str, drafter: str) -> ResolvedEngine:
-        keys = EngineKeys(
+        keys = EngineOptions(
             model=self._options.model,
             precision=precision,
             drafter=drafter,

@@ -1,7 +1,7 @@
 """Options of the measuring commands, the same in YAML and on the command line.
 
-All commands share `MeasurementKeys` (target, data, sampling, engine) and add the options that they vary. Descriptions
-are the help texts of the flags.
+All commands share `MeasurementOptions` (target, data, sampling, engine) and add the options that they vary.
+Descriptions are the help texts of the flags.
 
 Synthetic acceptance, by method and K; the most specific entry wins:
 
@@ -24,13 +24,13 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from peagle.catalog.drafters import find_on_cards
 from peagle.economics.price_options import PriceOptions
-from peagle.engine.keys import TargetKeys
+from peagle.engine.keys import TargetOptions
 from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
 from peagle.errors import ConfigError
 from peagle.humaneval import HUMANEVAL
 from peagle.pairs import parse_pairs
 from peagle.profiles.measurements import METHODS, NONE
-from peagle.requests.prompts import PromptKeys
+from peagle.requests.prompts import PromptOptions
 from peagle.storage import on_disk
 
 Key = tuple[str | None, int | None]  # method, K; None is any
@@ -125,7 +125,7 @@ MAX_K = 32
 MAX_CONCURRENCY = 4096
 
 
-class MeasurementKeys(PromptKeys, TargetKeys):
+class MeasurementOptions(PromptOptions, TargetOptions):
     dataset: str = Field(HUMANEVAL, description="humaneval, or a corpus of prompts in any format that generate reads")
     limit: int | None = Field(None, ge=1, description="maximum number of rows; default: all")
     output: Path | None = Field(None, description="folder for results; an existing measurement is resumed")
@@ -139,7 +139,7 @@ class MeasurementKeys(PromptKeys, TargetKeys):
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
 
-class DraftingKeys(BaseModel):
+class DraftingOptions(BaseModel):
     """Methods of speculation, their heads and K."""
 
     methods: list[str]
@@ -184,7 +184,7 @@ class DraftingKeys(BaseModel):
         return parse_pairs(self.drafter)
 
 
-class BenchConfig(PriceOptions, MeasurementKeys, DraftingKeys):
+class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     methods: list[str] = Field(
         default_factory=lambda: [NONE, "peagle"],
         min_length=1,
@@ -267,7 +267,7 @@ class BenchConfig(PriceOptions, MeasurementKeys, DraftingKeys):
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
 
 
-class EvaluateConfig(MeasurementKeys):
+class EvaluateConfig(MeasurementOptions):
     drafter: list[str] = Field(
         default_factory=lambda: ["auto"],
         min_length=1,
@@ -305,12 +305,12 @@ class EvaluateConfig(MeasurementKeys):
         return None if value is None else whole_numbers(value, "K", MAX_K)
 
 
-def as_benchmark(config: MeasurementKeys, **own: Any) -> BenchConfig:
+def as_benchmark(config: MeasurementOptions, **own: Any) -> BenchConfig:
     """Return the benchmark that performs the measurement of another command.
 
     Copies only options that the user set, because a price that the user requests must be known.
     """
-    shared = {*PriceOptions.model_fields, *MeasurementKeys.model_fields} - {"output"}
+    shared = {*PriceOptions.model_fields, *MeasurementOptions.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from peagle.bench.config import MeasurementKeys
+from peagle.bench.config import MeasurementOptions
 from peagle.bench.engine import MeasurementListener, PeakMemory, Start, memory_reader, run_loop, with_engine
 from peagle.bench.folder import MeasurementFolder, default_folder
 from peagle.bench.plan import BenchPlan, Pass, Setup
@@ -101,7 +101,7 @@ class Measurement(ABC):
 
     @classmethod
     def prepare(
-        cls, config: MeasurementKeys, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
+        cls, config: MeasurementOptions, listener: MeasurementListener, start: Start, tokenizer_of: TokenizerOf
     ) -> Self:
         """Plan everything, open the folder, and print the plan, without starting an engine."""
         rows = read_dataset(config)

@@ -16,7 +16,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
 
-from peagle.bench.config import BenchConfig, MeasurementKeys, parse_synthetic, rates_for
+from peagle.bench.config import BenchConfig, MeasurementOptions, parse_synthetic, rates_for
 from peagle.bench.folder import digest
 from peagle.bench.prompts import Dataset
 from peagle.catalog.drafters import ResolvedDrafter, resolve_drafter
@@ -54,7 +54,7 @@ class Setup:
 
 
 def target_spec(
-    config: MeasurementKeys,
+    config: MeasurementOptions,
     model: ResolvedModel,
     hardware: Hardware,
     *,

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.config import MeasurementKeys
+from peagle.bench.config import MeasurementOptions
 from peagle.corpus.rows import Row
 from peagle.corpus.scan import find, read_all
 from peagle.corpus.text import is_batch
@@ -50,7 +50,7 @@ class Dataset:
         return identity
 
 
-def read_dataset(config: MeasurementKeys) -> list[Row]:
+def read_dataset(config: MeasurementOptions) -> list[Row]:
     rows = list(islice(_rows(config.dataset), config.limit))
     if not rows:
         raise InputError(f"dataset {config.dataset}: has no rows")
@@ -58,7 +58,7 @@ def read_dataset(config: MeasurementKeys) -> list[Row]:
 
 
 def build_dataset(
-    config: MeasurementKeys,
+    config: MeasurementOptions,
     rows: Sequence[Row],
     tokenizer: Tokenizer,
     max_model_len: int,

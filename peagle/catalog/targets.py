@@ -21,7 +21,7 @@ from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.int8 import require_convertible
 from peagle.engine.checkpoint import published_kv_cache, published_method, require_computable
-from peagle.engine.keys import TargetKeys, extra_arguments, widest_head
+from peagle.engine.keys import TargetOptions, extra_arguments, widest_head
 from peagle.engine.precision import Precision, resolve_precision
 from peagle.errors import CatalogError, ConfigError
 from peagle.hardware import Hardware
@@ -248,7 +248,7 @@ def _hub_model(
     return ResolvedModel(name=name, path=model_id, card=card, fingerprint=fingerprint, config=config, revision=revision)
 
 
-def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) -> Precision:
+def precision_for(keys: TargetOptions, model: ResolvedModel, hardware: Hardware) -> Precision:
     """Return the precision of a target's weights and KV cache on this hardware."""
     require_computable(model.config, hardware)
     precision = resolve_precision(
@@ -265,7 +265,9 @@ def precision_for(keys: TargetKeys, model: ResolvedModel, hardware: Hardware) ->
     return precision
 
 
-def target_fields(keys: TargetKeys, model: ResolvedModel, hardware: Hardware, precision: Precision) -> dict[str, Any]:
+def target_fields(
+    keys: TargetOptions, model: ResolvedModel, hardware: Hardware, precision: Precision
+) -> dict[str, Any]:
     """Return the fields of an `EngineSpec` that all commands share."""
     same = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
     return {

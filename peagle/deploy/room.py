@@ -8,7 +8,7 @@ from dataclasses import replace
 from peagle.catalog.cards import load_catalog
 from peagle.economics.machines import hardware_of
 from peagle.economics.prices import Offer
-from peagle.engine.keys import TargetKeys
+from peagle.engine.keys import TargetOptions
 from peagle.engine.memory import Footprint, check_capacity, checkpoint_bytes
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CapacityError
@@ -17,7 +17,7 @@ _GIB = 1024**3
 _HINT = "name a larger instance type; `peagle models {}` shows its memory"
 
 
-def require_room(offer: Offer, keys: TargetKeys, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
+def require_room(offer: Offer, keys: TargetOptions, *, pipeline_parallel_size: int = 1, num_nodes: int = 1) -> None:
     """Refuse a machine that clearly cannot hold a model of the catalog.
 
     Passes if the model has no card, or the machine's accelerator or memory is unknown.

@@ -16,7 +16,7 @@ from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
 from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
 from peagle.deploy.room import require_room
 from peagle.economics.prices import Offer, PriceTable
-from peagle.engine.keys import TargetKeys
+from peagle.engine.keys import TargetOptions
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
 from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
@@ -136,7 +136,7 @@ _FORMS = {
 }
 
 
-class SageMakerKeys(BaseModel):
+class SageMakerOptions(BaseModel):
     """The keys of `peagle deploy sagemaker`. A description is the help of its flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -196,7 +196,7 @@ class Requests:
         return asdict(self)
 
 
-def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Requests:
+def make_requests(card: ModelCard, keys: SageMakerOptions, found: Preset) -> Requests:
     """Return the requests for a model with its preset.
 
     Raises:
@@ -206,7 +206,7 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
     """
     offer, size = known_offer(keys), str(vllm_arguments(keys.variables).get("tensor_parallel_size", 1))
     if offer is not None and size.isdecimal():
-        target = TargetKeys.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
+        target = TargetOptions.model_validate({"model": card.name, "tensor_parallel_size": max(1, int(size))})
         require_room(offer, target)
     name = keys.name or _INVALID_IN_NAME.sub("-", card.name)[:_MAX_NAME_LENGTH].strip("-")
     usd_per_hour, price = _price(keys)
@@ -246,12 +246,12 @@ def make_requests(card: ModelCard, keys: SageMakerKeys, found: Preset) -> Reques
     )
 
 
-def known_offer(keys: SageMakerKeys) -> Offer | None:
+def known_offer(keys: SageMakerOptions) -> Offer | None:
     """Return EC2's offer of the instance type, or None if it is not in the price table."""
     return PriceTable.load().offer(keys.instance_type.removeprefix("ml."))
 
 
-def _price(keys: SageMakerKeys) -> tuple[float, str]:
+def _price(keys: SageMakerOptions) -> tuple[float, str]:
     """Return US dollars per instance and hour, and the source of the price."""
     if keys.usd_per_hour is not None:
         return keys.usd_per_hour, "as stated"
@@ -265,7 +265,7 @@ def _price(keys: SageMakerKeys) -> tuple[float, str]:
     return found.usd_per_hour, f"EC2's price of {found.instance_type}, {found.as_of}; SageMaker's own may be higher"
 
 
-def _variables(keys: SageMakerKeys, found: Preset, usd_per_hour: float) -> dict[str, str]:
+def _variables(keys: SageMakerOptions, found: Preset, usd_per_hour: float) -> dict[str, str]:
     variables = {
         "PEAGLE_SAGEMAKER": "true",
         "PEAGLE_USD_PER_HOUR": f"{usd_per_hour:g}",

@@ -24,7 +24,7 @@ from peagle.drafter.target import Target
 from peagle.errors import ConfigError, InputError, did_you_mean
 from peagle.requests.openai import parse_body
 from peagle.runs.directory import unit_files
-from peagle.storage import place
+from peagle.storage import storage_path
 
 MESSAGES = "messages"
 PROMPT = "prompt"  # always this name: the source's may conflict with a column of the run, such as `response`
@@ -66,7 +66,7 @@ def read_responses(source: str | Path) -> Iterator[Row]:
 
 def source_files(source: str | Path) -> list[SourceFile]:
     try:
-        units = unit_files(place(str(source)))
+        units = unit_files(storage_path(str(source)))
     except ConfigError:
         units = {}  # not a run directory: for example a whole bucket
     if units:

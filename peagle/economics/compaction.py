@@ -29,7 +29,7 @@ from peagle.economics.ledger import (
     sessions_of,
 )
 from peagle.economics.usage import EngineSession, RequestUsage
-from peagle.storage import Place, remove, write_atomic
+from peagle.storage import StoragePath, remove, write_atomic
 
 _ENDED_S = 3600.0
 _SILENT_S = 86_400.0
@@ -42,7 +42,7 @@ class Compacted:
     num_after: int
 
 
-def compact(ledger: Place, now: float) -> Compacted:
+def compact(ledger: StoragePath, now: float) -> Compacted:
     """Merge the small files of a ledger.
 
     Raises:
@@ -58,14 +58,14 @@ def compact(ledger: Place, now: float) -> Compacted:
     return Compacted(num_before=num_before, num_after=_num_files(ledger))
 
 
-def _num_files(ledger: Place) -> int:
+def _num_files(ledger: StoragePath) -> int:
     return sum(len(listed(ledger, kind)) for kind in (REQUESTS, BEATS, "session"))
 
 
 # --- lines
 
 
-def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
+def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
     files = files_of(ledger, kind)
     _remove_leftovers(ledger, files)
     there = placed(files)
@@ -92,7 +92,7 @@ def _compact_lines(ledger: Place, kind: str, sessions: dict[str, EngineSession],
             remove(path)
 
 
-def _write_merged(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
+def _write_merged(ledger: StoragePath, kind: str, group: list[Segment]) -> tuple[str, list[int]]:
     """Write the merged file of these segments.
 
     Returns:
@@ -108,7 +108,7 @@ def _write_merged(ledger: Place, kind: str, group: list[Segment]) -> tuple[str, 
     return name, [len(part) for part in parts]
 
 
-def _remove_leftovers(ledger: Place, files: Files) -> None:
+def _remove_leftovers(ledger: StoragePath, files: Files) -> None:
     for orphan in files.orphans:
         if not (ledger / (orphan.name + INDEX)).exists():  # the listing may have missed it
             remove(orphan)
@@ -150,7 +150,7 @@ def _is_over(session: EngineSession, now: float) -> bool:
 # --- sessions
 
 
-def _compact_sessions(ledger: Place, now: float) -> None:
+def _compact_sessions(ledger: StoragePath, now: float) -> None:
     before = {path: path.read_bytes() for path in session_files(ledger)}
     found = {path: sessions_of(path) for path in before}
     over = [path for path, sessions in found.items() if all(_is_over(session, now) for session in sessions)]

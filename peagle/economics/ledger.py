@@ -37,7 +37,7 @@ from peagle.economics.usage import (
 from peagle.errors import PeagleError
 from peagle.files import append_line, make_folder
 from peagle.parquet_table import read_table
-from peagle.storage import Place, open_to_read, place, write_atomic, write_once
+from peagle.storage import StoragePath, open_to_read, storage_path, write_atomic, write_once
 
 T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"
@@ -57,7 +57,7 @@ class Segment:
     """
 
     name: str
-    path: Place
+    path: StoragePath
     begin: int = 0
     size: int | None = None
 
@@ -105,12 +105,12 @@ class Segment:
 class Files:
     """The files of one kind."""
 
-    own: dict[str, Place] = field(default_factory=dict)
-    merged: dict[Place, list[Segment]] = field(default_factory=dict)
-    orphans: list[Place] = field(default_factory=list)
+    own: dict[str, StoragePath] = field(default_factory=dict)
+    merged: dict[StoragePath, list[Segment]] = field(default_factory=dict)
+    orphans: list[StoragePath] = field(default_factory=list)
 
 
-def segments(folder: Place, kind: str) -> list[Segment]:
+def segments(folder: StoragePath, kind: str) -> list[Segment]:
     """Return all segments of a ledger, sorted by name.
 
     Raises:
@@ -128,7 +128,7 @@ def retry_if_moved(read: Callable[[], T]) -> T:
     return read()
 
 
-def files_of(folder: Place, kind: str) -> Files:
+def files_of(folder: StoragePath, kind: str) -> Files:
     """Return the files of a kind.
 
     Raises:
@@ -170,13 +170,13 @@ def placed(files: Files) -> dict[str, Segment]:
     return dict(sorted(found.items()))
 
 
-def continues_segment(path: Place, merged: Segment) -> bool:
+def continues_segment(path: StoragePath, merged: Segment) -> bool:
     """Return whether a process's own file starts with the merged segment."""
     size = merged.size_now()
     return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
 
 
-def segment_of(folder: Place, name: str) -> Segment | None:
+def segment_of(folder: StoragePath, name: str) -> Segment | None:
     """Return a segment by name, from the process's own file if it exists.
 
     Raises:
@@ -194,7 +194,7 @@ def index_bytes(members: list[tuple[str, int]]) -> bytes:
     return json.dumps({"version": 1, "members": members}).encode()
 
 
-def listed(folder: Place, kind: str) -> dict[str, Place]:
+def listed(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
     """Return a consistent listing of the files of a kind.
 
     A listing during compaction may miss both a new file and the old one that it replaces, so it is repeated until two
@@ -209,7 +209,7 @@ def listed(folder: Place, kind: str) -> dict[str, Place]:
     return dict(sorted(there.items()))
 
 
-def _members(index: str, path: Place) -> list[Segment]:
+def _members(index: str, path: StoragePath) -> list[Segment]:
     return [Segment(name, path, begin, size) for name, begin, size in _read_index(index)]
 
 
@@ -217,7 +217,7 @@ def _members(index: str, path: Place) -> list[Segment]:
 def _read_index(index: str) -> list[tuple[str, int, int]]:
     found, begin = [], 0
     try:
-        for name, size in json.loads(place(index).read_bytes())["members"]:
+        for name, size in json.loads(storage_path(index).read_bytes())["members"]:
             found.append((str(name), begin, int(size)))
             begin += int(size)
     except (ValueError, TypeError, KeyError) as error:
@@ -232,7 +232,7 @@ _CLOCKS_S = 60.0  # tolerated difference between the clocks of two machines
 _log = logging.getLogger(__name__)
 
 
-def write_session(folder: Place, session: EngineSession) -> None:
+def write_session(folder: StoragePath, session: EngineSession) -> None:
     """Write the heartbeat of an engine process, replacing the previous one."""
     write_atomic(folder / f"session-{session.session_id}.parquet", sessions_bytes([session]))
 
@@ -245,12 +245,12 @@ def sessions_bytes(sessions: Iterable[EngineSession]) -> bytes:
     return sink.getvalue()
 
 
-def read_sessions(folder: Place) -> list[EngineSession]:
+def read_sessions(folder: StoragePath) -> list[EngineSession]:
     """Return the latest heartbeat of every engine process."""
     return retry_if_moved(lambda: latest(session for path in session_files(folder) for session in sessions_of(path)))
 
 
-def session_files(folder: Place) -> list[Place]:
+def session_files(folder: StoragePath) -> list[StoragePath]:
     return [path for name, path in listed(folder, "session").items() if name.endswith(".parquet")]
 
 
@@ -264,7 +264,7 @@ def latest(sessions: Iterable[EngineSession]) -> list[EngineSession]:
     return list(found.values())
 
 
-def sessions_of(path: Place) -> list[EngineSession]:
+def sessions_of(path: StoragePath) -> list[EngineSession]:
     import pyarrow as pa
 
     data = path.read_bytes()
@@ -315,7 +315,7 @@ class SessionReader:
         ]
 
 
-def session_at_time(folder: Place, session: EngineSession, moment: float) -> EngineSession:
+def session_at_time(folder: StoragePath, session: EngineSession, moment: float) -> EngineSession:
     """Return a session at a Unix time in its life, interpolated between heartbeats."""
     beats = segment_of(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
@@ -342,7 +342,7 @@ def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, 
     return earlier, later
 
 
-def _beat_from(path: Place, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
+def _beat_from(path: StoragePath, file: BinaryIO, position: int) -> tuple[int, int, EngineSession | None]:
     """Return start, end and value of the first valid heartbeat at or after a byte offset."""
     file.seek(max(0, position - 1))
     if position:
@@ -406,7 +406,7 @@ def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
         return [line for line in file.read().split(b"\n")[:-1] if text in line]
 
 
-def readable(path: Place, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
+def readable(path: StoragePath, lines: Iterable[bytes], read: Callable[[bytes], T]) -> Iterator[T]:
     """Yield the valid records of these lines; log and skip invalid ones."""
     for line in lines:
         try:

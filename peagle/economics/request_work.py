@@ -13,7 +13,7 @@ from peagle.economics.ledger import REQUESTS, Segment, readable, segments
 from peagle.economics.spending import DAY_S, SpendingGroup, day_of
 from peagle.economics.tags import NO_TAGS, tags_from_text
 from peagle.economics.usage import VERSION, RequestUsage, Work
-from peagle.storage import Place, open_to_read
+from peagle.storage import StoragePath, open_to_read
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,7 +24,7 @@ _COUNTS = ("num_rows", "num_failed_rows", "num_prompt_tokens", "num_cached_token
 _SUMMED = ("num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # as `Work` names them
 
 
-def read_work(folder: Place) -> Mapping[SpendingGroup, Work]:
+def read_work(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
     """Return the work of all requests and batches of a ledger.
 
     Raises:
@@ -39,7 +39,7 @@ def read_work(folder: Place) -> Mapping[SpendingGroup, Work]:
 class WorkReader:
     """Reads the work in a live ledger, each line once."""
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
         self._read_bytes: defaultdict[str, int] = defaultdict(int)
 
@@ -101,7 +101,7 @@ def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
             yield lines + end
 
 
-def _work_in(path: Place, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
+def _work_in(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
     import pyarrow as pa
 
     try:

@@ -157,7 +157,7 @@ class RowEngine(Protocol):
         """Run one request to its end.
 
         Args:
-            sampling: keys of `peagle.requests.sampling.SamplingKeys`; all but `temperature` and `max_tokens` have
+            sampling: keys of `peagle.requests.sampling.SamplingOptions`; all but `temperature` and `max_tokens` have
                 defaults.
 
         Raises:

@@ -25,7 +25,7 @@ DraftLookup = Literal["auto", "on", "off"]
 _LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
-class TargetKeys(BaseModel):
+class TargetOptions(BaseModel):
     """The engine options that all commands share. A description is the help text of its flag."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -78,7 +78,7 @@ class TargetKeys(BaseModel):
 
 
 TARGET_SIZES = tuple(
-    name for name in TargetKeys.model_fields if name not in ("model", "precision", "kv_cache_precision")
+    name for name in TargetOptions.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
 DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup")
 # Fields of an EngineSpec without an option; benchmarks set them.
@@ -106,7 +106,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def extra_arguments(
-    keys: TargetKeys, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
+    keys: TargetOptions, precision: Precision, config: Mapping[str, Any], *, on_gpu: bool
 ) -> dict[str, Any]:
     """Return an engine's `EngineSpec.extra`: the user's arguments, and those that an FP8 KV cache needs.
 
@@ -132,7 +132,7 @@ def widest_head(config: Mapping[str, Any]) -> int:
     return max(text.get("head_dim") or 0, text.get("global_head_dim") or 0)
 
 
-def spec_fields(keys: TargetKeys) -> dict[str, Any]:
+def spec_fields(keys: TargetOptions) -> dict[str, Any]:
     """Return the options that are fields of an EngineSpec."""
     return {name: value for name, value in keys.engine_args.items() if name in SPEC_FIELDS}
 
@@ -151,7 +151,7 @@ def require_known(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"vLLM has no engine argument {name!r}", hint=did_you_mean(name, known))
 
 
-def drafter_with(drafter: DrafterSpec, keys: TargetKeys, hardware: Hardware) -> DrafterSpec:
+def drafter_with(drafter: DrafterSpec, keys: TargetOptions, hardware: Hardware) -> DrafterSpec:
     """Return the drafter with the KV cache, attention and lookup options; unchanged without a head.
 
     Raises:
@@ -167,7 +167,7 @@ def drafter_with(drafter: DrafterSpec, keys: TargetKeys, hardware: Hardware) -> 
     )
 
 
-def _looks_up(keys: TargetKeys, hardware: Hardware) -> bool:
+def _looks_up(keys: TargetOptions, hardware: Hardware) -> bool:
     if keys.draft_lookup == "auto":
         return _LOOKS_UP_BY_ITSELF[hardware.platform]
     is_on = keys.draft_lookup == "on"
@@ -185,8 +185,8 @@ def lookup_note(drafter: DrafterSpec | None) -> str:
     return "; with prompt lookup" if drafter and drafter.lookup else ""
 
 
-def stated(keys: TargetKeys) -> dict[str, Any]:
+def stated(keys: TargetOptions) -> dict[str, Any]:
     """Return the options that differ from their defaults, for the fingerprint of a measurement."""
     names = (*DRAFTER_KEYS, "engine_args")
-    defaults = {name: TargetKeys.model_fields[name].get_default(call_default_factory=True) for name in names}
+    defaults = {name: TargetOptions.model_fields[name].get_default(call_default_factory=True) for name in names}
     return {name: value for name in names if (value := getattr(keys, name)) != defaults[name]}

@@ -27,7 +27,7 @@ from peagle.errors import ConfigError
 from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
-ASKER: ContextVar[str] = ContextVar("asker", default="")
+REQUESTER: ContextVar[str] = ContextVar("asker", default="")
 """The requester of this task: trials take askers in turn."""
 _REMEMBERED = 4_096
 _REFUSED_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
@@ -107,7 +107,7 @@ class Trials:
             return reason
         task = self._running.get(digest)
         if task is None:
-            asker = ASKER.get()
+            asker = REQUESTER.get()
             if self._is_shared and (self._of_asker[asker] >= _MOST_OF_ONE or self._of_asker.total() >= _MOST_OF_ALL):
                 raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
             if self._is_shared and self._refused_s(asker) >= _MOST_REFUSED_S:

@@ -12,7 +12,7 @@ from peagle.requests.openai import Body
 from peagle.requests.templates import Template
 
 
-class PromptKeys(BaseModel):
+class PromptOptions(BaseModel):
     """The prompt options of commands that read a corpus."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -28,7 +28,7 @@ class PromptKeys(BaseModel):
     chat: bool | None = Field(None, description="apply the model's chat template; default: if the model has one")
 
     @model_validator(mode="after")
-    def _one_source_of_prompts(self) -> "PromptKeys":
+    def _one_source_of_prompts(self) -> "PromptOptions":
         named = [k for k in ("prompt_column", "prompt_template", "messages_column") if getattr(self, k) is not None]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} cannot be combined: a row has one prompt")
@@ -75,7 +75,7 @@ class PromptSpec:
 
 
 def resolve_prompts(
-    keys: PromptKeys,
+    keys: PromptOptions,
     columns: list[str],
     has_chat_template: bool,
     *,
@@ -117,7 +117,7 @@ def resolve_prompts(
     )
 
 
-def _batch_prompts(keys: PromptKeys, body_column: str, has_chat_template: bool) -> PromptSpec:
+def _batch_prompts(keys: PromptOptions, body_column: str, has_chat_template: bool) -> PromptSpec:
     for name in ("prompt_column", "prompt_template", "messages_column", "chat"):
         if getattr(keys, name) is not None:
             raise ConfigError(

@@ -27,7 +27,7 @@ _REPETITION_NAMES = ("max_pattern_size", "min_pattern_size", "min_count")
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
-class SamplingKeys(BaseModel):
+class SamplingOptions(BaseModel):
     """The sampling parameters of a run; also validates a row's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -84,10 +84,10 @@ class SamplingKeys(BaseModel):
         return value
 
 
-SAMPLING_KEYS = tuple(SamplingKeys.model_fields)
+SAMPLING_KEYS = tuple(SamplingOptions.model_fields)
 
 
-class RequestSampling(SamplingKeys):
+class RequestSampling(SamplingOptions):
     """The parameters of one request."""
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)

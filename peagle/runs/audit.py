@@ -30,7 +30,7 @@ from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, choose, require_target
 from peagle.runs.rows import OUTPUT_SCHEMA, output_names
-from peagle.storage import Place, open_to_read
+from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
 _MAX_SHOWN = 50
@@ -419,7 +419,7 @@ def _named_corpus_is_same(plan: Plan, config: dict[str, Any], limit: int | None)
         return False
 
 
-def _names(folder: Place) -> list[str]:
+def _names(folder: StoragePath) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 

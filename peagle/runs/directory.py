@@ -45,7 +45,16 @@ from peagle.runs.logs import logs_folder
 from peagle.runs.plan import Plan, Retry, plan_from_bytes, plan_to_bytes, retries_from_bytes, retries_to_bytes
 from peagle.runs.stopping import StopSignal
 from peagle.runs.suspects import stale_notes
-from peagle.storage import Place, is_remote, make_folder, open_to_read, place, require_usable, write_atomic, write_once
+from peagle.storage import (
+    StoragePath,
+    is_remote,
+    make_folder,
+    open_to_read,
+    require_usable,
+    storage_path,
+    write_atomic,
+    write_once,
+)
 
 PLAN_FILE = re.compile(r"plan\.[0-9a-f]{12}\.parquet")
 UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
@@ -80,8 +89,8 @@ class RunDirectory:
         lease: of this process, if it is the run's driver; None otherwise.
     """
 
-    def __init__(self, root: str | Place, *, driver: int = 0) -> None:
-        self.root = place(root)
+    def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
+        self.root = storage_path(root)
         self.driver = driver
         self.stop = StopSignal(self.root / LEASE_FOLDER, driver)
         self.data = self.root / "data"
@@ -247,10 +256,10 @@ class RunDirectory:
             raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW)
         return name
 
-    def _retry_plans(self) -> list[Place]:
+    def _retry_plans(self) -> list[StoragePath]:
         return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)
 
-    def _orphaned_plans(self) -> list[Place]:
+    def _orphaned_plans(self) -> list[StoragePath]:
         """Return plans of drivers that were not the first, or were killed before they wrote `run.json`."""
         valid = self._plan_name()
         return [path for path in self.root.glob("plan.*.parquet") if path.name != valid]
@@ -281,7 +290,7 @@ class RunDirectory:
             (self.failed / failed_name).unlink(missing_ok=True)
         return is_first
 
-    def unit_path(self, unit: int) -> Place:
+    def unit_path(self, unit: int) -> StoragePath:
         """Return the path of the file that commits a unit."""
         return self.data / f"unit-{unit:08d}.parquet"
 
@@ -376,7 +385,7 @@ class RunDirectory:
         self._delete([*found, *stale_notes(self.suspects, committed)])
         return len(found)
 
-    def _delete(self, listed: Iterable[Place]) -> None:
+    def _delete(self, listed: Iterable[StoragePath]) -> None:
         """Delete files that were listed while this driver had the lease."""
         listed = list(listed)
         self.require_lease()
@@ -389,7 +398,7 @@ class RunDirectory:
         self.logs.mkdir(parents=True, exist_ok=True)
 
 
-def unit_files(root: Place) -> dict[int, Place]:
+def unit_files(root: StoragePath) -> dict[int, StoragePath]:
     """Return the files of the committed units by number; empty if there is no run."""
     found = ((path, UNIT_FILE.fullmatch(path.name)) for path in (root / "data").glob("unit-*.parquet"))
     return {int(match[1]): path for path, match in found if match}
@@ -408,7 +417,7 @@ def unit_bytes(table: pa.Table, metadata: UnitMetadata) -> bytes:
     return sink.getvalue()
 
 
-def read_metadata(path: Place) -> UnitMetadata:
+def read_metadata(path: StoragePath) -> UnitMetadata:
     """Read the metadata of a unit's file.
 
     Raises:
@@ -424,7 +433,7 @@ def read_metadata(path: Place) -> UnitMetadata:
     return UnitMetadata(UnitUsage.from_json(metadata[_USAGE]), metadata[_FAILED].decode())
 
 
-def read_rows(path: Place, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
+def read_rows(path: StoragePath, columns: frozenset[str] | None) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows of a unit in batches.
 
     Args:
@@ -442,13 +451,13 @@ def read_rows(path: Place, columns: frozenset[str] | None) -> Generator[pa.Recor
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Place, error: Exception) -> PeagleError:
+def _damaged(path: StoragePath, error: Exception) -> PeagleError:
     return PeagleError(
         f"{path} is damaged: {error}", hint="delete that file and run again: its rows will be done again"
     )
 
 
-def _parsed(path: Place, parse: Callable[[bytes], _Parsed]) -> _Parsed:
+def _parsed(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except (OSError, pa.ArrowException, KeyError) as error:
@@ -459,13 +468,13 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)
 
 
-def _temporaries(folders: Iterable[Place]) -> list[Place]:
+def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:
     """Return unfinished files. A store has none: an object exists as a whole or not at all."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]
 
 
-def _orphaned_letters(letters: Iterable[Place], named: Mapping[int, str]) -> list[Place]:
+def _orphaned_letters(letters: Iterable[StoragePath], named: Mapping[int, str]) -> list[StoragePath]:
     """Return files of dead letters that their committed unit does not name.
 
     An uncommitted unit may name its file in a moment, by the attempt that wrote it.

@@ -29,7 +29,7 @@ from peagle.requests.openai import ANSWER_COLUMNS, error_line, output_line
 from peagle.runs.directory import BATCH_ROWS, RunDirectory, read_rows
 from peagle.runs.plan import Plan
 from peagle.runs.report import until_settled
-from peagle.storage import Place, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
+from peagle.storage import StoragePath, atomic_file, make_folder, open_to_read, remove_temporaries, write_json
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -124,7 +124,7 @@ def _families(plan: Plan, committed: list[int]) -> list[list[int]]:
 
 
 def _write(
-    run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: Place
+    run: RunDirectory, run_id: str, families: list[list[int]], commits: str, output_format: Format, folder: StoragePath
 ) -> Export:
     lines = _OpenAiLines(run, run_id) if output_format == "openai-batch" else _PlainLines()
     output = folder / ("output.parquet" if output_format == "parquet" else "output.jsonl")
@@ -151,7 +151,7 @@ def _write(
     return done
 
 
-def _existing(folder: Place) -> Export | None:
+def _existing(folder: StoragePath) -> Export | None:
     """Return an existing export if its files are complete."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         made = Export(**{**json.loads((folder / "export.json").read_bytes()), "folder": str(folder)})

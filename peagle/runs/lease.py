@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import ConfigError, PeagleError, RunInUse
-from peagle.storage import WRITE_ERRORS, Place, make_folder, require_links, write_atomic, write_once
+from peagle.storage import WRITE_ERRORS, StoragePath, make_folder, require_links, write_atomic, write_once
 
 FOLDER = ".lease"
 _RENEWALS = 6  # in the time that a lease lasts
@@ -84,7 +84,7 @@ class Lease:
         return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
 
 
-def read_lease(root: Place) -> Lease | None:
+def read_lease(root: StoragePath) -> Lease | None:
     """Return the lease of the current or most recent driver, or None."""
     for _ in range(_LOOKS):
         if not (numbers := _numbers(root)):
@@ -109,7 +109,7 @@ class Holding:
         outcome: is written into the lease when it ends.
     """
 
-    def __init__(self, root: Place, lease: Lease) -> None:
+    def __init__(self, root: StoragePath, lease: Lease) -> None:
         self.lost = threading.Event()
         self.outcome = "ended"
         self._root = root
@@ -174,7 +174,7 @@ class Holding:
 
 @contextlib.contextmanager
 def hold_lease(
-    root: Place,
+    root: StoragePath,
     *,
     expiry_s: float,
     heartbeat_s: float | None = None,
@@ -207,7 +207,7 @@ def hold_lease(
         holding.end()
 
 
-def taken_over(root: Place) -> RunInUse:
+def taken_over(root: StoragePath) -> RunInUse:
     """Return the error for a driver that has lost its lease."""
     return RunInUse(f"{root} was taken over by another driver while this one did not respond", hint=_LOST)
 
@@ -218,7 +218,7 @@ def clock(at: float) -> str:
 
 
 def _take(
-    root: Place,
+    root: StoragePath,
     expiry_s: float,
     heartbeat_s: float | None,
     command: Sequence[str],
@@ -262,7 +262,7 @@ def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Seq
     )
 
 
-def _clear_before(root: Place, number: int) -> None:
+def _clear_before(root: StoragePath, number: int) -> None:
     """Delete earlier leases and leftovers of killed drivers, but no file of another candidate."""
     for path in (root / FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
@@ -270,7 +270,7 @@ def _clear_before(root: Place, number: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) -> None:
+def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], None]) -> None:
     """Return when the lease is free; raise RunInUse as soon as it is renewed."""
     if seen.outcome is not None or seen.is_gone():
         return
@@ -285,7 +285,7 @@ def _wait_until_free(root: Place, seen: Lease, announce: Callable[[str], None]) 
             return
 
 
-def _in_use(root: Place, lease: Lease) -> RunInUse:
+def _in_use(root: StoragePath, lease: Lease) -> RunInUse:
     return RunInUse(
         f"{root} is in use by {lease.describe()}: {lease.command}\n"
         f"  last renewed at {clock(lease.renewed_at)}; it expires {lease.expiry_s:g} s after the last renewal",
@@ -297,7 +297,7 @@ def _to_bytes(lease: Lease) -> bytes:
     return (json.dumps(asdict(lease), indent=2) + "\n").encode()
 
 
-def _numbers(root: Place) -> list[int]:
+def _numbers(root: StoragePath) -> list[int]:
     return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 

@@ -24,7 +24,7 @@ from peagle.private import user_path
 from peagle.profiles.baselines import Benchmark
 from peagle.runs.directory import RunDirectory, is_stand_in
 from peagle.runs.meter import is_lent
-from peagle.storage import Place, is_remote, place
+from peagle.storage import StoragePath, is_remote, storage_path
 
 _RESPONSES = "responses"  # as `TrainConfig.answers` names it
 _BATCH_COMMAND = ["POST", "/v1/batches"]
@@ -65,7 +65,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     return FoundLedgers(ledgers=tuple(ledgers), notes=(*notes, *_money_notes(ledgers)))
 
 
-def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
+def ledger_folders(sources: Sequence[str]) -> dict[str, StoragePath]:
     """Return the ledger folder of each source, by name.
 
     Raises:
@@ -75,14 +75,14 @@ def ledger_folders(sources: Sequence[str]) -> dict[str, Place]:
     return {name: run.ledger for name, run in runs.items()} | {name: one / "ledger" for name, one in states.items()}
 
 
-def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
+def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders.
 
     Raises:
         ConfigError: as `find_ledgers`.
     """
     found = _sorted({name: folder for source in sources for name, folder in _places(source).items()})
-    missing = [source for source in sources if not _is_glob(source) and not place(source).is_dir()]
+    missing = [source for source in sources if not _is_glob(source) and not storage_path(source).is_dir()]
     if missing or not (found[0] or found[1]):
         raise ConfigError(
             f"no run and no endpoint's state at {', '.join(missing or sources)}",
@@ -116,30 +116,30 @@ def _measured(ledger: Ledger, benchmark: Benchmark | None) -> Ledger:
     return replace(ledger, sessions=tuple(map(measured, ledger.sessions)))
 
 
-def _places(source: str) -> dict[str, Place]:
+def _places(source: str) -> dict[str, StoragePath]:
     """Return the folders of a source, by name.
 
     Raises:
         ConfigError: the glob is not supported on S3.
     """
     if not _is_glob(source):
-        return {source: place(source)}
+        return {source: storage_path(source)}
     if "://" not in source:
         names = sorted(glob.glob(str(user_path(source))))  # noqa: PTH207 - a Path's takes no absolute pattern
-        return {name: place(name) for name in names if place(name).is_dir()}
+        return {name: storage_path(name) for name in names if storage_path(name).is_dir()}
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
         raise ConfigError(f"{source}: on S3, only the last part may contain * and ?")
-    return {str(found): found for found in sorted(place(folder).glob(pattern), key=str)}
+    return {str(found): found for found in sorted(storage_path(folder).glob(pattern), key=str)}
 
 
 def _is_glob(source: str) -> bool:
     return any(sign in source for sign in "*?[")
 
 
-def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict[str, Place], list[str]]:
+def _sorted(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
-    runs, states, others = dict[str, RunDirectory](), dict[str, Place](), list[str]()
+    runs, states, others = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     answers = {name: _answers(name, folder) for name, folder in folders.items()}
     everything = [*folders.items(), *(one for own in answers.values() for one in own.items())]
     for name, folder in {_identity(folder): (name, folder) for name, folder in reversed(everything)}.values():
@@ -153,13 +153,13 @@ def _sorted(folders: Mapping[str, Place]) -> tuple[dict[str, RunDirectory], dict
     return dict(sorted(runs.items())), dict(sorted(states.items())), others
 
 
-def _answers(name: str, folder: Place) -> dict[str, Place]:
+def _answers(name: str, folder: StoragePath) -> dict[str, StoragePath]:
     """Return the bulk runs that generated a training's responses, by name."""
     runs = sorted((folder / _RESPONSES).glob("*"), key=str)
     return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
 
 
-def _is_state(folder: Place) -> bool:
+def _is_state(folder: StoragePath) -> bool:
     """Whether a folder has the ledger of an endpoint, a benchmark or a training."""
     return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
 
@@ -171,14 +171,14 @@ def require_runs(locations: Sequence[str]) -> None:
         ConfigError: one is; the hint names the command for it.
     """
     for location in locations:
-        if not RunDirectory(location).exists and _is_state(place(location)):
+        if not RunDirectory(location).exists and _is_state(storage_path(location)):
             raise ConfigError(
                 f"{location} is the state of an endpoint, not a run",
                 hint=f"peagle cost {location} --by day,key shows its cost and savings",
             )
 
 
-def _identity(folder: Place) -> str:
+def _identity(folder: StoragePath) -> str:
     return str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
 
 
@@ -188,7 +188,7 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
     return str(command[2]) if command[:2] == _BATCH_COMMAND and len(command) > 2 else None
 
 
-def _endpoint(name: str, state: Place) -> Ledger:
+def _endpoint(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
     work = read_work(ledger)  # before the sessions, so that every request has one
 

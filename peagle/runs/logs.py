@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import cast
 
 from peagle.private import temporary_folder
-from peagle.storage import WRITE_ERRORS, Place, is_remote, write_atomic
+from peagle.storage import WRITE_ERRORS, StoragePath, is_remote, write_atomic
 
 COPY_S = 60.0
 _MAX_BYTES = 1 << 24
 
 
-def logs_folder(root: Place) -> Path:
+def logs_folder(root: StoragePath) -> Path:
     """Return the local folder of a run's logs."""
     if not is_remote(root):
         return cast(Path, root / "logs")
@@ -33,7 +33,7 @@ class LogCopy:
         name: of the copy.
     """
 
-    def __init__(self, root: Place, log: Path, name: str) -> None:
+    def __init__(self, root: StoragePath, log: Path, name: str) -> None:
         self._log = log
         self._copy = root / "logs" / name if is_remote(root) else None
         self._copied_bytes = -1
@@ -52,7 +52,7 @@ class LogCopy:
 
 
 @contextlib.contextmanager
-def copied(root: Place, log: Path, name: str, *, every_s: float = COPY_S) -> Iterator[None]:
+def copied(root: StoragePath, log: Path, name: str, *, every_s: float = COPY_S) -> Iterator[None]:
     """Update the copy of `log` during the block and at its end."""
     copy, ended = LogCopy(root, log, name), threading.Event()
 

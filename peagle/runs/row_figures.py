@@ -16,7 +16,7 @@ from peagle.corpus.extensions import to_values
 from peagle.plain_json import to_json
 from peagle.runs.directory import RunDirectory, read_rows
 from peagle.runs.rows import OUTPUT_SCHEMA
-from peagle.storage import Place
+from peagle.storage import StoragePath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,7 +103,7 @@ def _measure(values: "np.ndarray[Any, Any]") -> dict[str, Any] | None:
     return {**percentiles, "histogram": histogram(values)}
 
 
-def _first_rows(path: Place, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
+def _first_rows(path: StoragePath, columns: frozenset[str] | None = _COLUMNS) -> "pa.RecordBatch | None":
     with contextlib.closing(read_rows(path, columns)) as batches:
         return next(batches, None)
 
@@ -118,7 +118,7 @@ def _evenly(units: Sequence[int], most: int) -> list[int]:
     return [units[index * len(units) // num] for index in range(num)]
 
 
-def _samples(found: Sequence[tuple[Place, int]]) -> list[dict[str, Any]]:
+def _samples(found: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
     """Return the first, the middle and the last of the rows that were read."""
     ends = list(accumulate(num_rows for _, num_rows in found))
     rows = []
@@ -129,7 +129,7 @@ def _samples(found: Sequence[tuple[Place, int]]) -> list[dict[str, Any]]:
     return [_sample(row) for row in rows if row is not None]
 
 
-def _row(path: Place, index: int) -> dict[str, Any] | None:
+def _row(path: StoragePath, index: int) -> dict[str, Any] | None:
     batch = _first_rows(path, None)
     try:
         return to_values(batch.slice(index, 1))[0] if batch else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from peagle.errors import PeagleError
-from peagle.storage import Place, is_remote, write_json
+from peagle.storage import StoragePath, is_remote, write_json
 
 
 class StopSignal:
@@ -19,7 +19,7 @@ class StopSignal:
         driver: the number of the driver's lease.
     """
 
-    def __init__(self, folder: Place, driver: int) -> None:
+    def __init__(self, folder: StoragePath, driver: int) -> None:
         self._path = folder / f"{driver}.stop.json"
 
     def request(self, grace_s: float) -> None:

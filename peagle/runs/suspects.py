@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from peagle.storage import Place, write_atomic
+from peagle.storage import StoragePath, write_atomic
 
 _MAX_LOST = _MAX_CRASHES = 2
 
@@ -74,7 +74,7 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
 class UnitNotes:
     """The notes about one unit, including the one that this engine process writes."""
 
-    def __init__(self, folder: Place, unit: int, session_id: str) -> None:
+    def __init__(self, folder: StoragePath, unit: int, session_id: str) -> None:
         self._folder = folder
         self._prefix = f"unit-{unit:08d}."
         self._own = folder / f"{self._prefix}{session_id}.json"
@@ -105,12 +105,12 @@ class UnitNotes:
         for path in self._paths():
             path.unlink(missing_ok=True)
 
-    def _only_waited(self, path: Place) -> bool:
+    def _only_waited(self, path: StoragePath) -> bool:
         """Return whether another unit's row was alone in the engine of this note's process."""
         session_id = path.name.split(".")[1]
         return any(_read(other).alone for other in self._folder.glob(f"unit-*.{session_id}.json") if other != path)
 
-    def _paths(self) -> list[Place]:
+    def _paths(self) -> list[StoragePath]:
         return sorted(self._folder.glob(f"{self._prefix}*.json"), key=lambda path: path.name)
 
 
@@ -156,7 +156,7 @@ class RowsInEngine:
                 notes.discard()
 
 
-def stale_notes(folder: Place, committed: set[int]) -> list[Place]:
+def stale_notes(folder: StoragePath, committed: set[int]) -> list[StoragePath]:
     """Return the notes that do not matter while no engine runs.
 
     They only say that a driver was killed, or are about committed units.
@@ -164,7 +164,7 @@ def stale_notes(folder: Place, committed: set[int]) -> list[Place]:
     return [path for path in folder.glob("unit-*.json") if _unit(path) in committed or _read(path).is_vague]
 
 
-def _read(path: Place) -> Note:
+def _read(path: StoragePath) -> Note:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:  # just deleted by the attempt that committed the unit
@@ -173,5 +173,5 @@ def _read(path: Place) -> Note:
     return Note(rows=None if rows is None else tuple(rows), alone=values["alone"], died=values["died"])
 
 
-def _unit(path: Place) -> int:
+def _unit(path: StoragePath) -> int:
     return int(path.name.removeprefix("unit-").partition(".")[0])

@@ -32,7 +32,7 @@ class Stat(Protocol):
     def st_size(self) -> int: ...
 
 
-class Place(Protocol):
+class StoragePath(Protocol):
     """A file or folder: a `Path`, or an `S3Path` with the same methods."""
 
     @property
@@ -61,13 +61,13 @@ class Place(Protocol):
     def unlink(self, missing_ok: bool = False) -> None: ...
 
 
-def place(location: "str | Place") -> Place:
+def storage_path(location: "str | StoragePath") -> StoragePath:
     """Parse a path, or a folder as `s3://bucket/folder`.
 
     Raises:
         ConfigError: the scheme is not s3, or the bucket or folder is missing.
 
-    >>> str(place("s3://bucket/runs/first/") / "run.json")
+    >>> str(storage_path("s3://bucket/runs/first/") / "run.json")
     's3://bucket/runs/first/run.json'
     """
     if isinstance(location, S3Path):
@@ -87,7 +87,7 @@ def on_disk(location: Any) -> Any:
     return location
 
 
-def require_usable(folder: Place) -> None:
+def require_usable(folder: StoragePath) -> None:
     """Check that an object store supports conditional writes; for local folders, use `require_links`.
 
     Raises:
@@ -100,7 +100,7 @@ def require_usable(folder: Place) -> None:
             raise ConfigError(error.message, hint=error.hint) from error
 
 
-def require_links(folder: Place) -> None:
+def require_links(folder: StoragePath) -> None:
     """Check that the file system of an existing folder supports exclusive hard links; see `require_usable`.
 
     Raises:
@@ -111,16 +111,16 @@ def require_links(folder: Place) -> None:
         files.require_links(cast(Path, folder))
 
 
-def is_remote(path: Place) -> bool:
+def is_remote(path: StoragePath) -> bool:
     return isinstance(path, S3Path)
 
 
-def open_to_read(path: Place) -> BinaryIO:
+def open_to_read(path: StoragePath) -> BinaryIO:
     """Open a seekable file to read."""
     return cast(BinaryIO, cast(Path, path).open("rb"))
 
 
-def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
+def presigned_url(path: StoragePath, valid_s: int, disposition: str) -> str | None:
     """Return a URL that gives anyone temporary read access; None for a local file.
 
     Args:
@@ -132,7 +132,7 @@ def presigned_url(path: Place, valid_s: int, disposition: str) -> str | None:
     return path.presigned_url(valid_s, disposition) if isinstance(path, S3Path) else None
 
 
-def write_once(path: Place, data: bytes) -> bool:
+def write_once(path: StoragePath, data: bytes) -> bool:
     """Create `path` with `data` unless it exists. Exactly one of several writers gets True.
 
     Raises:
@@ -141,7 +141,7 @@ def write_once(path: Place, data: bytes) -> bool:
     return path.write_once(data) if isinstance(path, S3Path) else files.write_once(cast(Path, path), data)
 
 
-def write_atomic(path: Place, data: bytes) -> None:
+def write_atomic(path: StoragePath, data: bytes) -> None:
     """Replace `path` with `data`. Readers see either the old or the new bytes."""
     if isinstance(path, S3Path):
         path.write(data)
@@ -149,23 +149,23 @@ def write_atomic(path: Place, data: bytes) -> None:
         files.write_atomic(cast(Path, path), data)
 
 
-def write_json(path: Place, value: Any) -> None:
+def write_json(path: StoragePath, value: Any) -> None:
     """Replace `path` with `value` as indented JSON."""
     write_atomic(path, files.json_bytes(value))
 
 
-def atomic_file(path: Place) -> contextlib.AbstractContextManager[BinaryIO]:
+def atomic_file(path: StoragePath) -> contextlib.AbstractContextManager[BinaryIO]:
     """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`."""
     return path.writer() if isinstance(path, S3Path) else files.atomic_file(cast(Path, path))
 
 
-def make_folder(folder: Place) -> None:
+def make_folder(folder: StoragePath) -> None:
     """Create a folder and its parents durably; on S3, do nothing."""
     if not isinstance(folder, S3Path):
         files.make_folder(cast(Path, folder))
 
 
-def remove(path: Place) -> None:
+def remove(path: StoragePath) -> None:
     """Delete a file durably, if it exists."""
     if isinstance(path, S3Path):
         path.unlink()
@@ -173,7 +173,7 @@ def remove(path: Place) -> None:
         files.remove(cast(Path, path))
 
 
-def remove_temporaries(folder: Place, *, older_than_s: float = 0.0) -> int:
+def remove_temporaries(folder: StoragePath, *, older_than_s: float = 0.0) -> int:
     """Delete the temporary files of killed writers in `folder`; return their number.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from peagle.bench.config import MAX_CONCURRENCY, DraftingKeys, MeasurementKeys, whole_numbers
+from peagle.bench.config import MAX_CONCURRENCY, DraftingOptions, MeasurementOptions, whole_numbers
 from peagle.economics.price_options import PriceOptions
 from peagle.engine.precision import PRECISIONS
 from peagle.engine.spec import DRAFT_METHODS
@@ -17,7 +17,7 @@ METHODS = (NONE, *DRAFT_METHODS)
 AUTO = "auto"
 
 
-class TuneConfig(PriceOptions, MeasurementKeys, DraftingKeys):
+class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     objective: Objective = Field(
         "tokens-per-dollar",
         description="maximise output tokens per dollar, or output tokens/s of an engine",

@@ -23,23 +23,23 @@ from pydantic import (
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
 from peagle.engine.fake import FakeTraits
-from peagle.engine_options import EngineKeys
+from peagle.engine_options import EngineOptions
 from peagle.errors import ConfigError
 from peagle.private import user_path
-from peagle.requests.prompts import PromptKeys
-from peagle.requests.sampling import SAMPLING_KEYS, SamplingKeys
+from peagle.requests.prompts import PromptOptions
+from peagle.requests.sampling import SAMPLING_KEYS, SamplingOptions
 from peagle.runs.limits import MIN_ROWS_FOR_SHARE, MaxFailedRows, parse_deadline
 from peagle.runs.scaling import EngineRange
-from peagle.storage import Place, place
+from peagle.storage import StoragePath, storage_path
 from pipelines.batch.watchdog import ENGINE_TIMEOUT_S
 
 NUMBER_OR_RANGE: dict[str, JsonValue] = {"type": ["string", "integer"]}  # for editors; it is text from then on
-PROMPT_KEYS = tuple(PromptKeys.model_fields)
+PROMPT_KEYS = tuple(PromptOptions.model_fields)
 
 
-def _place(value: Any) -> Place:
+def _place(value: Any) -> StoragePath:
     try:
-        folder = place(value)
+        folder = storage_path(value)
     except ConfigError as error:
         raise ValueError("it is a local folder, or s3://BUCKET/FOLDER") from error
     try:
@@ -49,11 +49,11 @@ def _place(value: Any) -> Place:
     return folder
 
 
-FolderKey = Annotated[Place, PlainValidator(_place), PlainSerializer(str)]
+FolderKey = Annotated[StoragePath, PlainValidator(_place), PlainSerializer(str)]
 """A folder on a disk or in a store, as a user names it."""
 
 
-class StandInKeys(BaseModel):
+class FakeEngineOptions(BaseModel):
     """The choice between vLLM and the fake engine, in runs and endpoints."""
 
     engine: Literal["vllm", "fake"] = Field(
@@ -67,7 +67,7 @@ class StandInKeys(BaseModel):
         return json.loads(value) if isinstance(value, str) else value
 
 
-class GenerateConfig(StandInKeys, PriceOptions, TagOptions, PromptKeys, SamplingKeys, EngineKeys):
+class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions, SamplingOptions, EngineOptions):
     """One bulk run.
 
     A description is the help text of its flag; an unknown key is an error.

@@ -14,7 +14,7 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_count, format_duration, format_price, format_usd
 from peagle.engine.memory import Footprint, default_kv_cache_gib, gpu_need, read_footprint
 from peagle.engine.spec import EngineSpec
-from peagle.engine_options import FAKE_MODEL, ResolvedEngine, Settled, footprint_of, settled_keys
+from peagle.engine_options import FAKE_MODEL, ResolvedDefaults, ResolvedEngine, footprint_of, resolve_defaults
 from peagle.hardware import Hardware
 from peagle.planning.expectation import Speed, known_speed
 from peagle.runs.directory import RunDirectory
@@ -162,7 +162,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     )
 
 
-def settled(config: GenerateConfig) -> Settled:
+def settled(config: GenerateConfig) -> ResolvedDefaults:
     """Return values for the keys that the configuration does not set.
 
     Raises:
@@ -172,7 +172,7 @@ def settled(config: GenerateConfig) -> Settled:
     placement = place_engines(config, here, num_nodes)
     price = resolve_engine_price(config, here, placement)
     engine = resolve_run_engine(config, here, placement, announce=print)
-    return settled_keys(config, engine, here, is_here=is_here) | resolve_price_defaults(config, price)
+    return resolve_defaults(config, engine, here, is_here=is_here) | resolve_price_defaults(config, price)
 
 
 def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:

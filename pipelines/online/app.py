@@ -28,7 +28,7 @@ from pipelines.cluster.ray import num_nodes
 from pipelines.cluster.token import require_token
 from pipelines.online.batches.settings import batch_settings
 from pipelines.online.batches.store import BatchStore
-from pipelines.online.config import ServeConfig, ServedModelKeys
+from pipelines.online.config import ServeConfig, ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import GateSettings
 from pipelines.online.gateway.keys import KeyRecord, keys_from_environment, read_keys
@@ -44,7 +44,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    keys: ServedModelKeys
+    keys: ServedModelOptions
     engine: ResolvedEngine
     placement: Placement
 

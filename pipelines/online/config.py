@@ -14,17 +14,17 @@ from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
 from peagle.engine.arguments import MODALITIES
 from peagle.engine.trials import DEFAULT_CPU_S
-from peagle.engine_options import FAKE_MODEL, EngineKeys
+from peagle.engine_options import FAKE_MODEL, EngineOptions
 from peagle.planning.config import parse_duration_s
 from peagle.private import user_path
 from peagle.requests.bounds import DEFAULT_MIB
 from peagle.runs.scaling import EngineRange
-from pipelines.batch.config import NUMBER_OR_RANGE, FolderKey, StandInKeys
+from pipelines.batch.config import NUMBER_OR_RANGE, FakeEngineOptions, FolderKey
 
 ENDPOINT = "endpoint"  # value of batch_engines: use the endpoint's engines
 
 
-class ServedModelKeys(StandInKeys, EngineKeys):
+class ServedModelOptions(FakeEngineOptions, EngineOptions):
     name: str | None = Field(
         None,
         min_length=1,
@@ -124,12 +124,12 @@ class ServedModelKeys(StandInKeys, EngineKeys):
         return self
 
 
-class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
+class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     """The configuration of the endpoint. Field descriptions are the help texts; unknown keys are errors."""
 
     is_behind_sagemaker: ClassVar[bool] = False
 
-    models: tuple[ServedModelKeys, ...] = Field(
+    models: tuple[ServedModelOptions, ...] = Field(
         (), description="several models: a list of these keys; keys next to the list apply to all models"
     )
     host: str = Field("127.0.0.1", description="address to listen on; another than loopback needs --keys")
@@ -200,10 +200,10 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _merge_common_keys(cls, values: Any) -> Any:
+    def _merge_common_options(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("models"), list | tuple):
             return values
-        common = {key: value for key, value in values.items() if key in ServedModelKeys.model_fields}
+        common = {key: value for key, value in values.items() if key in ServedModelOptions.model_fields}
         entries = [common | entry if isinstance(entry, dict) else entry for entry in values["models"]]
         return {**values, "models": entries}
 
@@ -230,7 +230,7 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
 
     @field_validator("models")
     @classmethod
-    def _require_unique_names(cls, models: tuple[ServedModelKeys, ...]) -> tuple[ServedModelKeys, ...]:
+    def _require_unique_names(cls, models: tuple[ServedModelOptions, ...]) -> tuple[ServedModelOptions, ...]:
         names = [model.served_name for model in models]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several models have the name {', '.join(repeated)}: give each one a different name")
@@ -262,7 +262,7 @@ class ServeConfig(ServedModelKeys, PriceOptions, TagOptions):
         return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}/v1"
 
     @property
-    def served(self) -> tuple[ServedModelKeys, ...]:
+    def served(self) -> tuple[ServedModelOptions, ...]:
         if self.models:
             return self.models
-        return (ServedModelKeys(**{name: getattr(self, name) for name in ServedModelKeys.model_fields}),)
+        return (ServedModelOptions(**{name: getattr(self, name) for name in ServedModelOptions.model_fields}),)

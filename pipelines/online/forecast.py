@@ -12,7 +12,7 @@ from peagle.economics.machines import machine_for
 from peagle.economics.price_options import resolve_price_defaults
 from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_price, format_usd
-from peagle.engine_options import Settled, settled_keys
+from peagle.engine_options import ResolvedDefaults, resolve_defaults
 from peagle.hardware import Hardware
 from peagle.planning.expectation import known_speed
 from pipelines.batch.forecast import UNKNOWN_SPEED, Lines, devices_of, doubt_of, machine_in_words, memory_of
@@ -101,15 +101,15 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
     )
 
 
-def settled(config: ServeConfig) -> Settled:
+def settled(config: ServeConfig) -> ResolvedDefaults:
     """Return the values of options that the configuration leaves open.
 
     With several models, names are prefixed by the model: "plain.drafter".
     """
     endpoint = forecast(config, print)
-    rows: Settled = {}
+    rows: ResolvedDefaults = {}
     for model in endpoint.served:
         prefix = f"{model.keys.served_name}." if config.models else ""
-        of_model = settled_keys(model.keys, model.engine, endpoint.hardware, is_here=endpoint.is_here)
+        of_model = resolve_defaults(model.keys, model.engine, endpoint.hardware, is_here=endpoint.is_here)
         rows |= {f"{prefix}{name}": value for name, value in of_model.items()}
     return rows | resolve_price_defaults(config, endpoint.price)

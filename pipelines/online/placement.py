@@ -10,7 +10,7 @@ from peagle.hardware import Hardware
 from peagle.runs.scaling import EngineRange
 from pipelines.cluster.placement import Placement, on_accelerators, place
 from pipelines.online.batches.settings import num_engines
-from pipelines.online.config import ServeConfig, ServedModelKeys
+from pipelines.online.config import ServeConfig, ServedModelOptions
 
 _FAKE_CPUS = 0.05  # fake engines need no CPU, so that any number fits on a node
 _CAPACITY_HINT = (
@@ -38,12 +38,12 @@ def num_accelerators(config: ServeConfig) -> int:
     return sum(keys.max_replicas * size_of(keys) for keys in _real(config))
 
 
-def _real(config: ServeConfig) -> list[ServedModelKeys]:
+def _real(config: ServeConfig) -> list[ServedModelOptions]:
     return [keys for keys in config.served if keys.engine != "fake"]
 
 
 def _placement(
-    config: ServeConfig, keys: ServedModelKeys, hardware: Hardware, num_nodes: int, num_replicas: int
+    config: ServeConfig, keys: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
 ) -> Placement:
     if keys.engine == "fake":
         return _fake_placement(hardware)
@@ -60,7 +60,9 @@ def _placement(
     )
 
 
-def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardware: Hardware, num_nodes: int) -> None:
+def _check_accelerators(
+    config: ServeConfig, real: list[ServedModelOptions], hardware: Hardware, num_nodes: int
+) -> None:
     available = f"{num_nodes} node(s) have {hardware.num_accelerators} accelerator(s) each"
     needed = num_accelerators(config)
     if needed > num_nodes * hardware.num_accelerators:
@@ -81,7 +83,7 @@ def _check_accelerators(config: ServeConfig, real: list[ServedModelKeys], hardwa
             )
 
 
-def size_of(keys: ServedModelKeys) -> int:
+def size_of(keys: ServedModelOptions) -> int:
     return keys.tensor_parallel_size * keys.pipeline_parallel_size
 
 

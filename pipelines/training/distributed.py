@@ -34,7 +34,7 @@ from peagle.drafter.training import saved_at
 from peagle.drafter.workers import ProcessGroup
 from peagle.errors import DivergedError, PeagleError
 from peagle.private import keep_private, user_path
-from peagle.storage import place
+from peagle.storage import storage_path
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.failures import explain
 from pipelines.cluster.inspection import inspect
@@ -204,7 +204,9 @@ def _for_workers(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "target": _target_for_workers(config),
-            "prompts": [source if is_shipped_source(source) else str(place(source)) for source in config.prompts],
+            "prompts": [
+                source if is_shipped_source(source) else str(storage_path(source)) for source in config.prompts
+            ],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),
             "exclude": [name if name in NAMED else str(Path(name).resolve()) for name in config.exclude],

@@ -32,7 +32,7 @@ from peagle.runs.audit import audit_files
 from peagle.runs.directory import RunDirectory
 from peagle.runs.export import export
 from peagle.runs.lease import read_lease
-from peagle.storage import open_to_read, place
+from peagle.storage import open_to_read, storage_path
 from tests.chaos.ray_nodes import ROOT
 from tests.chaos.stepping import Driver, Steps, forked
 
@@ -208,7 +208,7 @@ def _wrong(output: str) -> list[str]:
     if report["account"]["num_failed_rows"] != len(letters):
         problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(letters)}")
     problems += _wrong_export(run, rows, letters)
-    problems += [f"{path} was left behind" for path in _unfinished(place(output))]
+    problems += [f"{path} was left behind" for path in _unfinished(storage_path(output))]
     if (last := read_lease(run.root)) is None or last.outcome != "ended":
         problems.append(f"the lease says {last and last.outcome}")
     return problems

@@ -11,7 +11,7 @@ import pytest
 from jobs import cli
 from peagle.runs.directory import RunDirectory
 from peagle.runs.status import StatusReader
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 NUM_ROWS = 30
 OUTPUT = "s3://bucket/runs/first"
@@ -30,7 +30,9 @@ def names(folder):
 
 def test_a_killed_run_in_a_failing_store_continues_until_every_row_is_there_once(s3, peagle, capsys):
     prompts = [{"prompt": f"row {n}"} for n in range(NUM_ROWS)] + [{"prompt": 7}]
-    write_atomic(place("s3://bucket/corpus") / "a.jsonl", "".join(json.dumps(row) + "\n" for row in prompts).encode())
+    write_atomic(
+        storage_path("s3://bucket/corpus") / "a.jsonl", "".join(json.dumps(row) + "\n" for row in prompts).encode()
+    )
     run = RunDirectory(OUTPUT)
     arguments = [
         "generate", "--engine", "fake", "--fake", '{"token_s": 0.05}', "--input", "s3://bucket/corpus/a.jsonl",

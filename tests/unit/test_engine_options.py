@@ -9,7 +9,7 @@ from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
 from peagle.engine.memory import check_capacity
 from peagle.engine.spec import DrafterSpec, spec_precision
-from peagle.engine_options import EngineKeys, compose_engine, footprint_of
+from peagle.engine_options import EngineOptions, compose_engine, footprint_of
 from peagle.errors import CapacityError, ConfigError, PrecisionError
 from peagle.hardware import Hardware
 
@@ -26,7 +26,7 @@ NO_HEAD = ResolvedDrafter(spec=None, name=None, note="", fingerprint=None)
 
 
 def test_int8_target(tmp_path):
-    keys = EngineKeys(precision="int8")
+    keys = EngineOptions(precision="int8")
     engine = compose_engine(keys, GPU, MODEL, NO_HEAD)
     assert (engine.spec.model, engine.spec.precision) == ("m", "int8")
     assert engine.precision.describe() == "int8 weights, bf16 KV cache"
@@ -38,10 +38,10 @@ def test_checkpoint_with_fp8_cache():
     scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     published = replace(MODEL, config={**MODEL.config, "quantization_config": scheme})
     ada = replace(GPU, compute_capability=(8, 9))
-    engine = compose_engine(EngineKeys(), ada, published, HEAD)
+    engine = compose_engine(EngineOptions(), ada, published, HEAD)
     assert engine.precision.describe() == "compressed-tensors weights, fp8 KV cache"
     assert engine_args(engine.spec, ada)["attention_backend"] == "TRITON_ATTN"
-    plain = compose_engine(EngineKeys(kv_cache_precision="bf16"), ada, published, HEAD)
+    plain = compose_engine(EngineOptions(kv_cache_precision="bf16"), ada, published, HEAD)
     assert engine_args(plain.spec, ada)["kv_cache_dtype"] == "bfloat16"
 
 
@@ -52,7 +52,7 @@ def test_unsupported_checkpoint_is_refused():
     }
     published = replace(MODEL, config={**MODEL.config, "quantization_config": w8a8})
     with pytest.raises(PrecisionError, match="needs a CPU with VNNI"):
-        compose_engine(EngineKeys(), HERE, published, NO_HEAD)
+        compose_engine(EngineOptions(), HERE, published, NO_HEAD)
 
 
 def test_too_large_model_in_store_is_refused():
@@ -61,15 +61,15 @@ def test_too_large_model_in_store_is_refused():
         "torch_dtype": "bfloat16",
     }  # fmt: skip
     stored = replace(MODEL, path="s3://bucket/m", config=config, weights_bytes=100 * 10**9)
-    engine = compose_engine(EngineKeys(precision="bf16"), GPU, stored, NO_HEAD)
+    engine = compose_engine(EngineOptions(precision="bf16"), GPU, stored, NO_HEAD)
     with pytest.raises(CapacityError, match=r"weights 93\.1"):
         check_capacity(engine.spec, GPU, known=footprint_of(stored))
 
 
 def test_accelerators_of_an_engine():
-    keys = EngineKeys(tensor_parallel_size=2, pipeline_parallel_size=3)
+    keys = EngineOptions(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert compose_engine(keys, HERE, MODEL, NO_HEAD).spec.num_accelerators == 6
-    assert compose_engine(EngineKeys(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
+    assert compose_engine(EngineOptions(tensor_parallel_size=2), HERE, MODEL, HEAD).spec.drafter == HEAD.spec
 
 
 def test_break_even():
@@ -79,13 +79,13 @@ def test_break_even():
     head = replace(HEAD, spec=spec, name=name)
 
     def engine(keys=None, model=model, head=head):
-        return compose_engine(keys or EngineKeys(precision="bf16"), HERE, model, head)
+        return compose_engine(keys or EngineOptions(precision="bf16"), HERE, model, head)
 
     assert engine().break_even(HERE) == card.steps[0].break_even("eagle3", 3)
     assert engine().drafter_watch(HERE, 8).needed == card.steps[0].break_even("eagle3", 3)[8]
     assert engine().break_even(GPU) == {}
-    assert engine(EngineKeys(precision="float32")).break_even(HERE) == {}
-    assert engine(EngineKeys(precision="bf16", enforce_eager=True)).break_even(HERE) == {}
+    assert engine(EngineOptions(precision="float32")).break_even(HERE) == {}
+    assert engine(EngineOptions(precision="bf16", enforce_eager=True)).break_even(HERE) == {}
     assert engine(head=replace(head, name="a head of one's own")).break_even(HERE) == {}
     assert engine(model=MODEL).break_even(HERE) == {}
     assert engine(head=NO_HEAD).drafter_watch(HERE) is None
@@ -98,7 +98,7 @@ def test_baseline_needs_same_hardware():
     measured_on = replace(HERE, cpu_name="AMD EPYC", num_cpus=2, memory_gib=23.5)
 
     def baseline(hardware, head=head):
-        return compose_engine(EngineKeys(precision="bf16"), hardware, model, head).baseline(hardware)
+        return compose_engine(EngineOptions(precision="bf16"), hardware, model, head).baseline(hardware)
 
     found = baseline(measured_on)
     needed = card.steps[0].break_even("eagle3", 3)
@@ -109,19 +109,19 @@ def test_baseline_needs_same_hardware():
 
 
 def test_draft_lookup():
-    engine = compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, HEAD)
+    engine = compose_engine(EngineOptions(draft_lookup="on"), HERE, MODEL, HEAD)
     assert engine.spec.drafter.lookup
     assert engine.drafter.note == "; with prompt lookup"
-    assert not compose_engine(EngineKeys(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
+    assert not compose_engine(EngineOptions(draft_lookup="on"), HERE, MODEL, NO_HEAD).spec.drafter
     with pytest.raises(ValueError, match="draft_lookup needs a head"):
-        EngineKeys(draft_lookup="on", drafter="none")
+        EngineOptions(draft_lookup="on", drafter="none")
 
 
 def test_revision():
-    spec = compose_engine(EngineKeys(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
+    spec = compose_engine(EngineOptions(), HERE, replace(MODEL, revision="v2"), NO_HEAD).spec
     arguments = engine_args(spec, HERE)
     assert (arguments["revision"], arguments["tokenizer_revision"]) == ("v2", "v2")
-    assert "revision" not in engine_args(compose_engine(EngineKeys(), HERE, MODEL, NO_HEAD).spec, HERE)
+    assert "revision" not in engine_args(compose_engine(EngineOptions(), HERE, MODEL, NO_HEAD).spec, HERE)
     with pytest.raises(ConfigError, match="'revision' is managed by peagle"):
         engine_args(replace(spec, extra={"revision": "v3"}), HERE)
 
@@ -133,8 +133,8 @@ def test_precision_is_equal_on_every_node():
             free_memory_gib=80, num_cpus=8,
         )  # fmt: skip
 
-    hopper = compose_engine(EngineKeys(), gpu(9, 0), MODEL, NO_HEAD)
-    ampere = compose_engine(EngineKeys(), gpu(8, 0), MODEL, NO_HEAD)
+    hopper = compose_engine(EngineOptions(), gpu(9, 0), MODEL, NO_HEAD)
+    ampere = compose_engine(EngineOptions(), gpu(8, 0), MODEL, NO_HEAD)
     assert (hopper.spec.precision, hopper.spec.kv_cache_precision) == ("fp8", "bf16")
     assert (ampere.spec.precision, ampere.spec.kv_cache_precision) == ("bf16", "bf16")
     assert spec_precision(ampere.spec, gpu(9, 0)) == ampere.precision
@@ -144,17 +144,17 @@ def test_precision_is_equal_on_every_node():
 
 def test_drafter_with_pipeline_stages_is_refused():
     with pytest.raises(ConfigError, match=r"drafter head .* 2 pipeline stages(.|\n)*--tensor-parallel-size"):
-        compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, HEAD)
+        compose_engine(EngineOptions(pipeline_parallel_size=2), HERE, MODEL, HEAD)
 
 
 def test_eager_pipeline_stages_on_cpu_are_refused():
     with pytest.raises(ConfigError, match=r"2 pipeline stages on a CPU without compiling(.|\n)*--enforce-eager"):
-        compose_engine(EngineKeys(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
-    assert compose_engine(EngineKeys(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
+        compose_engine(EngineOptions(pipeline_parallel_size=2, enforce_eager=True), HERE, MODEL, NO_HEAD)
+    assert compose_engine(EngineOptions(pipeline_parallel_size=2), HERE, MODEL, NO_HEAD).spec.num_accelerators == 2
 
 
 def test_draft_and_engine_arguments():
-    keys = EngineKeys(
+    keys = EngineOptions(
         kv_cache_precision="bf16", draft_kv_cache_precision="bf16", draft_attention_backend="triton_attn",
         engine_args=["block_size=32", "load_format=dummy"],
     )  # fmt: skip
@@ -166,13 +166,13 @@ def test_draft_and_engine_arguments():
 
 def test_unknown_engine_argument_is_refused():
     with pytest.raises(ConfigError, match="vLLM has no engine argument 'blok_size'"):
-        compose_engine(EngineKeys(engine_args={"blok_size": 32}), HERE, MODEL, NO_HEAD)
+        compose_engine(EngineOptions(engine_args={"blok_size": 32}), HERE, MODEL, NO_HEAD)
 
 
 @pytest.mark.parametrize("key", ["draft_kv_cache_precision", "draft_attention_backend"])
 def test_drafter_options_without_drafter_are_refused(key):
     with pytest.raises(ValueError, match="cannot be used with drafter: none"):
-        EngineKeys(drafter="none", **{key: "fp8"})
+        EngineOptions(drafter="none", **{key: "fp8"})
 
 
 @pytest.mark.parametrize(("params", "fits"), [(30_000_000_000, True), (200_000_000_000, False)])
@@ -183,6 +183,6 @@ def test_footprint_from_card(params, fits):
     model = replace(MODEL, card=card.model_copy(update={"architecture": architecture}), config=config)
     footprint = footprint_of(model)
     assert footprint.weights_bytes == 2 * params
-    spec = compose_engine(EngineKeys(), GPU, model, NO_HEAD).spec
+    spec = compose_engine(EngineOptions(), GPU, model, NO_HEAD).spec
     with contextlib.nullcontext() if fits else pytest.raises(CapacityError, match="tensor-parallel-size"):
         check_capacity(spec, GPU, known=footprint)

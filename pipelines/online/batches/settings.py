@@ -8,10 +8,10 @@ from typing import Any
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
 from peagle.engine.spec import EngineSpec
-from peagle.engine_options import EngineKeys
+from peagle.engine_options import EngineOptions
 from peagle.hardware import Hardware
 from peagle.runs.scaling import EngineRange
-from pipelines.batch.config import StandInKeys
+from pipelines.batch.config import FakeEngineOptions
 from pipelines.cluster.placement import Neighbours, Placement
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.admission import ServedModel
@@ -97,7 +97,7 @@ class BatchSettings:
 
 _LENT_CPUS = 0.05  # for a process that only forwards rows to the endpoint's engines
 _ENVELOPE_BYTES = 4096  # what a batch line contains besides the body
-_ENGINE_KEYS = {*EngineKeys.model_fields, *StandInKeys.model_fields}
+_ENGINE_KEYS = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
 
 
 def num_engines(config: ServeConfig) -> tuple[int, int]:

@@ -38,17 +38,17 @@ from peagle.errors import ConfigError
 from peagle.files import json_bytes
 from peagle.storage import (
     READ_AHEAD_BYTES,
-    Place,
+    StoragePath,
     atomic_file,
     is_remote,
     make_folder,
     open_to_read,
-    place,
     presigned_url,
     remove,
     remove_temporaries,
     require_links,
     require_usable,
+    storage_path,
     write_json,
     write_once,
 )
@@ -159,12 +159,12 @@ class BatchStore:
 
     def __init__(
         self,
-        root: str | Place,
+        root: str | StoragePath,
         *,
         now: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.root = place(root)
+        self.root = storage_path(root)
         self.now = now
         self.clock = SteadyClock(wall=now, monotonic=monotonic, boot=boot_id())
         self.is_scheduling = False
@@ -212,7 +212,7 @@ class BatchStore:
         write_json(self.root / "files" / f"{file.id}.json", asdict(file))
         self._files[file.id] = file
 
-    def contents_path(self, file: StoredFile) -> Place:
+    def contents_path(self, file: StoredFile) -> StoragePath:
         return _descend(self.root, file.at)
 
     def open(self, file: StoredFile) -> BinaryIO:
@@ -382,11 +382,11 @@ class BatchStore:
             write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
         self._progress[batch_id] = self._load("ends", batch_id) or progress
 
-    def input_path(self, request: BatchRequest) -> Place:
+    def input_path(self, request: BatchRequest) -> StoragePath:
         """Return the path of the input, which stays until the batch has ended."""
         return self.root / "files" / f"{request.input_file_id}.jsonl"
 
-    def run_path(self, batch_id: str) -> Place:
+    def run_path(self, batch_id: str) -> StoragePath:
         return self.root / "runs" / batch_id
 
     def uses(self, file: StoredFile) -> bool:
@@ -439,7 +439,7 @@ async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answe
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))
 
 
-def read_json(path: Place) -> dict[str, Any] | None:
+def read_json(path: StoragePath) -> dict[str, Any] | None:
     """Return the JSON in a file, or None if it does not exist."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
@@ -448,13 +448,13 @@ def read_json(path: Place) -> dict[str, Any] | None:
     return values
 
 
-def _descend(root: Place, at: str) -> Place:
+def _descend(root: StoragePath, at: str) -> StoragePath:
     for name in at.split("/"):
         root = root / name
     return root
 
 
-def forget_prompts(run: Place) -> None:
+def forget_prompts(run: StoragePath) -> None:
     """Delete a run's copies of its input. The API's output and error files stay."""
     _empty(run / "data")
     _empty(run / "failed")
@@ -463,19 +463,19 @@ def forget_prompts(run: Place) -> None:
         _empty(run / "export" / name)
 
 
-def forget_answers(run: Place) -> None:
+def forget_answers(run: StoragePath) -> None:
     _empty(run / "data")
     for name in (_EXPORT, *_OTHER_EXPORTS):
         _empty(run / "export" / name, but=_ERRORS)
 
 
-def forget_errors(run: Place) -> None:
+def forget_errors(run: StoragePath) -> None:
     _empty(run / "failed")
     for name in (_EXPORT, *_OTHER_EXPORTS):
         remove(run / "export" / name / _ERRORS)
 
 
-def _empty(folder: Place, but: str | None = None) -> None:
+def _empty(folder: StoragePath, but: str | None = None) -> None:
     for path in list(folder.glob("*")):
         if path.name != but:
             remove(path)

@@ -32,7 +32,7 @@ from peagle.runs.directory import RunDirectory
 from peagle.runs.export import Export, export
 from peagle.runs.meter import is_lent
 from peagle.runs.report import make_report
-from peagle.storage import atomic_file, open_to_read, place
+from peagle.storage import atomic_file, open_to_read, storage_path
 from pipelines.batch import run
 from pipelines.batch.config import GenerateConfig
 from pipelines.batch.request import Allowance, RunRequest
@@ -178,12 +178,12 @@ def _write_errors(
     task: Task, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
     """Write the error file unless it would be empty. Returns the number of unexecuted requests and the size."""
-    failed = place(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
+    failed = storage_path(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
     first = next(unexecuted, None)
     if failed is None and first is None:
         return 0, 0
-    target, num_unexecuted = place(task.errors), 0
+    target, num_unexecuted = storage_path(task.errors), 0
     with atomic_file(target) as file:
         if failed is not None:
             with open_to_read(failed) as lines:

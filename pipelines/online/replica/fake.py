@@ -18,7 +18,7 @@ from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits, conflict
 from peagle.runs.rows import completion_row
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
 from pipelines.online.wire import BorrowedRequest, to_text
 
@@ -29,7 +29,7 @@ _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 class FakeServeEngine:
     """The engine interface that Ray's `LLMServer` calls."""
 
-    def __init__(self, keys: ServedModelKeys, llm_config: Any) -> None:
+    def __init__(self, keys: ServedModelOptions, llm_config: Any) -> None:
         self._traits, self._num_speculative_tokens = keys.fake, keys.num_speculative_tokens or 0
         self._model: str = llm_config.model_id
         self._max_model_len: int = llm_config.engine_kwargs["max_model_len"]

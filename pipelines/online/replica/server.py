@@ -21,7 +21,7 @@ from peagle.engine.environment import set_environment
 from peagle.engine.interface import Generation
 from peagle.engine.self_check import CheckableLlm, require_passed, self_check
 from peagle.engine.startup import start_limit
-from peagle.engine.trials import ASKER, guard_engine, trials_of
+from peagle.engine.trials import REQUESTER, guard_engine, trials_of
 from peagle.engine.vllm import generate, kill_children
 from peagle.engine.vllm_internals import compile_seconds, costly_warnings
 from peagle.private import keep_private
@@ -137,7 +137,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         context = replace(context, num_choices=min(context.num_choices, self._slots))
 
         def begin() -> RequestAccount:
-            ASKER.set(context.key)
+            REQUESTER.set(context.key)
             return self._account.begin(context, choices_per_prompt=choices_per_prompt)
 
         answers = convert_errors(answers, super().check_health, constraint=constraint)
@@ -153,7 +153,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         if self._is_fake:
             generation: Generation = await self.engine.row(row)
             return generation
-        ASKER.set(row.context.key)
+        REQUESTER.set(row.context.key)
         prompt = {"prompt_token_ids": row.prompt_token_ids} | ({"cache_salt": row.cache_salt} if row.cache_salt else {})
         client = engine_client(self.engine)
         return await generate(client, row.context.request_id, prompt, row.sampling, priority=_BATCH_PRIORITY)

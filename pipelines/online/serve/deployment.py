@@ -15,7 +15,7 @@ from peagle.engine.steps import max_num_batched_tokens, slots_per_request
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
 # an engine's cores on CPUs, most of one core next to an accelerator.
@@ -37,7 +37,7 @@ class RequestCounts:
     queued: int
 
 
-def request_counts(keys: ServedModelKeys, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
+def request_counts(keys: ServedModelOptions, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
     """Return the configured counts for an engine, or the defaults.
 
     An engine gets slightly more than it decodes at the same time (`requests_in_flight`). The queue holds as many as all
@@ -113,7 +113,7 @@ class ReplicaJob:
 
     app_id: str
     state: str
-    keys: ServedModelKeys
+    keys: ServedModelOptions
     spec: EngineSpec
     engine: EngineFacts
     placement: Placement

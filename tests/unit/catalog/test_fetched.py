@@ -11,7 +11,7 @@ from peagle.catalog.converted import locked
 from peagle.catalog.fetched import ensure_fetched, fetch, find_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home
 from peagle.errors import CapacityError, CatalogError, ConfigError, StorageError
-from peagle.storage import place, s3_folder, write_atomic
+from peagle.storage import s3_folder, storage_path, write_atomic
 
 URL = "s3://bucket/models/mine"
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}})
@@ -28,7 +28,7 @@ def model(tmp_path, s3):
         (folder / name).write_bytes(content)
     upload(folder, "models/mine")
     for other in (".gitattributes", "original/weights.pth"):
-        write_atomic(place(URL) / other, b"not fetched")
+        write_atomic(storage_path(URL) / other, b"not fetched")
     return folder
 
 
@@ -123,7 +123,7 @@ def test_failed_requests_are_retried(s3, model):
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
     found = find_stored(URL)
-    at = place(URL) / "model-1.safetensors"
+    at = storage_path(URL) / "model-1.safetensors"
     if change == "replaced":
         write_atomic(at, b"y" * 256_000)
     else:
@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
     ],
 )
 def test_incomplete_folders_are_refused(s3, model, gone, message):
-    for path in place(URL).iterdir():
+    for path in storage_path(URL).iterdir():
         if gone is None or path.name in gone:
             path.unlink()
     with pytest.raises(CatalogError, match=message):

@@ -5,7 +5,7 @@ import pytest
 from jobs.deploying import read_workload
 from peagle.deploy.room import require_room
 from peagle.economics.prices import Offer, PriceTable
-from peagle.engine.keys import TargetKeys
+from peagle.engine.keys import TargetOptions
 from peagle.errors import CapacityError, PrecisionError
 
 MODEL = "qwen3-coder-30b-a3b-instruct"
@@ -17,8 +17,8 @@ def offer(instance_type: str) -> Offer:
     return found
 
 
-def keys(**more: object) -> TargetKeys:
-    return TargetKeys.model_validate({"model": MODEL, **more})
+def keys(**more: object) -> TargetOptions:
+    return TargetOptions.model_validate({"model": MODEL, **more})
 
 
 @pytest.mark.parametrize(

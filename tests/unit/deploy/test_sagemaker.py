@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.deploy.sagemaker import Preset, Requests, SageMakerKeys, make_requests, preset
+from peagle.deploy.sagemaker import Preset, Requests, SageMakerOptions, make_requests, preset
 from peagle.engine.sagemaker import VARIABLE, serve_keys
 from peagle.errors import CapacityError, ConfigError, PriceError
 
@@ -89,7 +89,7 @@ def test_own_container_reads_every_preset(name: str) -> None:
 
 def requested(found: Preset | None = None, **keys: Any) -> Requests:
     has = {f"has_{name}": keys.get(name) is not None for name in ("model_data", "head_data")}
-    return make_requests(card_of(MODEL), SageMakerKeys(**NEEDED | keys), found or preset(card_of(MODEL), **has))
+    return make_requests(card_of(MODEL), SageMakerOptions(**NEEDED | keys), found or preset(card_of(MODEL), **has))
 
 
 def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
@@ -142,7 +142,7 @@ def test_options_reach_container_and_instances() -> None:
 )
 def test_invalid_keys_are_refused(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        SageMakerKeys(**NEEDED | keys)
+        SageMakerOptions(**NEEDED | keys)
 
 
 def test_unknown_price_must_be_set() -> None:

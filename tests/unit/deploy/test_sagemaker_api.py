@@ -7,7 +7,7 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from peagle.catalog.cards import load_catalog
-from peagle.deploy.sagemaker import Requests, SageMakerKeys, make_requests, preset
+from peagle.deploy.sagemaker import Requests, SageMakerOptions, make_requests, preset
 from peagle.deploy.sagemaker_api import SageMaker
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError
 
@@ -38,7 +38,7 @@ class Clock:
 
 def requests() -> Requests:
     card = load_catalog().get(NAME)
-    keys = SageMakerKeys(
+    keys = SageMakerOptions(
         instance_type="ml.g7e.2xlarge", image="i", role="arn:aws:iam::123456789012:role/peagle", usd_per_hour=2
     )
     return make_requests(card, keys, preset(card))

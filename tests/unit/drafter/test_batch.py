@@ -5,7 +5,7 @@ from peagle.drafter.batch import attention_mask, sample_rows
 MASK = torch.tensor([False] * 10 + [True] * 50)
 
 
-def test_the_example_of_the_docstring():
+def test_docstring_example():
     rows = sample_rows(torch.tensor([False, False, True, True, True]), num_depths=3, ratio=1.0)
     assert rows.anchor_S.tolist() == [0, 1, 2, 3, 4, 2, 2, 3]
     assert rows.depth_S.tolist() == [0, 0, 0, 0, 0, 1, 2, 1]

@@ -223,7 +223,7 @@ def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypa
     assert max(held) == 7
 
 
-def test_the_example_of_the_docstring():
+def test_docstring_example():
     drafted = torch.tensor([[6, 7], [7, 8], [8, 0], [0, 0]])
     assert walk([4, 5, 6, 7, 8], drafted, start=1) == [2]
 

@@ -21,7 +21,7 @@ from peagle.economics.ledger import (
 from peagle.economics.request_work import WorkReader, read_work
 from peagle.economics.usage import EngineSession
 from peagle.errors import PeagleError
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 from tests.unit.pipelines.online.ledgers import a_request
 
 DAY_S = 86_400.0
@@ -214,7 +214,7 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
 
 
 def test_a_ledger_on_s3(ledger, s3):
-    folder = place("s3://bucket/serve/ledger")
+    folder = storage_path("s3://bucket/serve/ledger")
     for path in ledger.iterdir():
         write_atomic(folder / path.name, path.read_bytes())
     before, sessions = read_work(folder), read_sessions(folder)

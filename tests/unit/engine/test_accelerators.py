@@ -28,12 +28,12 @@ def nothing_set(monkeypatch):
 
 
 @pytest.mark.parametrize("cuda", ["13.0", "12.8", "11.8", None])
-def test_whole_gpus_of_one_kind_with_a_new_driver_are_used(cuda):
+def test_equal_gpus_with_a_new_driver_are_accepted(cuda):
     require_usable(H100, cuda=cuda)
     require_usable(replace(H100, driver="", accelerator_kinds={}), cuda=cuda)
 
 
-def test_mixed_cards_are_told_apart_by_what_shows_one_kind():
+def test_mixed_cards_are_refused():
     kinds = {"H100 80GB HBM3": "0,1", "L4": "2"}
     with pytest.raises(CapacityError, match="not of one kind") as refused:
         require_usable(replace(H100, num_accelerators=3, accelerator_kinds=kinds))
@@ -47,7 +47,7 @@ def test_mig_slices_are_refused():
 
 
 @pytest.mark.parametrize(("driver", "cuda"), [("570.172.08", "13.0"), ("470.256.02", "12.8")])
-def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_will_do(driver, cuda, monkeypatch):
+def test_old_driver_is_refused_with_the_minimum(driver, cuda, monkeypatch):
     old = replace(H100, driver=driver)
     with pytest.raises(CapacityError, match=f"driver {driver} is too old for CUDA {cuda}") as refused:
         require_usable(old, cuda=cuda)
@@ -56,7 +56,7 @@ def test_a_driver_that_is_too_old_is_named_with_the_oldest_that_will_do(driver, 
     require_usable(old, cuda=cuda)
 
 
-def test_a_card_that_cuda_no_longer_knows_is_refused():
+def test_old_card_is_refused():
     volta = replace(H100, accelerator="Tesla V100-SXM2-32GB", accelerator_kinds={}, compute_capability=(7, 0))
     with pytest.raises(CapacityError, match="V100-SXM2-32GB") as refused:
         require_usable(volta, cuda="13.0")
@@ -65,10 +65,10 @@ def test_a_card_that_cuda_no_longer_knows_is_refused():
     require_usable(replace(volta, compute_capability=(7, 5)), cuda="13.0")
 
 
-def test_a_run_on_such_gpus_is_refused_before_its_model_is_looked_for():
-    from peagle.engine_options import EngineKeys, resolve_engine
+def test_gpus_are_checked_before_the_model():
+    from peagle.engine_options import EngineOptions, resolve_engine
 
     with pytest.raises(CapacityError, match="MIG"):
         resolve_engine(
-            EngineKeys(model="nobody/has-this"), replace(H100, has_mig=True), num_engines_on_node=1, announce=print
+            EngineOptions(model="nobody/has-this"), replace(H100, has_mig=True), num_engines_on_node=1, announce=print
         )

@@ -47,7 +47,7 @@ def test_eagle3_drafts_one_after_another() -> None:
     }
 
 
-def test_each_class_of_a_head_has_the_argmax_that_is_asked_for() -> None:
+def test_head_classes_support_local_argmax() -> None:
     from vllm.model_executor.models.deepseek_eagle3 import Eagle3DeepseekV2ForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
@@ -56,23 +56,23 @@ def test_each_class_of_a_head_has_the_argmax_that_is_asked_for() -> None:
         assert callable(getattr(one, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
-def test_a_head_is_loaded_at_its_own_revision() -> None:
+def test_head_has_its_own_revision() -> None:
     config = speculative_config(replace(head("peagle", 3), revision="abc"))
     assert config == {**(speculative_config(head("peagle", 3)) or {}), "revision": "abc"}
 
 
-def test_drafts_can_be_looked_up_without_a_head() -> None:
+def test_ngram_needs_no_head() -> None:
     ngram = DrafterSpec(method="ngram", model="", num_speculative_tokens=4)
     assert speculative_config(ngram) == {"method": "ngram", "num_speculative_tokens": 4}
     assert max_num_batched_tokens(EngineSpec(model="m", drafter=ngram, max_num_seqs=2), CPU) == 2048 + 2 * 5
 
 
-def test_suffixes_are_looked_up_in_the_request_alone() -> None:
+def test_suffix_uses_only_the_request() -> None:
     config = speculative_config(DrafterSpec(method="suffix", model="", num_speculative_tokens=4))
     assert config == {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
 
 
-def test_drafts_accepted_by_lot_keep_their_method() -> None:
+def test_synthetic_acceptance_keeps_the_method() -> None:
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.8, 0.5))
     config = speculative_config(drafter)
     assert config == {
@@ -82,7 +82,7 @@ def test_drafts_accepted_by_lot_keep_their_method() -> None:
     }
 
 
-def test_a_dummy_target_has_a_real_head_where_there_is_one(tmp_path: Path) -> None:
+def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
     assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: a dummy, too
@@ -91,20 +91,20 @@ def test_a_dummy_target_has_a_real_head_where_there_is_one(tmp_path: Path) -> No
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
 
 
-def test_the_kv_cache_can_have_a_precision_of_its_own() -> None:
+def test_kv_cache_precision_is_separate() -> None:
     arguments = engine_args(EngineSpec(model="org/m", precision="bf16", kv_cache_precision="fp8"), GPU)
     assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("bfloat16", "fp8")
     assert "quantization" not in arguments
 
 
-def test_without_a_drafter_vllm_hears_nothing_of_speculation() -> None:
+def test_no_speculative_config_without_a_drafter() -> None:
     arguments = engine_args(EngineSpec(model="org/m"), CPU)
     assert speculative_config(None) is None
     assert "speculative_config" not in arguments
     assert "per_request_spec_decode_metrics" not in arguments  # vLLM refuses it without speculation
 
 
-def test_with_a_drafter_acceptance_is_asked_for_per_request_unless_vllm_is_too_old() -> None:
+def test_request_metrics_need_a_new_vllm() -> None:
     spec = EngineSpec(model="org/m", drafter=head())
     assert engine_args(spec, CPU)["per_request_spec_decode_metrics"] == "summary"
     assert "per_request_spec_decode_metrics" not in engine_args(spec, CPU, request_metrics=False)
@@ -120,7 +120,7 @@ def test_with_a_drafter_acceptance_is_asked_for_per_request_unless_vllm_is_too_o
         (head("peagle", 7), GPU, 64, 8192 + 64 * 14),
     ],
 )
-def test_slots_leave_the_prefill_budget_beside_a_full_house(
+def test_slots_include_the_prefill_budget(
     drafter: DrafterSpec | None, hardware: Hardware, max_num_seqs: int, expected: int
 ) -> None:
     spec = EngineSpec(model="org/m", drafter=drafter, max_num_seqs=max_num_seqs)
@@ -129,7 +129,7 @@ def test_slots_leave_the_prefill_budget_beside_a_full_house(
 
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
-def test_a_step_that_spends_as_vllm_s_scheduler_does_admits_all_and_keeps_prefill(
+def test_slots_suffice_for_vllms_scheduler(
     method: DraftMethod,
 ) -> None:
     """The loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with every request decoding."""
@@ -144,12 +144,12 @@ def test_a_step_that_spends_as_vllm_s_scheduler_does_admits_all_and_keeps_prefil
     assert (admitted, budget) == (max_num_seqs, 2048)
 
 
-def test_a_stated_number_of_slots_wins() -> None:
+def test_explicit_slots_win() -> None:
     spec = EngineSpec(model="org/m", drafter=head(), max_num_batched_tokens=999)
     assert engine_args(spec, CPU)["max_num_batched_tokens"] == 999
 
 
-def test_a_quantised_checkpoint_s_cache_is_named_on_gpus_since_auto_may_be_its_own_fp8() -> None:
+def test_bf16_cache_of_quantised_checkpoints_is_explicit() -> None:
     quantised = EngineSpec(model="org/m", precision="bf16", native_quantization="compressed-tensors")
     assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
     assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
@@ -157,7 +157,7 @@ def test_a_quantised_checkpoint_s_cache_is_named_on_gpus_since_auto_may_be_its_o
     assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has no other name there
 
 
-def test_fp8_reaches_weights_and_cache_on_a_gpu_and_the_cache_alone_on_cpu() -> None:
+def test_fp8_on_gpu_and_cpu() -> None:
     spec = EngineSpec(model="org/m", precision="fp8")
     on_gpu, on_cpu = engine_args(spec, GPU), engine_args(spec, CPU)
     assert (on_gpu["dtype"], on_gpu["quantization"], on_gpu["kv_cache_dtype"]) == ("bfloat16", "fp8", "fp8")
@@ -165,7 +165,7 @@ def test_fp8_reaches_weights_and_cache_on_a_gpu_and_the_cache_alone_on_cpu() -> 
     assert "quantization" not in on_cpu
 
 
-def test_int8_is_what_the_converted_folder_says_it_is() -> None:
+def test_int8_comes_from_the_converted_folder() -> None:
     spec = EngineSpec(model="/targets/m-int8", precision="int8")
     here = replace(CPU, cpu_flags=frozenset({"avx512f", "avx512_vnni"}))
     arguments = engine_args(spec, here)
@@ -173,22 +173,22 @@ def test_int8_is_what_the_converted_folder_says_it_is() -> None:
     assert arguments["kv_cache_dtype"] == "auto"
 
 
-def test_mxfp4_weights_are_left_as_published() -> None:
+def test_mxfp4_weights_stay_as_published() -> None:
     spec = EngineSpec(model="openai/gpt-oss-20b", native_quantization="mxfp4")
     assert "quantization" not in engine_args(spec, GPU)
 
 
-def test_float32_is_float32_throughout() -> None:
+def test_float32_everywhere() -> None:
     arguments = engine_args(EngineSpec(model="org/m", precision="float32"), CPU)
     assert (arguments["dtype"], arguments["kv_cache_dtype"]) == ("float32", "auto")
 
 
-def test_a_precision_beyond_the_hardware_is_refused() -> None:
+def test_unsupported_precision_is_refused() -> None:
     with pytest.raises(PrecisionError):
         engine_args(EngineSpec(model="org/m", precision="fp8"), replace(CPU, cpu_flags=frozenset()))
 
 
-def test_the_kv_cache_is_sized_on_cpu_and_left_to_vllm_on_a_gpu() -> None:
+def test_kv_cache_is_sized_on_cpus_only() -> None:
     spec = EngineSpec(model="org/m")
     assert engine_args(spec, CPU)["kv_cache_memory_bytes"] == 5 * 1024**3  # a quarter of 20 GiB
     assert engine_args(spec, CPU, num_engines_on_node=2)["kv_cache_memory_bytes"] == int(2.5 * 1024**3)
@@ -196,7 +196,7 @@ def test_the_kv_cache_is_sized_on_cpu_and_left_to_vllm_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("hardware", [CPU, GPU])
-def test_a_stated_kv_cache_wins(hardware: Hardware) -> None:
+def test_explicit_kv_cache_wins(hardware: Hardware) -> None:
     spec = EngineSpec(model="org/m", kv_cache_gib=0.5)
     assert engine_args(spec, hardware)["kv_cache_memory_bytes"] == 512 * 1024**2
 
@@ -231,7 +231,7 @@ def test_sizes_and_flags_pass_through() -> None:
     assert expected.items() <= engine_args(spec, GPU).items()
 
 
-def test_an_unset_length_is_left_to_vllm() -> None:
+def test_unset_length_is_left_to_vllm() -> None:
     assert "max_model_len" not in engine_args(EngineSpec(model="org/m"), GPU)
 
 
@@ -239,7 +239,7 @@ def test_an_unset_length_is_left_to_vllm() -> None:
     ("name", "field"),
     [("dtype", "precision"), ("speculative_config", "drafter"), ("max_num_seqs", "max_num_seqs")],
 )
-def test_an_extra_argument_cannot_override_what_the_spec_manages(name: str, field: str) -> None:
+def test_extra_argument_cannot_override_the_spec(name: str, field: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         engine_args(EngineSpec(model="org/m", extra={name: "x"}), CPU)
     assert repr(field) in caught.value.hint
@@ -252,12 +252,12 @@ def test_an_extra_argument_cannot_override_what_the_spec_manages(name: str, fiel
         {"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 4, 7]]}},
     ],
 )
-def test_vllm_s_dynamic_k_is_refused_with_the_reason(extra: dict[str, object]) -> None:
+def test_dynamic_k_is_refused(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="parallel drafting"):
         engine_args(EngineSpec(model="org/m", drafter=head(), extra=extra), CPU)
 
 
-def test_every_argument_is_one_of_the_installed_vllm_s() -> None:
+def test_all_arguments_exist_in_vllm() -> None:
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("vLLM is not installed")
@@ -268,7 +268,7 @@ def test_every_argument_is_one_of_the_installed_vllm_s() -> None:
     assert engine_args(spec, GPU).keys() <= names
 
 
-def test_a_command_line_says_what_the_arguments_say():
+def test_command_line_round_trip():
     arguments = {"model": "m", "max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False}
     words = command_line(arguments | {"speculative_config": {"method": "eagle3", "model": "a b"}})
     assert words[:6] == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
@@ -276,14 +276,14 @@ def test_a_command_line_says_what_the_arguments_say():
     assert json.loads(words[7]) == {"method": "eagle3", "model": "a b"}
 
 
-def test_a_model_takes_text_alone_unless_told_otherwise() -> None:
+def test_text_only_by_default() -> None:
     arguments = engine_args(EngineSpec(model="m"), CPU)
     assert arguments["language_model_only"] is True
     assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
 
 
 @pytest.mark.parametrize(("domains", "given"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
-def test_media_come_from_domains_that_were_named_or_from_none(domains: tuple[str, ...], given: list[str]) -> None:
+def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str]) -> None:
     """vLLM takes an empty list for any domain."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
@@ -294,7 +294,7 @@ def test_media_come_from_domains_that_were_named_or_from_none(domains: tuple[str
 
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
-def test_vllm_takes_the_limits_of_a_model_with_images(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
+def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
     """vLLM's own configuration of a tiny vision model, as its engine would have it."""
     from vllm import AsyncEngineArgs
 

@@ -39,7 +39,7 @@ def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = 
         (gpu(12, 0), engine(extra={"attention_config": {"use_trtllm_attention": False}}), "TRITON_ATTN", None),
     ],
 )
-def test_another_back_end_is_named_where_vllm_would_choose_a_broken_one(
+def test_broken_back_end_is_avoided(
     hardware: Hardware, spec: EngineSpec, target: str | None, draft: str | None
 ) -> None:
     arguments = engine_args(spec, hardware)
@@ -57,25 +57,23 @@ def test_another_back_end_is_named_where_vllm_would_choose_a_broken_one(
         (gpu(8, 9), engine(k=1, attention_backend="FLASHINFER"), "44879"),
     ],
 )
-def test_a_broken_combination_that_is_asked_for_is_refused_with_its_issue(
-    hardware: Hardware, spec: EngineSpec, issue: str
-) -> None:
+def test_explicit_broken_back_end_is_refused(hardware: Hardware, spec: EngineSpec, issue: str) -> None:
     with pytest.raises(ConfigError, match=issue) as caught:
         engine_args(spec, hardware)
     assert "--kv-cache-precision bf16" in caught.value.hint
 
 
-def test_it_is_taken_where_nothing_is_reported() -> None:
+def test_back_end_without_reports_is_accepted() -> None:
     for hardware, spec in [(gpu(9, 0), engine(k=2)), (gpu(12, 0), engine("bf16")), (gpu(10, 0), engine(k=7))]:
         stated = EngineSpec.from_dict(spec.to_dict() | {"extra": {"attention_backend": "FLASHINFER"}})
         assert engine_args(stated, hardware)["attention_backend"] == "FLASHINFER"
 
 
-def test_every_row_says_who_reported_it() -> None:
+def test_every_broken_combination_has_a_source() -> None:
     assert all(row.source.startswith("vllm-project/vllm issue") and row.symptom for row in AVOIDED)
 
 
-def test_decode_context_parallelism_is_refused_beside_a_drafter() -> None:
+def test_decode_context_parallelism_is_refused_with_a_drafter() -> None:
     parallel = {"decode_context_parallel_size": 2}
     with pytest.raises(ConfigError, match="45425"):
         check_backends(engine("bf16", k=3, extra=parallel), gpu(9, 0), head_dim=128)
@@ -83,7 +81,7 @@ def test_decode_context_parallelism_is_refused_beside_a_drafter() -> None:
     check_backends(engine("bf16", k=3, extra={"decode_context_parallel_size": 1}), gpu(9, 0), head_dim=128)
 
 
-def test_wide_heads_would_draft_with_a_broken_one_and_are_refused() -> None:
+def test_wide_heads_without_alternative_are_refused() -> None:
     with pytest.raises(ConfigError, match="33364") as caught:
         check_backends(engine(k=3), gpu(9, 0), head_dim=256)
     assert "--draft-attention-backend TRITON_ATTN" in caught.value.hint

@@ -40,11 +40,11 @@ def config(**quantization: Any) -> dict[str, Any]:
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8 | {"type": "int"}}, None),
     ],
 )
-def test_the_cache_that_a_checkpoint_is_for(quantization: dict[str, Any], expected: str | None) -> None:
+def test_published_kv_cache(quantization: dict[str, Any], expected: str | None) -> None:
     assert published_kv_cache(config(**quantization)) == expected
 
 
-def test_a_checkpoint_in_16_bits_names_no_cache_and_is_computed_anywhere() -> None:
+def test_unquantised_checkpoint_runs_anywhere() -> None:
     assert published_kv_cache({}) is None
     for hardware in (gpu(7, 5), gpu(12, 0), cpu("avx2")):
         require_computable({}, hardware)
@@ -61,7 +61,7 @@ def test_a_checkpoint_in_16_bits_names_no_cache_and_is_computed_anywhere() -> No
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, cpu("avx512f"), "AMX"),
     ],
 )
-def test_what_is_computed_wrong_or_not_at_all_is_refused(quantization: Any, hardware: Hardware, reason: str) -> None:
+def test_unsupported_checkpoints_are_refused(quantization: Any, hardware: Hardware, reason: str) -> None:
     with pytest.raises(PrecisionError, match=reason) as caught:
         require_computable(config(**quantization), hardware)
     assert "16 bits" in caught.value.hint
@@ -78,7 +78,7 @@ def test_what_is_computed_wrong_or_not_at_all_is_refused(quantization: Any, hard
         ({"quant_method": "gptq", "bits": 8}, gpu(10, 0)),
     ],
 )
-def test_what_can_be_computed_is_taken(quantization: Any, hardware: Hardware) -> None:
+def test_supported_checkpoints_are_accepted(quantization: Any, hardware: Hardware) -> None:
     require_computable(config(**quantization), hardware)
 
 
@@ -93,17 +93,17 @@ def test_what_can_be_computed_is_taken(quantization: Any, hardware: Hardware) ->
         ({"text_config": {}, "quantization_config": None}, None),
     ],
 )
-def test_the_method_is_read_where_vllm_reads_it(stated: dict[str, Any], method: str | None) -> None:
+def test_method_is_read_from_vllms_keys(stated: dict[str, Any], method: str | None) -> None:
     assert published_method(stated) == method
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "of a later version"])
-def test_a_method_that_vllm_does_not_read_is_refused_by_its_name(method: str) -> None:
+def test_unknown_method_is_refused(method: str) -> None:
     with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not read"):
         require_computable(config(quant_method=method), gpu(9, 0))
 
 
-def test_the_methods_are_those_of_the_vllm_that_is_installed() -> None:
+def test_methods_are_vllms() -> None:
     from vllm.model_executor.layers.quantization import DEPRECATED_QUANTIZATION_METHODS, QUANTIZATION_METHODS
 
     assert set(QUANTIZATION_METHODS) - set(DEPRECATED_QUANTIZATION_METHODS) == VLLM_METHODS

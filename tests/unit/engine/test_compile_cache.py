@@ -25,7 +25,7 @@ def processor(tmp_path: Path, *, mhz: int = 2000, flags: str = "avx512f") -> Pat
     return path
 
 
-def test_the_folder_is_the_users_alone_and_says_which_versions_and_which_processor(place: Path) -> None:
+def test_folder_is_private_and_named_by_versions_and_processor(place: Path) -> None:
     variables = cache_root({"VLLM_CACHE_ROOT": str(place)})
     folder = Path(variables["VLLM_CACHE_ROOT"])
     assert folder.parent == place
@@ -34,18 +34,16 @@ def test_the_folder_is_the_users_alone_and_says_which_versions_and_which_process
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == folder
 
 
-def test_without_a_choice_it_is_where_vllm_has_its_own(place: Path) -> None:
+def test_default_folder_is_vllms(place: Path) -> None:
     assert Path(cache_root({"XDG_CACHE_HOME": str(place)})["VLLM_CACHE_ROOT"]).parent == place / "vllm"
 
 
-def test_a_process_that_was_given_the_folder_stays_in_it(place: Path) -> None:
+def test_given_folder_is_kept(place: Path) -> None:
     once = cache_root({"VLLM_CACHE_ROOT": str(place)})
     assert cache_root(once) == once
 
 
-def test_another_processor_python_or_version_has_another_folder(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_depends_on_processor_and_versions(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(cpuinfo: Path) -> str:
         return cache_root({"VLLM_CACHE_ROOT": str(place)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
 
@@ -63,9 +61,7 @@ def test_another_processor_python_or_version_has_another_folder(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
-def test_code_that_others_could_have_put_there_is_never_loaded(
-    place: Path, mode: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_writable_by_others_is_not_used(place: Path, mode: int, capfd: pytest.CaptureFixture[str]) -> None:
     poisoned = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
     poisoned.chmod(mode)
     folder = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
@@ -74,7 +70,7 @@ def test_code_that_others_could_have_put_there_is_never_loaded(
     assert f"not kept in {poisoned}: others than this user can change {poisoned}" in capfd.readouterr().err
 
 
-def test_a_folder_whose_name_others_could_give_to_their_own_counts_as_theirs(place: Path) -> None:
+def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
     place.chmod(0o777)
     assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
     place.chmod(0o1777)  # as /tmp: there only the owner of a name can give it away
@@ -82,13 +78,13 @@ def test_a_folder_whose_name_others_could_give_to_their_own_counts_as_theirs(pla
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_folder_of_another_user_is_left_alone(place: Path) -> None:
+def test_folder_of_another_user_is_not_used(place: Path) -> None:
     theirs = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
     os.chown(theirs, 12345, 12345)
     assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
 
 
-def test_a_users_own_group_is_nobody_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_group_is_accepted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.chmod(0o770)
     group = type("Group", (), {"gr_name": "me", "gr_mem": []})
     monkeypatch.setattr("grp.getgrgid", lambda gid: group)
@@ -98,7 +94,7 @@ def test_a_users_own_group_is_nobody_else(place: Path, monkeypatch: pytest.Monke
     assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
 
 
-def test_where_no_folder_is_safe_the_engine_does_not_start(place: Path) -> None:
+def test_no_safe_folder_is_an_error(place: Path) -> None:
     place.chmod(0o777)
     (place.parent / "temporary").chmod(0o777)
     with pytest.raises(ConfigError, match="compiled code cannot be kept") as refused:
@@ -106,7 +102,7 @@ def test_where_no_folder_is_safe_the_engine_does_not_start(place: Path) -> None:
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 
 
-def test_a_root_that_cannot_be_made_has_another_take_its_place(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fallback_folder(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (place / "file").touch()
     found = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
     assert not found["VLLM_CACHE_ROOT"].startswith(str(place))

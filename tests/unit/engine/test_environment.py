@@ -40,22 +40,22 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return found
 
 
-def test_nothing_is_reported_to_anyone() -> None:
+def test_usage_statistics_are_off() -> None:
     variables = environment(SPEC, GPU, inherited={})
     assert (variables["VLLM_NO_USAGE_STATS"], variables["DO_NOT_TRACK"]) == ("1", "1")
 
 
-def test_a_gpu_node_needs_no_binding_and_no_preloading() -> None:
+def test_gpu_node_needs_no_binding() -> None:
     ours = {"VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB", LOOKUP}
     assert environment(SPEC, GPU, inherited={"PATH": f"/usr/bin:{OWN_COMMANDS}"}).keys() == ours
 
 
-def test_ninja_is_found_where_the_environment_is_not_activated() -> None:
+def test_ninja_is_found_without_activation() -> None:
     assert environment(SPEC, GPU, inherited={"PATH": "/usr/bin"})["PATH"] == f"/usr/bin:{OWN_COMMANDS}"
     assert environment(SPEC, GPU, inherited={})["PATH"] == OWN_COMMANDS
 
 
-def test_an_engine_is_told_the_n_grams_that_are_looked_up_and_the_next_that_none_are() -> None:
+def test_lookup_variable_is_always_set() -> None:
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, lookup=True)
     told = [
         environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
@@ -64,7 +64,7 @@ def test_an_engine_is_told_the_n_grams_that_are_looked_up_and_the_next_that_none
     assert told == ["2", "5", "", ""]
 
 
-def test_media_are_fetched_without_redirects_and_compiled_grammars_stay_small_unless_the_user_says_otherwise() -> None:
+def test_default_media_and_grammar_variables() -> None:
     from vllm import envs
 
     variables = environment(SPEC, GPU, inherited={})
@@ -78,12 +78,12 @@ def test_media_are_fetched_without_redirects_and_compiled_grammars_stay_small_un
 @pytest.mark.parametrize(
     ("chosen", "given"), [("", "peagle"), ("theirs", "theirs,peagle"), ("peagle,theirs", None), (None, None)]
 )
-def test_a_choice_of_vllms_plugins_does_not_leave_ours_out(chosen: str | None, given: str | None) -> None:
+def test_our_plugin_is_always_loaded(chosen: str | None, given: str | None) -> None:
     inherited = {} if chosen is None else {"VLLM_PLUGINS": chosen}
     assert environment(SPEC, GPU, inherited=inherited).get("VLLM_PLUGINS") == given
 
 
-def test_local_models_stay_off_the_network(tmp_path: Path) -> None:
+def test_local_models_are_offline(tmp_path: Path) -> None:
     local, hub = EngineSpec(model=str(tmp_path)), EngineSpec(model="org/m")
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3)
     mixed = EngineSpec(model=str(tmp_path), drafter=head)
@@ -93,46 +93,46 @@ def test_local_models_stay_off_the_network(tmp_path: Path) -> None:
     assert offline == [True, False, False, True]
 
 
-def test_a_lone_engine_gets_every_core() -> None:
+def test_single_engine_gets_all_cores() -> None:
     assert environment(SPEC, cpu(0, 1), inherited={})["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
-def test_a_lone_engine_keeps_the_cores_that_the_user_bound_it_to() -> None:
+def test_single_engine_keeps_the_users_binding() -> None:
     bound = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
     assert environment(SPEC, cpu(0, 1), inherited=bound)["VLLM_CPU_OMP_THREADS_BIND"] == "1"
     pair = [environment(SPEC, cpu(0, 1), engine_index=i, num_engines_on_node=2, inherited=bound) for i in range(2)]
     assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in pair] == ["0", "1"]
 
 
-def test_engines_of_a_node_share_no_core_and_leave_none() -> None:
+def test_engines_of_a_node_divide_the_cores() -> None:
     bindings = [
         environment(SPEC, cpu(0, 1, 2, 3, 4), engine_index=i, num_engines_on_node=2, inherited={}) for i in range(2)
     ]
     assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "2,3,4"]
 
 
-def test_an_engine_more_than_the_node_was_to_have_shares_cores() -> None:
+def test_additional_engine_shares_cores() -> None:
     bindings = [environment(SPEC, cpu(0, 1), engine_index=i, inherited={}) for i in range(2)]
     assert [b["VLLM_CPU_OMP_THREADS_BIND"] for b in bindings] == ["0,1", "0,1"]
 
 
-def test_the_ranks_of_an_engine_are_bound_one_by_one() -> None:
+def test_ranks_have_their_own_cores() -> None:
     spec = EngineSpec(model="org/m", tensor_parallel_size=2)
     variables = environment(spec, cpu(*range(8)), engine_index=1, num_engines_on_node=2, inherited={})
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
 
 
-def test_a_cpu_engine_has_its_folder_for_compiled_code() -> None:
+def test_cpu_engine_has_a_compile_cache() -> None:
     assert environment(SPEC, cpu(0), inherited={})["VLLM_CACHE_ROOT"] == "/cache"
     assert "VLLM_CACHE_ROOT" not in environment(SPEC, GPU, inherited={})
 
 
-def test_more_engines_than_cores() -> None:
+def test_more_engines_than_cores_are_refused() -> None:
     with pytest.raises(CapacityError, match="need 3 cores"):
         environment(SPEC, cpu(0, 1), num_engines_on_node=3, inherited={})
 
 
-def test_under_a_quota_threads_are_counted_and_not_pinned() -> None:
+def test_cpu_quota_disables_binding() -> None:
     variables = environment(SPEC, cpu(*range(64), quota=4), num_engines_on_node=2, inherited={})
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert variables["OMP_NUM_THREADS"] == "2"
@@ -152,16 +152,16 @@ def test_both_libraries_are_preloaded() -> None:
     ],
     ids=["kept", "no-second-openmp", "already-there"],
 )
-def test_what_is_preloaded_already_stays(inherited: str, expected: str) -> None:
+def test_existing_preload_is_kept(inherited: str, expected: str) -> None:
     assert environment(SPEC, cpu(0), inherited={"LD_PRELOAD": inherited})["LD_PRELOAD"] == expected
 
 
-def test_without_the_libraries_nothing_is_preloaded(libraries: dict[str, Path]) -> None:
+def test_no_preload_without_libraries(libraries: dict[str, Path]) -> None:
     libraries.clear()
     assert "LD_PRELOAD" not in environment(SPEC, cpu(0), inherited={})
 
 
-def test_libraries_are_found_in_the_environment_s_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_found_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libiomp5.so").touch()
@@ -173,7 +173,7 @@ def test_libraries_are_found_in_the_environment_s_own_folder(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("hardware", [GPU, cpu(0, 1)])
-def test_no_engine_drafts_without_the_plug_in(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_requires_the_plug_in(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
     drafter = DrafterSpec(method="eagle3", model="org/h", num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="counts tokens after a stop string"):

@@ -14,20 +14,20 @@ def generate(sampling, **engine):
     return asyncio.run(FakeEngine(**engine).generate("r", [1, 2, 3], sampling))
 
 
-def test_a_single_response_has_no_list_of_completions():
+def test_single_response_has_no_completions():
     generation = generate(GREEDY)
     assert generation.completions == ()
     assert generation.num_output_tokens == len(generation.text.split())
 
 
-def test_several_responses_differ_and_their_tokens_add_up():
+def test_several_responses():
     generation = generate({**GREEDY, "n": 3}, num_speculative_tokens=4)
     assert len({completion.text for completion in generation.completions}) == 3
     assert generation.text == generation.completions[0].text == generate(GREEDY).text
     assert generation.num_output_tokens == sum(c.num_output_tokens for c in generation.completions)
 
 
-def test_logprobs_are_a_token_each_and_join_to_the_text():
+def test_logprobs():
     generation = generate({**GREEDY, "logprobs": 2})
     (completion,) = generation.completions
     assert "".join(token.token for token in completion.logprobs) == generation.text
@@ -36,7 +36,7 @@ def test_logprobs_are_a_token_each_and_join_to_the_text():
     assert generate({**GREEDY, "logprobs": 0}).completions[0].logprobs[0].top == ()
 
 
-def test_requests_beyond_its_slots_wait_and_their_latency_says_so():
+def test_waiting_counts_in_latency():
     token_s, sampling = 0.02, {**GREEDY, "ignore_eos": True}
 
     async def scene():
@@ -48,7 +48,7 @@ def test_requests_beyond_its_slots_wait_and_their_latency_says_so():
     assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s
 
 
-def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
+def test_stream_ends_like_a_whole_answer():
     async def scene():
         engine = FakeEngine(num_speculative_tokens=2)
         sampling = {**GREEDY, "n": 2, "logprobs": 0}
@@ -67,7 +67,7 @@ def test_a_stream_grows_word_by_word_and_ends_as_the_same_request_without_one():
         assert all(completion.text.startswith(c.text) and len(c.logprobs) == c.num_output_tokens for c in grown)
 
 
-def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
+def test_poisoned_prompt_kills_the_engine():
     async def scene():
         engine = FakeEngine(FakeTraits(die_on="rat poison", token_s=0.05))
         alive = asyncio.create_task(engine.generate("a", list(b"cheese"), GREEDY))
@@ -82,7 +82,7 @@ def test_a_poisoned_prompt_kills_the_engine_for_every_request_after_it():
         assert isinstance(outcome, EngineError)
 
 
-def test_an_engine_with_a_process_of_its_own_dies_with_it():
+def test_engine_dies_with_its_process():
     engine = FakeEngine(FakeTraits(has_core=True))
     try:
         assert asyncio.run(engine.generate("a", [1, 2, 3], GREEDY)).text == generate(GREEDY).text
@@ -94,14 +94,14 @@ def test_an_engine_with_a_process_of_its_own_dies_with_it():
         engine.shutdown()
 
 
-def test_shutting_an_engine_down_ends_its_process():
+def test_shutdown_ends_the_process():
     engine = FakeEngine(FakeTraits(has_core=True))
     engine.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.core_pid, 0)
 
 
-def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
+def test_hanging_engine_shows_no_sign_of_life():
     async def scene():
         engine = FakeEngine(FakeTraits(hang_on="pit"))
         await engine.generate("a", list(b"cheese"), GREEDY)
@@ -117,7 +117,7 @@ def test_an_engine_that_hangs_neither_answers_nor_shows_a_sign_of_life():
     assert after[0] == after[1]
 
 
-def test_an_engine_that_is_killed_takes_its_own_process_with_it():
+def test_kill_ends_the_process():
     engine = FakeEngine(FakeTraits(has_core=True))
     engine.kill()
     engine.shutdown()

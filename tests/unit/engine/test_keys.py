@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from peagle.engine.keys import (
-    TargetKeys,
+    TargetOptions,
     drafter_with,
     extra_arguments,
     lookup_note,
@@ -40,8 +40,8 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
         ([], {}),
     ],
 )
-def test_engine_arguments_are_pairs_or_a_map(given: Any, expected: dict[str, Any]) -> None:
-    assert TargetKeys(engine_args=given).engine_args == expected
+def test_engine_arguments_from_pairs_or_map(given: Any, expected: dict[str, Any]) -> None:
+    assert TargetOptions(engine_args=given).engine_args == expected
 
 
 @pytest.mark.parametrize(
@@ -58,64 +58,64 @@ def test_engine_arguments_are_pairs_or_a_map(given: Any, expected: dict[str, Any
         (['speculative_config={"num_speculative_tokens_per_batch_size": []}'], "computes wrong drafts"),
     ],
 )
-def test_arguments_that_are_peagle_s_own_are_refused_by_name(given: Any, reason: str) -> None:
+def test_managed_arguments_are_refused(given: Any, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        TargetKeys(engine_args=given)
+        TargetOptions(engine_args=given)
 
 
-def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest() -> None:
+def test_unknown_argument_suggests_the_closest() -> None:
     require_known({"block_size": 32, "enable_log_requests": False})
     with pytest.raises(ConfigError, match="no engine argument 'blok_size'") as caught:
         require_known({"blok_size": 32})
     assert "block_size" in caught.value.hint
 
 
-def test_an_fp8_cache_skips_sliding_windows_unless_told_otherwise() -> None:
+def test_fp8_cache_skips_sliding_windows() -> None:
     skipped = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
-    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=True) == skipped
-    assert extra_arguments(TargetKeys(), FP8, SLIDING, on_gpu=False) == {}
-    assert extra_arguments(TargetKeys(), BF16, SLIDING, on_gpu=True) == {}
-    assert extra_arguments(TargetKeys(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
-    keys = TargetKeys(engine_args=["kv_cache_dtype_skip_layers=[]"])
+    assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=True) == skipped
+    assert extra_arguments(TargetOptions(), FP8, SLIDING, on_gpu=False) == {}
+    assert extra_arguments(TargetOptions(), BF16, SLIDING, on_gpu=True) == {}
+    assert extra_arguments(TargetOptions(), FP8, {"num_hidden_layers": 2}, on_gpu=True) == {}
+    keys = TargetOptions(engine_args=["kv_cache_dtype_skip_layers=[]"])
     assert extra_arguments(keys, FP8, SLIDING, on_gpu=True) == {"kv_cache_dtype_skip_layers": []}
 
 
-def test_arguments_that_a_spec_has_fields_for_become_these() -> None:
-    keys = TargetKeys(engine_args={"load_format": "dummy", "block_size": 32})
+def test_arguments_become_spec_fields() -> None:
+    keys = TargetOptions(engine_args={"load_format": "dummy", "block_size": 32})
     assert spec_fields(keys) == {"load_format": "dummy"}
     assert extra_arguments(keys, BF16, {}, on_gpu=True) == {"block_size": 32}
 
 
-def test_a_head_has_a_cache_and_an_attention_of_its_own() -> None:
-    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
+def test_head_has_its_own_cache_and_attention() -> None:
+    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
     found = drafter_with(HEAD, keys, GPU)
     assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
-    assert drafter_with(HEAD, TargetKeys(), CPU) == HEAD
+    assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
 
-def test_drafts_are_looked_up_beside_a_head_alone_and_where_it_is_asked_for() -> None:
-    on = TargetKeys(draft_lookup="on")
+def test_lookup_needs_a_head_and_a_request() -> None:
+    on = TargetOptions(draft_lookup="on")
     assert drafter_with(HEAD, on, CPU) == replace(HEAD, lookup=True)
     assert drafter_with(NGRAM, on, CPU) == NGRAM
     for other in ("auto", "off"):
-        keys = TargetKeys(draft_lookup=other)  # type: ignore[arg-type]
+        keys = TargetOptions(draft_lookup=other)  # type: ignore[arg-type]
         assert [drafter_with(HEAD, keys, hardware) for hardware in (CPU, GPU)] == [HEAD, HEAD]
     assert lookup_note(drafter_with(HEAD, on, CPU)) == "; with prompt lookup"
     assert lookup_note(HEAD) == lookup_note(None) == ""
 
 
-def test_on_a_gpu_a_lookup_needs_steps_that_wait_for_each_other() -> None:
+def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
     with pytest.raises(ConfigError, match="schedules asynchronously") as caught:
-        drafter_with(HEAD, TargetKeys(draft_lookup="on"), GPU)
+        drafter_with(HEAD, TargetOptions(draft_lookup="on"), GPU)
     assert "--engine-arg async_scheduling=false" in caught.value.hint
-    waiting = TargetKeys(draft_lookup="on", engine_args={"async_scheduling": False})
+    waiting = TargetOptions(draft_lookup="on", engine_args={"async_scheduling": False})
     assert drafter_with(HEAD, waiting, GPU).lookup
 
 
-def test_a_fingerprint_names_what_was_asked_for_alone() -> None:
-    assert stated(TargetKeys(kv_cache_precision="fp8")) == {}  # the precision names it
-    keys = TargetKeys(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
+def test_fingerprint_has_only_changed_options() -> None:
+    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # the precision names it
+    keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
         "draft_kv_cache_precision": "bf16",
         "draft_lookup": "on",
@@ -123,5 +123,5 @@ def test_a_fingerprint_names_what_was_asked_for_alone() -> None:
     }
 
 
-def test_pairs_keep_what_is_no_json_as_text() -> None:
+def test_values_that_are_not_json_are_text() -> None:
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}

@@ -37,7 +37,7 @@ def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tupl
 
 
 @pytest.mark.parametrize("min_ngram", [1, 2, 3])
-def test_it_copies_from_the_latest_of_the_longest_matches(min_ngram: int) -> None:
+def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
     chance = random.Random(0)
     num_copied = 0
     for _ in range(300):
@@ -50,30 +50,30 @@ def test_it_copies_from_the_latest_of_the_longest_matches(min_ngram: int) -> Non
     assert num_copied > 20
 
 
-def test_the_first_draft_is_the_heads_whatever_was_found() -> None:
+def test_first_draft_is_the_heads() -> None:
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([9, 8, 7]) == ([9, 8, 7], 3)
     assert lookup_of([1, 2, 3, 4, 1, 2], 2).redraft([3, 8, 7]) == ([3, 4, 1], 1)
 
 
-def test_the_heads_drafts_lead_to_a_match() -> None:
+def test_drafts_can_complete_a_match() -> None:
     assert lookup_of([1, 2, 3, 4, 5, 9], 2).redraft([1, 2, 8, 8]) == ([1, 2, 3, 4], 2)
 
 
-def test_a_copy_may_read_what_it_has_written() -> None:
+def test_copy_may_overlap() -> None:
     assert lookup_of([5, 6, 5, 6], 2).redraft([5, 0, 0, 0, 0]) == ([5, 6, 5, 6, 5], 1)
 
 
-def test_a_longer_match_wins_over_a_later_one() -> None:
+def test_longer_match_wins() -> None:
     tokens = [1, 2, 3, 7, 9, 2, 3, 8, 1, 2]
     assert lookup_of(tokens, 2).redraft([3, 0]) == ([3, 7], 1)
 
 
 @pytest.mark.parametrize("drafts", [[], [4]])
-def test_fewer_than_two_drafts_are_left_alone(drafts: list[int]) -> None:
+def test_fewer_than_two_drafts_are_unchanged(drafts: list[int]) -> None:
     assert lookup_of([4, 4, 4], 2).redraft(drafts) == (drafts, len(drafts))
 
 
-def test_tokens_may_come_in_any_pieces_and_drafts_leave_no_trace() -> None:
+def test_index_is_independent_of_chunks_and_drafts() -> None:
     chance = random.Random(1)
     tokens = [chance.randrange(5) for _ in range(60)]
     whole, pieces = lookup_of(tokens, 3), PromptLookup(3)
@@ -85,12 +85,12 @@ def test_tokens_may_come_in_any_pieces_and_drafts_leave_no_trace() -> None:
         assert pieces.redraft([first, 9, 9, 9]) == whole.redraft([first, 9, 9, 9])
 
 
-def test_an_n_gram_has_a_token() -> None:
+def test_min_ngram_must_be_positive() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         PromptLookup(0)
 
 
-def test_a_step_costs_a_small_part_of_a_millisecond_whatever_the_context() -> None:
+def test_lookup_is_fast_for_any_context() -> None:
     """The limit is 1 ms of a step; text of one word has the most candidates, and the longest comparisons."""
     chance = random.Random(2)
     worst: dict[str, float] = {}

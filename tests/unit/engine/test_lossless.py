@@ -32,7 +32,7 @@ def judge(text, *, by=A_DOG, finish_reason="stop", num_output_tokens=3, ends=(EN
     return compare(committed, by, ends=ends, max_tie=0.25)
 
 
-def test_equal_text_is_the_same():
+def test_equal_text_is_same():
     assert judge("a dog").outcome == "same"
 
 
@@ -47,45 +47,45 @@ def test_equal_text_is_the_same():
         ("", "different", 0, None, 2.9),
     ],
 )
-def test_the_first_differing_token_decides(text, outcome, position, token, margin):
+def test_first_different_token_decides(text, outcome, position, token, margin):
     verdict = judge(text)
     assert (verdict.outcome, verdict.position, verdict.committed) == (outcome, position, token)
     assert verdict.margin == pytest.approx(margin)
 
 
-def test_a_response_that_ends_where_the_target_goes_on_took_an_end():
+def test_early_end_is_an_alternative():
     going_on = target(place(("a", -0.1)), place((" dog", -0.7), (END, -0.8)), finish_reason="length")
     verdict = judge("a", by=going_on, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 1, END)
     assert judge("a", by=going_on, num_output_tokens=2, finish_reason="length").outcome == "different"
 
 
-def test_a_token_that_completes_a_stop_string_may_go_on_behind_it():
+def test_token_may_extend_beyond_a_stop_string():
     by = target(place(("a", -0.1)), place((" dog", -0.7), (".\n\n", -0.75)), finish_reason="length")
     assert judge("a", by=by, num_output_tokens=2, ends=(".\n",)).outcome == "tie"
 
 
-def test_a_longer_token_that_begins_like_the_targets_is_where_they_part():
+def test_longer_token_with_common_prefix():
     by = target(place((" foo", -0.7), (" foobar", -0.8), (" f", -0.71)), place(("l", -0.1), ("x", -0.2)))
     verdict = judge(" foobar", by=by, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 0, " foobar")
 
 
-def test_the_same_text_in_other_tokens_is_no_silent_match():
+def test_other_tokenisation_of_the_same_text():
     by = target(place((" foo", -0.7), (" f", -0.72)), place((END, -0.1)))
     assert judge(" foo", by=by, num_output_tokens=3).outcome == "tie"
     apart = target(place((" foo", -0.1), (" f", -4.0)), place((END, -0.1)))
     assert judge(" foo", by=apart, num_output_tokens=3).outcome == "different"
 
 
-def test_parts_of_a_character_have_no_text_and_can_tie():
+def test_partial_characters_can_tie():
     by = target(place(("a", -0.1)), place(("", -0.7), ("", -0.75), ("b", -3.0)), place(("😀", -0.1)))
     assert judge("a🙃", by=by, num_output_tokens=3).outcome == "tie"
     assert judge("ax", by=by, num_output_tokens=3).outcome == "different"
     assert judge("aa", by=target(place(("a", -0.1)), place(("b", -0.7), ("", -0.75)))).outcome == "different"
 
 
-def test_the_space_that_a_text_drops_at_its_beginning_is_no_difference():
+def test_dropped_leading_space():
     by = replace(target(place((" A", -0.7), (" The", -0.8)), place((" cow", -0.7), (" cat", -0.8))), text="A cow")
     assert (judge("A cat", by=by).outcome, judge("A cat", by=by).position) == ("tie", 1)
     assert (judge("The cow", by=by).outcome, judge("The cow", by=by).position) == ("tie", 0)
@@ -102,5 +102,5 @@ def test_the_space_that_a_text_drops_at_its_beginning_is_no_difference():
         (Precision(dtype="float32", quantization="int8"), 0.5),
     ],
 )
-def test_a_tie_depends_on_the_precision(precision, margin):
+def test_tie_margin_depends_on_precision(precision, margin):
     assert tie_margin(precision) == margin

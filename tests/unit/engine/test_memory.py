@@ -58,7 +58,7 @@ def gpu(memory_gib: float = 80, num: int = 1, capability: tuple[int, int] = (9, 
     )
 
 
-def test_the_cache_of_a_token_is_counted_from_the_configuration(tmp_path: Path) -> None:
+def test_cache_per_token(tmp_path: Path) -> None:
     footprint = read_footprint(make_model(tmp_path / "m"))
     assert footprint is not None
     assert footprint.weights_bytes == GIB // 4
@@ -66,7 +66,7 @@ def test_the_cache_of_a_token_is_counted_from_the_configuration(tmp_path: Path) 
     assert footprint.kv_cache_bytes(8192, dtype_bytes=1) == 8192 * 11_520
 
 
-def test_sliding_layers_stop_at_their_window() -> None:
+def test_sliding_layers_are_limited_to_their_window() -> None:
     config = SMALL_LLAMA | {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -77,31 +77,31 @@ def test_sliding_layers_stop_at_their_window() -> None:
     assert footprint.kv_cache_bytes(1000, dtype_bytes=1) == (2 * 1000 + 2 * 128) * 384
 
 
-def test_a_multimodal_configuration_is_read_by_its_text_part() -> None:
+def test_multimodal_config_uses_text_config() -> None:
     footprint = footprint_from_config({"text_config": SMALL_LLAMA}, 0)
     assert footprint is not None
     assert footprint.context_tokens == 8192
 
 
 @pytest.mark.parametrize("config", [{"hidden_size": 8}, SMALL_LLAMA | {"kv_lora_rank": 512}])
-def test_a_cache_that_the_configuration_does_not_describe_is_unknown(config: dict[str, Any]) -> None:
+def test_undescribed_cache_is_unknown(config: dict[str, Any]) -> None:
     assert footprint_from_config(config, 0) is None
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_folder_without_a_readable_configuration_is_unknown(tmp_path: Path, content: str | None) -> None:
+def test_folder_without_config_is_unknown(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert read_footprint(str(tmp_path)) is None
 
 
-def test_the_default_cache_is_what_the_requests_can_use(tmp_path: Path) -> None:
+def test_default_cache_fits_the_requests(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1)
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 23_040 / GIB + 0.1, abs=0.01)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_the_default_cache_has_room_for_the_drafters_layers(tmp_path: Path, layers: int) -> None:
+def test_default_cache_includes_the_drafter(tmp_path: Path, layers: int) -> None:
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text(json.dumps({"transformer_layer_config": {"num_hidden_layers": layers}}))
@@ -112,7 +112,7 @@ def test_the_default_cache_has_room_for_the_drafters_layers(tmp_path: Path, laye
 
 
 @pytest.mark.parametrize("method", SHIPPED)
-def test_the_default_cache_holds_a_request_with_a_shipped_head_in_float32(tmp_path: Path, method: str) -> None:
+def test_default_cache_in_float32(tmp_path: Path, method: str) -> None:
     """Their layers have 9 KV heads where the target's have 3: vLLM asks for 17,280 elements a token with the first."""
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
@@ -121,7 +121,7 @@ def test_the_default_cache_holds_a_request_with_a_shipped_head_in_float32(tmp_pa
     assert default_kv_cache_gib(spec, cpu()) == pytest.approx(8192 * 4 * per_token / GIB + 0.1, abs=0.01)
 
 
-def test_a_cache_that_cannot_hold_a_request_with_its_drafts_is_refused(tmp_path: Path) -> None:
+def test_cache_without_room_for_drafts_is_refused(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED["peagle"]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter, kv_cache_gib=0.2)
     with pytest.raises(CapacityError, match=r"cannot hold one request of 8,192 tokens, which needs 0\.26 GiB"):
@@ -129,40 +129,40 @@ def test_a_cache_that_cannot_hold_a_request_with_its_drafts_is_refused(tmp_path:
     check_capacity(replace(spec, drafter=None), cpu())
 
 
-def test_drafts_without_a_head_need_no_cache(tmp_path: Path) -> None:
+def test_headless_drafts_need_no_cache(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="ngram", model="", num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, drafter=drafter)
     assert default_kv_cache_gib(spec, cpu()) == default_kv_cache_gib(replace(spec, drafter=None), cpu())
 
 
-def test_the_default_cache_stops_at_a_quarter_of_the_free_memory(tmp_path: Path) -> None:
+def test_default_cache_is_at_most_a_quarter(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=500)
     assert default_kv_cache_gib(spec, cpu(free_gib=20)) == 5.0
     assert default_kv_cache_gib(spec, cpu(free_gib=20), num_engines_on_node=2) == 2.5
 
 
-def test_an_unknown_model_gets_the_quarter() -> None:
+def test_unknown_model_gets_a_quarter() -> None:
     assert default_kv_cache_gib(EngineSpec(model="org/m"), cpu(free_gib=8)) == 2.0
 
 
-def test_what_fits_passes(tmp_path: Path) -> None:
+def test_fitting_engine_passes(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"))
     check_capacity(spec, cpu())
     check_capacity(spec, gpu())
 
 
-def test_a_model_that_is_not_here_cannot_be_judged() -> None:
+def test_unknown_size_passes() -> None:
     check_capacity(EngineSpec(model="org/m"), cpu(free_gib=0.1))
 
 
-def test_too_little_memory_on_cpu_names_every_part(tmp_path: Path) -> None:
+def test_too_little_memory_on_cpu(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30), kv_cache_gib=1)
     with pytest.raises(CapacityError, match=r"weights 30\.0, KV cache 1\.0.*20\.0 GiB") as caught:
         check_capacity(spec, cpu(free_gib=20))
     assert "kv_cache_gib" in caught.value.hint
 
 
-def test_engines_share_the_memory_of_a_cpu_node(tmp_path: Path) -> None:
+def test_engines_share_cpu_memory(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=6), kv_cache_gib=1)
     check_capacity(spec, cpu(free_gib=20), num_engines_on_node=2)
     with pytest.raises(CapacityError, match="3 engine"):
@@ -183,12 +183,12 @@ def test_float32_doubles_bf16_weights(tmp_path: Path) -> None:
         check_capacity(spec, gpu())
 
 
-def test_native_weights_count_as_they_are(tmp_path: Path) -> None:
+def test_native_weights_are_not_scaled(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", weights_gib=65)
     check_capacity(EngineSpec(model=model, native_quantization="mxfp4"), gpu())
 
 
-def test_a_cache_below_one_request_is_refused(tmp_path: Path) -> None:
+def test_cache_below_one_request_is_refused(tmp_path: Path) -> None:
     spec = EngineSpec(model=make_model(tmp_path / "m"), kv_cache_gib=0.1)
     with pytest.raises(CapacityError, match=r"8,192 tokens, which needs 0\.18 GiB") as caught:
         check_capacity(spec, cpu())
@@ -196,14 +196,14 @@ def test_a_cache_below_one_request_is_refused(tmp_path: Path) -> None:
     check_capacity(EngineSpec(model=spec.model, kv_cache_gib=0.1, max_model_len=1024), cpu())
 
 
-def test_more_accelerators_than_the_node_has_are_refused() -> None:
+def test_too_many_accelerators_are_refused() -> None:
     spec = EngineSpec(model="org/m", tensor_parallel_size=4)
     check_capacity(spec, gpu(num=8), num_engines_on_node=2)
     with pytest.raises(CapacityError, match="need 12; this node has 8"):
         check_capacity(spec, gpu(num=8), num_engines_on_node=3)
 
 
-def test_an_engine_on_several_nodes_is_held_by_each_in_its_part(tmp_path: Path) -> None:
+def test_engine_over_several_nodes(tmp_path: Path) -> None:
     across = EngineSpec(model="org/model", tensor_parallel_size=16, num_nodes=2)
     check_capacity(across, gpu(num=8))
     with pytest.raises(CapacityError, match=r"of 8 accelerator\(s\) need 8; this node has 4(.|\n)*on 2 node\(s\)"):
@@ -214,21 +214,21 @@ def test_an_engine_on_several_nodes_is_held_by_each_in_its_part(tmp_path: Path) 
     check_capacity(replace(large, num_nodes=2), cpu(16))
 
 
-def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
+def test_more_ranks_than_kv_heads() -> None:
     footprint = footprint_from_config(SMALL_LLAMA, 0)
     assert footprint is not None
     assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=3) == 23_040
     assert footprint.kv_cache_bytes(1, dtype_bytes=2, ranks=6) == 2 * 23_040
 
 
-def test_steps_in_flight_keep_what_has_left_a_window() -> None:
+def test_steps_in_flight_extend_the_window() -> None:
     config = SMALL_LLAMA | {"layer_types": ["sliding_attention"] * 30, "sliding_window": 128}
     footprint = footprint_from_config(config, 0)
     assert footprint is not None
     assert footprint.kv_cache_bytes(9000, dtype_bytes=1, in_flight_tokens=872) == 30 * 1000 * 384
 
 
-def test_global_layers_with_heads_of_their_own_count_with_them() -> None:
+def test_global_layers_with_other_heads() -> None:
     config = SMALL_LLAMA | {
         "layer_types": ["full_attention"] * 30,
         "num_global_key_value_heads": 1,
@@ -239,7 +239,7 @@ def test_global_layers_with_heads_of_their_own_count_with_them() -> None:
     assert footprint.kv_cache_bytes(1, dtype_bytes=1) == 30 * 2 * 128
 
 
-def test_on_a_gpu_a_request_takes_whole_blocks_and_the_empty_one(tmp_path: Path) -> None:
+def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:
     """Without it vLLM refused contexts that we had advised, for want of one block."""
     spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
     found = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def test_on_a_gpu_a_request_takes_whole_blocks_and_the_empty_one(tmp_path: Path)
         check_capacity(replace(spec, kv_cache_gib=found - 16 * 23_040 / GIB), gpu())
 
 
-def test_a_gpu_that_is_too_small_is_told_what_fits(tmp_path: Path) -> None:
+def test_small_gpu_lists_what_fits(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 48, "max_position_embeddings": 262_144}
     spec = EngineSpec(model=make_model(tmp_path / "m", weights_gib=30, **config), precision="bf16", max_num_seqs=8)
     with pytest.raises(CapacityError, match=r"KV cache 9\.0, a step 2\.0, CUDA graphs 0\.1") as caught:

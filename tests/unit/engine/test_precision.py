@@ -78,7 +78,7 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
         ((9, 0), None, "bf16"),
     ],
 )
-def test_auto_has_an_fp8_cache_where_it_is_published_to_pay(
+def test_auto_uses_an_fp8_cache_for_long_contexts(
     capability: tuple[int, int], context_tokens: int | None, kv_cache: str
 ) -> None:
     found = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
@@ -99,7 +99,7 @@ def test_auto_has_an_fp8_cache_where_it_is_published_to_pay(
         ("int8", "fp8", HOPPER, "int8 weights, fp8 KV cache"),
     ],
 )
-def test_the_kv_cache_can_be_set_apart(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
+def test_kv_cache_can_be_set_separately(requested: str, kv_cache: str, hardware: Hardware, expected: str) -> None:
     assert resolve_precision(requested, hardware, kv_cache=kv_cache).describe() == expected
 
 
@@ -111,7 +111,7 @@ def test_the_kv_cache_can_be_set_apart(requested: str, kv_cache: str, hardware: 
         ("bf16", "fp4", HOPPER, "unknown precision 'fp4' of the KV cache"),
     ],
 )
-def test_a_kv_cache_that_cannot_be_is_refused(requested: str, kv_cache: str, hardware: Hardware, reason: str) -> None:
+def test_unsupported_kv_cache_is_refused(requested: str, kv_cache: str, hardware: Hardware, reason: str) -> None:
     with pytest.raises(PrecisionError, match=reason):
         resolve_precision(requested, hardware, kv_cache=kv_cache)
 
@@ -131,9 +131,7 @@ def test_a_kv_cache_that_cannot_be_is_refused(requested: str, kv_cache: str, har
         ("bf16", TURING, "compute capability 8.0", "--precision float16"),
     ],
 )
-def test_what_the_hardware_cannot_do_is_refused_with_a_way_out(
-    requested: str, hardware: Hardware, reason: str, way_out: str
-) -> None:
+def test_unsupported_precision_has_a_hint(requested: str, hardware: Hardware, reason: str, way_out: str) -> None:
     with pytest.raises(PrecisionError) as caught:
         resolve_precision(requested, hardware)
     assert reason in caught.value.message
@@ -141,7 +139,7 @@ def test_what_the_hardware_cannot_do_is_refused_with_a_way_out(
     assert way_out in caught.value.hint
 
 
-def test_a_native_checkpoint_is_not_told_of_int8() -> None:
+def test_native_checkpoint_has_no_int8_hint() -> None:
     with pytest.raises(PrecisionError) as caught:
         resolve_precision("fp8", AMPERE, native_quantization="mxfp4")
     assert caught.value.hint.startswith("use --precision bf16, or auto")
@@ -152,14 +150,14 @@ def test_auto_has_no_fp8_cache_for_wide_heads() -> None:
     assert resolve_precision("auto", HOPPER, context_tokens=8192, head_dim=128).kv_cache == "fp8"
 
 
-def test_an_unknown_precision_suggests_the_nearest() -> None:
+def test_unknown_precision_suggests_the_closest() -> None:
     with pytest.raises(PrecisionError, match="bf61") as caught:
         resolve_precision("bf61", HOPPER)
     assert "bf16" in caught.value.hint
 
 
 @pytest.mark.parametrize("requested", PRECISIONS)
-def test_native_weights_are_never_quantised_again(requested: str) -> None:
+def test_native_weights_are_not_quantised_again(requested: str) -> None:
     if requested in ("float32", "int8"):
         with pytest.raises(PrecisionError, match="mxfp4"):
             resolve_precision(requested, HOPPER, native_quantization="mxfp4")
@@ -169,13 +167,13 @@ def test_native_weights_are_never_quantised_again(requested: str) -> None:
     assert precision.weights == "mxfp4"
 
 
-def test_auto_leaves_a_native_checkpoint_s_cache_alone_and_fp8_does_not() -> None:
+def test_cache_of_native_checkpoints() -> None:
     assert resolve_precision("auto", HOPPER, native_quantization="mxfp4").kv_cache == "bf16"
     assert resolve_precision("fp8", HOPPER, native_quantization="mxfp4").kv_cache == "fp8"
     assert resolve_precision("auto", AVX2, native_quantization="mxfp4").kv_cache == "bf16"
 
 
-def test_auto_keeps_the_fp8_cache_that_a_checkpoint_was_published_for() -> None:
+def test_auto_keeps_a_published_fp8_cache() -> None:
     def cache(requested: str, hardware: Hardware, kv_cache: str = "auto") -> str:
         return resolve_precision(
             requested, hardware, native_quantization="compressed-tensors", native_kv_cache="fp8", kv_cache=kv_cache
@@ -185,6 +183,6 @@ def test_auto_keeps_the_fp8_cache_that_a_checkpoint_was_published_for() -> None:
     assert [cache("auto", AMPERE), cache("bf16", HOPPER), cache("auto", HOPPER, "bf16")] == ["bf16"] * 3
 
 
-def test_a_precision_describes_weights_and_cache() -> None:
+def test_describe_precision() -> None:
     assert FP8.describe() == "fp8 weights, fp8 KV cache"
     assert FLOAT32.describe() == "float32 weights, float32 KV cache"

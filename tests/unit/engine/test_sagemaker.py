@@ -10,7 +10,7 @@ from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError
 
 
-def test_a_drafter_survives_the_variable() -> None:
+def test_drafter_variable_round_trip() -> None:
     drafter = DrafterSpec(method="peagle", model="amazon/head", num_speculative_tokens=7, kv_cache_precision="fp8")
     assert drafter_keys(to_sagemaker_env(drafter)) == {
         "drafter": "amazon/head",
@@ -34,18 +34,18 @@ def test_a_drafter_survives_the_variable() -> None:
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),
     ],
 )
-def test_what_jumpstart_and_aws_write_is_understood(text: str, drafter: str) -> None:
+def test_jumpstart_configurations_are_read(text: str, drafter: str) -> None:
     keys = drafter_keys({VARIABLE: text})
     assert (keys["drafter"], keys["num_speculative_tokens"]) == (drafter, 5)
 
 
 @pytest.mark.parametrize("text", ["false", "False", "[]", "off", "no", "0", "null", "None"])
-def test_no_drafter_may_be_asked_for(text: str) -> None:
+def test_drafter_can_be_turned_off(text: str) -> None:
     assert drafter_keys({VARIABLE: text}) == {"drafter": "none"}
 
 
 @pytest.mark.parametrize("env", [{}, {VARIABLE: ""}, {VARIABLE: "  "}])
-def test_an_unset_variable_leaves_the_drafter_to_the_catalog(env: dict[str, str]) -> None:
+def test_unset_variable_means_the_catalogs_drafter(env: dict[str, str]) -> None:
     assert drafter_keys(env) == {}
 
 
@@ -76,7 +76,7 @@ def test_an_unset_variable_leaves_the_drafter_to_the_catalog(env: dict[str, str]
         ),
     ],
 )
-def test_what_is_wrong_with_the_variable_is_said(text: str, reason: str) -> None:
+def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         drafter_keys({VARIABLE: text})
     assert VARIABLE in error.value.message
@@ -103,12 +103,12 @@ def test_what_is_wrong_with_the_variable_is_said(text: str, reason: str) -> None
         ('{"a": 1} and more', '{"a": 1} and more'),
     ],
 )
-def test_a_value_is_read_as_awss_container_reads_it(text: str, value: object) -> None:
+def test_values_follow_awss_rules(text: str, value: object) -> None:
     found = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
     assert found == ({} if value is None else {"some_argument": value})
 
 
-def test_what_jumpstart_sets_is_an_endpoint_with_its_drafter() -> None:
+def test_jumpstart_variables_make_an_endpoint() -> None:
     folder = "/opt/ml/additional-model-data-sources/eagle"
     config = {"model": folder, "method": "eagle3", "num_speculative_tokens": 3, "parallel_drafting": True}
     env = {
@@ -198,7 +198,7 @@ def keys_of(tmp_path: Path, **variables: str) -> dict[str, Any]:
         ({"HF_OVERRIDES": '{"rope_theta": 1}'}, {"engine_args": {"hf_overrides": {"rope_theta": 1}}}),
     ],
 )
-def test_an_argument_is_our_key_where_we_manage_it_and_else_the_engines(
+def test_arguments_become_options_or_engine_arguments(
     tmp_path: Path, variables: dict[str, str], keys: dict[str, Any]
 ) -> None:
     assert keys_of(tmp_path, **variables) == keys
@@ -233,21 +233,19 @@ def test_an_argument_is_our_key_where_we_manage_it_and_else_the_engines(
         ({"UVICORN_LOG_LEVEL": "info"}, r"(?s)SM_VLLM_UVICORN_LOG_LEVEL: .*leave it out"),
     ],
 )
-def test_what_peagle_cannot_carry_is_refused_by_the_variables_name(
-    tmp_path: Path, variables: dict[str, str], reason: str
-) -> None:
+def test_unsupported_variable_is_named(tmp_path: Path, variables: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError) as error:
         keys_of(tmp_path, **variables)
     assert re.search(reason, str(error.value))
     assert "secret" not in str(error.value)
 
 
-def test_a_switch_that_says_neither_is_refused() -> None:
+def test_invalid_switch_is_refused() -> None:
     with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
         switch("PEAGLE_SAGEMAKER", "maybe")
 
 
-def test_the_model_is_the_variables_else_the_mounted_one_else_the_hubs(tmp_path: Path) -> None:
+def test_source_of_the_model(tmp_path: Path) -> None:
     env = {"SM_VLLM_MODEL": "one", "HF_MODEL_ID": "org/three"}
     hub = {"HF_MODEL_ID": "org/three"}
     assert serve_keys(env, model_folder=tmp_path)["model"] == "one"

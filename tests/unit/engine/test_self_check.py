@@ -57,7 +57,7 @@ def check(engine: Any, spec: EngineSpec = DRAFTING, limit_s: float = LIMIT_S) ->
     return asyncio.run(self_check(engine, spec, HERE, limit_s=limit_s))
 
 
-def test_the_targets_own_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
     found = check(Engine(0.0, 0.25, 0.0))
     assert (found.outcome, found.num_tokens, found.num_ties, found.largest_margin) == ("passed", NUM_TOKENS, 1, 0.25)
     require_passed(found)
@@ -65,7 +65,7 @@ def test_the_targets_own_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("margin", [0.26, 8.0, math.inf, math.nan])
-def test_one_token_that_is_no_tie_refuses_the_engine(margin: float) -> None:
+def test_one_wrong_token_fails(margin: float) -> None:
     found = check(Engine(0.0, 0.0, margin, 0.0))
     assert found.outcome == "failed"
     assert "token 2 of its greedy answer is ' a' (log-probability " in found.seen
@@ -73,7 +73,7 @@ def test_one_token_that_is_no_tie_refuses_the_engine(margin: float) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
+def test_tolerance_is_the_audits() -> None:
     finer = dataclasses.replace(DRAFTING, precision="float32")
     assert check(Engine(0.2)).outcome == "passed"
     assert check(Engine(0.2), finer).outcome == "failed"
@@ -90,13 +90,13 @@ def test_the_tolerance_is_that_of_the_audit_for_the_precision() -> None:
         (dataclasses.replace(DRAFTING, precision="auto"), "--drafter none or --enforce-eager"),
     ],
 )
-def test_who_is_refused_is_told_what_may_be_tried(spec: EngineSpec, ways: str) -> None:
+def test_failed_check_has_a_hint(spec: EngineSpec, ways: str) -> None:
     with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
         require_passed(check(Engine(8.0), spec))
     assert refused.value.hint.endswith(f"; try {ways} to find out which")
 
 
-def test_a_ledger_tells_of_the_engine_that_was_refused() -> None:
+def test_failed_check_is_found_in_a_ledger() -> None:
     passed, failed = check(Engine()).to_json(), check(Engine(8.0), DRAFTING).to_json()
     require_none_failed([passed, ""])
     with pytest.raises(EngineError, match="failed its self-check") as refused:
@@ -104,7 +104,7 @@ def test_a_ledger_tells_of_the_engine_that_was_refused() -> None:
     assert "--drafter none" in refused.value.hint
 
 
-def test_a_sampled_request_runs_beside_it_where_both_fit() -> None:
+def test_sampled_request_runs_in_the_same_batch() -> None:
     engine, alone = Engine(), Engine()
     check(engine)
     check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
@@ -114,7 +114,7 @@ def test_a_sampled_request_runs_beside_it_where_both_fit() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 21), (64, NUM_TOKENS)])
-def test_a_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
+def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
     engine = Engine(max_model_len=max_model_len)
     found = check(engine)
     assert found.num_tokens == num_tokens
@@ -122,23 +122,23 @@ def test_a_short_context_has_a_short_check(max_model_len: int, num_tokens: int) 
     assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
 
 
-def test_an_engine_that_takes_a_step_a_token_has_fewer() -> None:
+def test_engine_without_drafts_checks_fewer_tokens() -> None:
     assert check(Engine(), SPEC).num_tokens == NUM_TOKENS // 2
 
 
-def test_an_answer_without_a_token_is_no_answer() -> None:
+def test_empty_answer_is_an_error() -> None:
     assert check(Engine(tokens=0)).seen == "it answered with no token"
     assert check(Engine(tokens=5)).num_tokens == 5
 
 
-def test_drafts_that_are_accepted_by_lot_are_not_checked() -> None:
+def test_synthetic_acceptance_is_skipped() -> None:
     lot = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
     found = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
     assert found.outcome == "skipped"
     require_passed(found)
 
 
-def test_an_engine_without_log_probabilities_is_said_not_to_be_checked() -> None:
+def test_engine_without_logprobs_is_skipped() -> None:
     class Mute(Engine):
         async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
             raise RequestRefused("max_logprobs is 0")
@@ -146,7 +146,7 @@ def test_an_engine_without_log_probabilities_is_said_not_to_be_checked() -> None
     assert check(Mute()).seen == "the engine refused it: max_logprobs is 0"
 
 
-def test_an_engine_that_does_not_answer_is_given_up() -> None:
+def test_check_has_a_time_limit() -> None:
     class Silent(Engine):
         async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
             await asyncio.sleep(60)
@@ -156,7 +156,7 @@ def test_an_engine_that_does_not_answer_is_given_up() -> None:
         check(Silent(), limit_s=0.05)
 
 
-def test_the_fake_engine_passes_unless_it_is_to_be_wrong() -> None:
+def test_fake_engine_passes_unless_wrong() -> None:
     assert check(FakeEngine().checkable).outcome == "passed"
     assert check(FakeEngine(FakeTraits(is_wrong=True)).checkable).outcome == "failed"
     assert check(FakeEngine(max_model_len=16).checkable).num_tokens == 7

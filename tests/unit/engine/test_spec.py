@@ -10,23 +10,23 @@ from peagle.errors import ConfigError
 HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 
 
-def test_a_spec_survives_json() -> None:
+def test_spec_json_round_trip() -> None:
     spec = EngineSpec(model="m", drafter=HEAD, extra={"block_size": 32}, max_model_len=1024)
     assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_synthetic_rates_survive_json_and_a_drafter_stored_before_there_were_any_is_read() -> None:
+def test_synthetic_rates_json_round_trip() -> None:
     head = DrafterSpec(method="peagle", model="head", num_speculative_tokens=2, synthetic_rates=(0.8, 0.5))
     assert DrafterSpec.from_dict(json.loads(json.dumps(asdict(head)))) == head
     assert DrafterSpec.from_dict({"method": "peagle", "model": "head", "num_speculative_tokens": 3}) == HEAD
 
 
-def test_a_spec_without_a_drafter_survives_json() -> None:
+def test_spec_without_drafter_json_round_trip() -> None:
     spec = EngineSpec(model="m")
     assert EngineSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_what_a_spec_pins_is_known_by_hub_id() -> None:
+def test_commits_by_hub_id() -> None:
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, revision="b")
     assert EngineSpec(model="org/model", revision="a", drafter=head).commits == {"org/model": "a", "org/head": "b"}
     assert EngineSpec(model="org/model", drafter=HEAD).commits == {}
@@ -47,7 +47,7 @@ def test_what_a_spec_pins_is_known_by_hub_id() -> None:
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
     ],
 )
-def test_a_bad_value_is_named(changes: dict[str, Any], name: str) -> None:
+def test_invalid_value_is_named(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         EngineSpec(**{"model": "m", **changes})
 
@@ -67,18 +67,18 @@ def test_a_bad_value_is_named(changes: dict[str, Any], name: str) -> None:
         ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 1 to 0"),
     ],
 )
-def test_a_bad_drafter_is_named(changes: dict[str, Any], name: str) -> None:
+def test_invalid_drafter_is_named(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         DrafterSpec(**{"method": "peagle", "model": "head", "num_speculative_tokens": 3, **changes})
 
 
-def test_an_unknown_key_suggests_the_nearest() -> None:
+def test_unknown_key_suggests_the_closest() -> None:
     with pytest.raises(ConfigError, match="max_num_seq'") as caught:
         EngineSpec.from_dict({"model": "m", "max_num_seq": 4})
     assert "max_num_seqs" in caught.value.hint
 
 
-def test_a_missing_key_is_named() -> None:
+def test_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match="lacks model"):
         EngineSpec.from_dict({"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="lacks method, model"):
@@ -89,7 +89,7 @@ def test_accelerators_multiply() -> None:
     assert EngineSpec(model="m", tensor_parallel_size=4, pipeline_parallel_size=2).num_accelerators == 8
 
 
-def test_nodes_of_an_engine_hold_equal_parts() -> None:
+def test_nodes_have_equal_parts() -> None:
     spec = EngineSpec(model="m", tensor_parallel_size=4, pipeline_parallel_size=2, num_nodes=2)
     assert (spec.num_accelerators, spec.accelerators_per_node) == (8, 4)
     with pytest.raises(ConfigError, match="3 nodes cannot hold equal parts of 8 accelerators"):

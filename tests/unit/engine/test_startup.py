@@ -20,7 +20,7 @@ def one_second(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
 
 
-def test_what_starts_in_time_is_left_alone(one_second):
+def test_start_within_the_limit(one_second):
     killed = []
     with start_limit(lambda: killed.append(True)):
         pass
@@ -30,7 +30,7 @@ def test_what_starts_in_time_is_left_alone(one_second):
     assert not killed
 
 
-def test_a_wait_for_a_process_that_never_is_up_ends_with_that_process(one_second):
+def test_hanging_child_process_is_killed(one_second):
     """vLLM waits until its core says that it is up, or dies."""
     began = time.monotonic()
 
@@ -46,7 +46,7 @@ def test_a_wait_for_a_process_that_never_is_up_ends_with_that_process(one_second
     assert VARIABLE in late.value.hint
 
 
-def test_what_hangs_in_this_process_is_interrupted(one_second, monkeypatch):
+def test_hanging_start_is_interrupted(one_second, monkeypatch):
     monkeypatch.setattr(module, "_UNWIND_S", 0.2)
     with interrupted_by_signal(), pytest.raises(EngineError, match="within 1 s"), start_limit(lambda: None):
         time.sleep(300)
@@ -63,25 +63,25 @@ with startup.start_limit(lambda: None):
 """
 
 
-def test_what_nothing_ends_ends_with_its_process():
+def test_uninterruptible_start_ends_the_process():
     done = subprocess.run([sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "did not start within 1 s, and cannot be given up" in done.stdout
 
 
-def test_an_interrupt_of_the_user_is_no_lack_of_time(monkeypatch):
+def test_interrupt_is_not_a_timeout(monkeypatch):
     monkeypatch.setenv(VARIABLE, "60")
     with pytest.raises(KeyboardInterrupt), interrupted_by_signal(), start_limit(lambda: None):
         signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-5", "1.5"])
-def test_a_limit_that_is_none_is_told_by_its_variable(monkeypatch, text):
+def test_invalid_limit_names_the_variable(monkeypatch, text):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=VARIABLE):
         start_limit_s()
 
 
-def test_without_a_word_there_is_a_limit(monkeypatch):
+def test_default_limit(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert start_limit_s() == module.DEFAULT_S

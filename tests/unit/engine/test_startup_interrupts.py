@@ -28,17 +28,17 @@ def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
     return "waits on"
 
 
-def test_vllm_alone_swallows_an_interrupt_of_its_start(tmp_path):
+def test_vllm_swallows_interrupts_at_start(tmp_path):
     assert start_as_vllm_does(f"ipc://{tmp_path}/core") == "waits on"
 
 
-def test_an_interrupt_ends_a_start_all_the_same(tmp_path, handler):
+def test_interrupt_ends_a_start(tmp_path, handler):
     with pytest.raises(KeyboardInterrupt), interruptible():
         start_as_vllm_does(f"ipc://{tmp_path}/core")
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_handler_of_somebody_else_that_interrupts_ends_a_start_too(tmp_path):
+def test_foreign_handler_that_raises_ends_a_start(tmp_path):
     seen = []
 
     def theirs(*_):
@@ -52,7 +52,7 @@ def test_a_handler_of_somebody_else_that_interrupts_ends_a_start_too(tmp_path):
     assert signal.getsignal(signal.SIGINT) is theirs
 
 
-def test_a_handler_of_somebody_else_that_goes_on_does_so():
+def test_foreign_handler_that_returns_does_not_end_a_start():
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append("theirs"))
     with interruptible():
@@ -60,14 +60,14 @@ def test_a_handler_of_somebody_else_that_goes_on_does_so():
     assert seen == ["theirs"]
 
 
-def test_an_ignored_interrupt_stays_ignored():
+def test_ignored_interrupt_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interruptible():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_an_engine_may_start_in_any_thread():
+def test_start_in_another_thread():
     done = []
 
     def start():
@@ -80,7 +80,7 @@ def test_an_engine_may_start_in_any_thread():
     assert done == [True]
 
 
-def test_a_sigterm_that_interrupts_ends_a_start_too(tmp_path):
+def test_sigterm_ends_a_start(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with interrupted_by_signal():
         ours = signal.getsignal(signal.SIGTERM)

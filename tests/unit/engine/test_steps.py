@@ -38,7 +38,7 @@ def after_v1(sizes: list[int], width: int) -> list[int]:
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 10, 11, 18])
 @pytest.mark.parametrize("at_once", [1, 2, 5, 37, 64, 100, 128])
-def test_p_eagle_s_widest_steps_are_captured(k: int, at_once: int) -> None:
+def test_widest_steps_of_p_eagle_are_captured(k: int, at_once: int) -> None:
     captured = after_v1(sizes_of(engine("peagle", k, at_once), gpu()), 1 + k)
     reachable = 4096 // (1 + k) * (1 + k)
     assert at_once * (1 + k) in captured or at_once * (1 + k) > reachable
@@ -46,26 +46,26 @@ def test_p_eagle_s_widest_steps_are_captured(k: int, at_once: int) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64, 100, 256])
-def test_eagle3_verifies_within_a_graph(at_once: int) -> None:
+def test_eagle3_verification_is_captured(at_once: int) -> None:
     sizes = sizes_of(engine("eagle3", 3, at_once), gpu())
     assert at_once * 4 in sizes
     assert sizes[-1] % 4 == 0  # model runner V1 would drop the last one otherwise
 
 
-def test_vllm_s_own_sizes_are_among_them_where_there_is_memory() -> None:
+def test_vllms_own_sizes_are_included() -> None:
     """So that a short step is padded no more than without peagle."""
     sizes = set(sizes_of(engine("eagle3", 7, 256), gpu()))
     assert {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} <= sizes
 
 
-def test_wider_steps_waste_a_ninth_at_most() -> None:
+def test_padding_wastes_at_most_a_ninth() -> None:
     sizes = [size for size in sizes_of(engine("eagle3", 7, 512), gpu(180)) if size >= 512]
     assert sizes[-1] == 4096
     assert all(above / below < 1.13 for below, above in pairwise(sizes))
 
 
 @pytest.mark.parametrize(("memory_gib", "most"), [(22.5, 32), (45, 65), (80, 96), (180, 96)])
-def test_their_number_is_bounded_by_memory_and_time(memory_gib: float, most: int) -> None:
+def test_number_of_graphs_is_limited(memory_gib: float, most: int) -> None:
     spec = engine("eagle3", 15, 256)
     sizes = sizes_of(spec, gpu(memory_gib))
     assert len(sizes) <= most
@@ -75,7 +75,7 @@ def test_their_number_is_bounded_by_memory_and_time(memory_gib: float, most: int
 
 
 @pytest.mark.parametrize(("at_once", "expected"), [(8, None), (256, None), (100, 100), (600, 600)])
-def test_without_a_drafter_only_what_vllm_would_miss_is_stated(at_once: int, expected: int | None) -> None:
+def test_sizes_without_a_drafter(at_once: int, expected: int | None) -> None:
     sizes = capture_sizes(engine(None, 0, at_once), gpu())
     assert sizes is None if expected is None else expected in (sizes or [])
 
@@ -84,17 +84,17 @@ def test_without_a_drafter_only_what_vllm_would_miss_is_stated(at_once: int, exp
     "changes",
     [{"enforce_eager": True}, {"extra": {"max_cudagraph_capture_size": 64}}, {"extra": {"compilation_config": {}}}],
 )
-def test_a_user_s_word_on_graphs_holds(changes: dict[str, Any]) -> None:
+def test_users_sizes_win(changes: dict[str, Any]) -> None:
     assert "cudagraph_capture_sizes" not in engine_args(engine("peagle", 7, 64, **changes), gpu())
     assert "cudagraph_capture_sizes" in engine_args(engine("peagle", 7, 64), gpu())
 
 
-def test_a_cpu_has_no_graphs() -> None:
+def test_cpus_have_no_graphs() -> None:
     assert capture_sizes(engine("peagle", 7, 64), CPU) is None
     assert graphs_gib(engine("peagle", 7, 64), CPU) == 0
 
 
-def test_eager_engines_need_no_memory_for_graphs() -> None:
+def test_eager_engines_have_no_graphs() -> None:
     spec = engine("peagle", 7, 64)
     assert graphs_gib(spec, gpu()) > graphs_gib(replace(spec, enforce_eager=True), gpu()) == 0
     assert graphs_gib(engine(None, 0, 256), gpu()) > 1  # vLLM's own

@@ -14,7 +14,16 @@ import xgrammar
 
 from peagle.engine import trial_process
 from peagle.engine import trials as module
-from peagle.engine.trials import ASKER, TrialRefused, Trials, TrialsBusy, _FairLock, _specs, check_schema, guard_engine
+from peagle.engine.trials import (
+    REQUESTER,
+    TrialRefused,
+    Trials,
+    TrialsBusy,
+    _FairLock,
+    _specs,
+    check_schema,
+    guard_engine,
+)
 from peagle.errors import ConfigError
 
 BYTES = [bytes([one]) for one in range(256)]
@@ -75,7 +84,7 @@ def tried(embedded_target):
     ],
     ids=str,
 )
-def test_what_compiles_passes(tried, given):
+def test_valid_constraint_passes(tried, given):
     assert tried(**given) is None
 
 
@@ -83,7 +92,7 @@ def test_what_compiles_passes(tried, given):
     "given",
     [{"json": thing(3000)}, {"regex": r"(\w+\s?)*$"}, {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}}],
 )
-def test_what_stalls_an_engine_is_refused_and_the_next_is_tried(tried, given):
+def test_slow_constraint_is_refused(tried, given):
     began = time.monotonic()
     assert "refused" in tried(**given)
     assert time.monotonic() - began < 60  # a second of processor time, on a slow machine
@@ -102,16 +111,16 @@ def test_what_stalls_an_engine_is_refused_and_the_next_is_tried(tried, given):
     ],
     ids=str,
 )
-def test_a_constraint_that_no_token_can_satisfy_is_refused(tried, given):
+def test_unsatisfiable_constraint_is_refused(tried, given):
     assert "no token can start a response" in tried(**given)
 
 
-def test_recursion_that_ends_passes(tried):
+def test_finite_recursion_passes(tried):
     assert tried(grammar='root ::= root "a" | "b"') is None
     assert tried(json={"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}) is None
 
 
-def test_what_takes_memory_is_refused():
+def test_large_constraint_is_refused():
     trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)
 
     async def scene():
@@ -124,12 +133,12 @@ def test_what_takes_memory_is_refused():
         trials.close()
 
 
-def test_what_is_no_grammar_is_left_to_vllm_which_says_why(tried):
+def test_invalid_grammar_is_left_to_vllm(tried):
     assert tried(regex="(") is None
     assert tried(json="{") is None
 
 
-def test_a_verdict_is_remembered_and_a_process_that_is_gone_is_begun_again(tried):
+def test_verdicts_are_cached_and_the_process_restarts(tried):
     assert tried(json=thing(9)) is None
     child = next(one for one in psutil.Process().children() if "peagle.engine.trial_process" in one.cmdline())
     child.kill()
@@ -141,7 +150,7 @@ def test_a_verdict_is_remembered_and_a_process_that_is_gone_is_begun_again(tried
     assert tried(json=thing(10)) is None
 
 
-def test_a_process_that_cannot_be_asked_refuses_nothing_for_good(monkeypatch):
+def test_failed_process_refuses_nothing_permanently(monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     trials = Trials(vocabulary)
 
@@ -158,7 +167,7 @@ def test_a_process_that_cannot_be_asked_refuses_nothing_for_good(monkeypatch):
     [("SIGKILL", "busy"), ("SIGTERM", "busy"), ("SIGALRM", "busy"), ("SIGPROF", "slow"), ("SIGSEGV", "large"),
      ("SIGABRT", "large")],
 )  # fmt: skip
-def test_a_compiler_that_is_killed_from_outside_says_nothing_of_a_grammar(monkeypatch, number, outcome):
+def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
     """As by a machine without memory: the verdict would hold for everybody who has that schema."""
 
     def die(*_):
@@ -170,7 +179,7 @@ def test_a_compiler_that_is_killed_from_outside_says_nothing_of_a_grammar(monkey
     assert said["outcome"] == outcome
 
 
-def test_a_refusal_of_a_busy_machine_does_not_hold_for_good(monkeypatch):
+def test_refusals_expire(monkeypatch):
     outcomes, asked, now = ["slow", "ok"], [], [0.0]
 
     class Process:
@@ -198,7 +207,7 @@ def test_a_refusal_of_a_busy_machine_does_not_hold_for_good(monkeypatch):
     trials.close()
 
 
-def test_who_sends_one_slow_grammar_after_another_waits_and_others_do_not(monkeypatch):
+def test_slow_grammars_delay_only_their_requester(monkeypatch):
     asked, now = [], [0.0]
 
     class Process:
@@ -213,7 +222,7 @@ def test_who_sends_one_slow_grammar_after_another_waits_and_others_do_not(monkey
     trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
 
     async def outcome(key, spec):
-        ASKER.set(key)
+        REQUESTER.set(key)
         try:
             await trials.require(constraint(regex=spec))
         except (TrialRefused, TrialsBusy) as error:
@@ -258,11 +267,11 @@ def shared(monkeypatch):
 
 
 async def asks(trials, key, spec):
-    ASKER.set(key)
+    REQUESTER.set(key)
     await trials.require(constraint(regex=spec))
 
 
-def test_one_key_that_floods_waits_for_itself(monkeypatch):
+def test_flooding_key_only_delays_itself(monkeypatch):
     """What it has beyond a few is refused; another key comes after one of its trials."""
     trials, slow = shared(monkeypatch)
 
@@ -281,7 +290,7 @@ def test_one_key_that_floods_waits_for_itself(monkeypatch):
     trials.close()
 
 
-def test_the_same_constraint_is_tried_once_whoever_asks(monkeypatch):
+def test_same_constraint_is_tried_once(monkeypatch):
     trials, slow = shared(monkeypatch)
 
     async def scene():
@@ -295,7 +304,7 @@ def test_the_same_constraint_is_tried_once_whoever_asks(monkeypatch):
     trials.close()
 
 
-def test_a_client_that_leaves_makes_no_room_for_another_trial(monkeypatch):
+def test_disconnected_client_keeps_its_trial(monkeypatch):
     trials, slow = shared(monkeypatch)
 
     async def scene():
@@ -314,7 +323,7 @@ def test_a_client_that_leaves_makes_no_room_for_another_trial(monkeypatch):
     trials.close()
 
 
-def test_turns_go_from_asker_to_asker():
+def test_requesters_take_turns():
     async def scene():
         turns, order = _FairLock(), []
 
@@ -343,7 +352,7 @@ class Client:
         self._taken.append((request_id, options))
 
 
-def test_an_engine_gets_no_token_id_that_its_model_does_not_have():
+def test_invalid_token_ids_do_not_reach_the_engine():
     from vllm.exceptions import VLLMValidationError
 
     taken, params = [], SimpleNamespace(structured_outputs=None)
@@ -363,7 +372,7 @@ def test_an_engine_gets_no_token_id_that_its_model_does_not_have():
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
-def test_an_engine_gets_no_request_whose_constraint_did_not_pass(monkeypatch, outcome, status):
+def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, status):
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
     taken = []
@@ -386,7 +395,7 @@ def test_an_engine_gets_no_request_whose_constraint_did_not_pass(monkeypatch, ou
     assert len(taken) == (2 if outcome == "ok" else 1)
 
 
-def test_every_kind_of_vllms_constraints_is_tried():
+def test_all_kinds_of_constraints_are_tried():
     from vllm.sampling_params import StructuredOutputsParams
 
     kinds = {name for name in StructuredOutputsParams.__dataclass_fields__ if not name.startswith("_")}
@@ -403,7 +412,7 @@ def test_every_kind_of_vllms_constraints_is_tried():
     assert list(_specs(StructuredOutputsParams(json_object=True))) == []
 
 
-def test_a_runs_own_schema_is_refused_before_its_engines_start(embedded_target):
+def test_schema_of_a_run_is_checked_before_engines_start(embedded_target):
     about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     check_schema(json.dumps(thing(5)), **about)
     with pytest.raises(ConfigError, match=r"json_schema: .*CPU time"):

@@ -27,18 +27,18 @@ def by_position(*values: int) -> Any:
     return SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=list(values))
 
 
-def test_counters_of_all_ranks_add_up() -> None:
+def test_counters_of_ranks_add_up() -> None:
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
     others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
     found = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
     assert found == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
-def test_an_engine_that_counts_no_drafts_says_so() -> None:
+def test_no_draft_counters() -> None:
     assert _totals([SimpleNamespace(name="vllm:num_requests_running", value=1.0)]) is None
 
 
-def test_the_counters_names_are_those_of_the_installed_vllm() -> None:
+def test_counter_names_are_vllms() -> None:
     from prometheus_client import REGISTRY
     from vllm.v1.metrics.reader import get_metrics_snapshot
     from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
@@ -58,7 +58,7 @@ def test_the_counters_names_are_those_of_the_installed_vllm() -> None:
             REGISTRY.unregister(collector)
 
 
-def test_the_pinned_vllm_states_acceptance_by_request() -> None:
+def test_vllm_reports_acceptance_per_request() -> None:
     assert has_request_metrics()
 
 
@@ -79,7 +79,7 @@ def logprob(value, rank, text):
     return SimpleNamespace(logprob=value, rank=rank, decoded_token=text)
 
 
-def test_several_completions_are_all_there_and_their_counts_add_up():
+def test_several_completions():
     generation = _generation(output_of(completion([1, 2], histogram=[1, 1]), completion([3], histogram=[0, 2])))
     assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
     assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
@@ -87,7 +87,7 @@ def test_several_completions_are_all_there_and_their_counts_add_up():
     assert generation.speculation.num_lookup_tokens == 2  # one of each, as the plug-in counts them
 
 
-def test_the_sampled_token_is_among_the_likeliest_only_where_it_is_one_of_them():
+def test_sampled_token_and_most_likely_tokens():
     inside = {7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
     outside = {9: logprob(-5.0, 40, "z"), 7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
     (only,) = _generation(output_of(completion([7, 9], [inside, outside])), 2).completions
@@ -97,17 +97,17 @@ def test_the_sampled_token_is_among_the_likeliest_only_where_it_is_one_of_them()
     assert none.logprobs[0].top == ()
 
 
-def test_every_sampling_key_is_one_of_vllms():
-    from peagle.requests.sampling import SamplingKeys
+def test_sampling_options_exist_in_vllm():
+    from peagle.requests.sampling import SamplingOptions
 
-    keys = SamplingKeys(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
+    keys = SamplingOptions(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
     params = _sampling_params(keys.model_dump())
     assert params.structured_outputs.json == '{"type": "object"}'
     assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
-    assert _sampling_params(SamplingKeys().model_dump()).structured_outputs is None
+    assert _sampling_params(SamplingOptions().model_dump()).structured_outputs is None
 
 
-def test_every_parameter_of_a_request_reaches_vllm():
+def test_all_parameters_reach_vllm():
     own = {
         "temperature": 1.0, "max_tokens": 5, "min_tokens": 1, "stop_token_ids": [3], "bad_words": ["x"], "top_k": 0,
         "logit_bias": {"7": 200.0}, "allowed_token_ids": [7], "skip_special_tokens": False, "json_schema": None,
@@ -122,7 +122,7 @@ def test_every_parameter_of_a_request_reaches_vllm():
     assert {name: getattr(params, name) for name in plain} == {name: own[name] for name in plain}
 
 
-def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
+def test_vllms_refusal_is_the_requests_error():
     from vllm.exceptions import VLLMValidationError
 
     class Refusing:
@@ -139,7 +139,7 @@ def test_what_vllm_refuses_is_the_requests_fault_and_not_the_engines():
         asyncio.run(engine.generate("r", [1], {**sampling, "temperature": -1}))
 
 
-def test_what_an_older_vllm_refuses_is_a_value_error(monkeypatch):
+def test_refusals_of_older_vllm(monkeypatch):
     class Refusing:
         async def generate(self, *_, **__):
             raise ValueError("the prompt is too long")
@@ -152,7 +152,7 @@ def test_what_an_older_vllm_refuses_is_a_value_error(monkeypatch):
         asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4}))
 
 
-def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_one():
+def test_failed_request_and_dead_engine():
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     class Failing:
@@ -173,7 +173,7 @@ def test_a_request_on_which_vllm_fails_leaves_the_engine_and_a_dead_engine_is_on
         asyncio.run(engine.generate("r", [1], sampling))
 
 
-def test_every_step_that_vllm_tells_of_is_a_sign_of_life():
+def test_steps_are_signs_of_life():
     from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerManager
 
     from peagle.engine.vllm import _StepCounter
@@ -190,7 +190,7 @@ def test_every_step_that_vllm_tells_of_is_a_sign_of_life():
     manager.record_sleep_state(0, 0)
 
 
-def test_a_kill_leaves_no_process_of_the_engine_behind():
+def test_kill_ends_all_processes():
     """In a process of its own: all that descends from it is killed. Whether init buries orphans is its own business."""
     code = """if True:
         import psutil, subprocess, sys, time
@@ -213,7 +213,7 @@ def test_a_kill_leaves_no_process_of_the_engine_behind():
     assert int(done.stdout) > 1
 
 
-def test_a_row_of_a_batch_goes_to_vllm_after_people_and_with_the_salt_of_its_key():
+def test_batch_rows_have_low_priority_and_the_keys_salt():
     asked = []
 
     class Answering:
@@ -227,7 +227,7 @@ def test_a_row_of_a_batch_goes_to_vllm_after_people_and_with_the_salt_of_its_key
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_what_vllm_ended_by_itself_is_no_answer(reason):
+def test_incomplete_answers_are_refused(reason):
     from vllm.v1.engine import FINISH_REASON_STRINGS
 
     class Ending:
@@ -246,13 +246,13 @@ def test_what_vllm_ended_by_itself_is_no_answer(reason):
 @pytest.mark.parametrize(
     ("config", "runner"), [({"use_v2_model_runner": True}, "V2"), ({"use_v2_model_runner": False}, "V1"), ({}, None)]
 )
-def test_the_runner_is_the_one_that_vllm_decided_on(config: dict[str, Any], runner: str | None) -> None:
+def test_model_runner(config: dict[str, Any], runner: str | None) -> None:
     engine = VllmEngine.__new__(VllmEngine)
     engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(**config))
     assert engine.model_runner == runner
 
 
-def test_the_installed_vllm_says_which_runner_it_decides_on() -> None:
+def test_vllm_names_its_model_runner() -> None:
     from vllm.config import VllmConfig
 
     assert isinstance(VllmConfig.use_v2_model_runner, property)
@@ -263,9 +263,7 @@ SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num
 
 
 @pytest.mark.parametrize("has_request_metrics", [True, False])
-def test_vllm_starts_in_its_environment_and_is_asked_only_for_what_it_has(
-    has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_sets_environment_and_known_arguments(has_request_metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
 
     def vllm(arguments: dict[str, Any]) -> str:
@@ -281,7 +279,7 @@ def test_vllm_starts_in_its_environment_and_is_asked_only_for_what_it_has(
     assert started["speculative_config"]["num_speculative_tokens"] == 3
 
 
-def test_a_vllm_that_cannot_accept_by_lot_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_synthetic_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head = DrafterSpec(method="peagle", model="d", num_speculative_tokens=1, synthetic_rates=(0.5,))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
@@ -290,7 +288,7 @@ def test_a_vllm_that_cannot_accept_by_lot_is_told_before_it_starts(monkeypatch: 
         start.start_engine(EngineSpec(model="m", drafter=head), HERE)
 
 
-def test_a_node_of_several_starts_its_own_ranks_on_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
     for name, begin in (("VllmEngine", start.start_engine), ("follow", start.follow_engine)):
@@ -307,9 +305,7 @@ def test_a_node_of_several_starts_its_own_ranks_on_cores_of_its_own(monkeypatch:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_service_called_vllm_does_not_keep_an_engine_from_starting(
-    linked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kubernetes_variables_are_removed(linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes tells each pod of its namespace where it listens, by a name that vLLM reads a port from."""
     from vllm.envs import get_vllm_port
 
@@ -319,7 +315,7 @@ def test_a_service_called_vllm_does_not_keep_an_engine_from_starting(
     assert start.start_engine(SPEC, HERE) == (None if linked else 29500)
 
 
-def test_a_temporary_folder_in_which_vllm_has_no_place_is_refused_before_it_starts(
+def test_too_long_temporary_folder_is_refused_by_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})

@@ -22,14 +22,14 @@ def source(name: str) -> str:
     return (Path(vllm.__file__).parent / name).read_text()
 
 
-def test_its_exceptions_are_there_and_a_dead_engine_is_no_refusal() -> None:
+def test_exceptions_exist_in_vllm() -> None:
     kinds = {vllm_internals.engine_death(), vllm_internals.request_failure()}
     assert len(kinds) == 2
     assert not any(issubclass(kind, vllm_internals.refusals()) for kind in kinds)
     assert len(vllm_internals.refusals()) == 3
 
 
-def test_the_vocabulary_is_the_tokenizers(embedded_target: Path) -> None:
+def test_vocabulary(embedded_target: Path) -> None:
     import xgrammar
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import get_tokenizer
@@ -54,7 +54,7 @@ def test_vllm_still_compiles_schemas_without_a_limit() -> None:
     assert [*inspect.signature(AsyncLLMEngine.add_request).parameters][:4] == ["self", "request_id", "prompt", "params"]
 
 
-def test_a_follower_starts_as_vllm_serve_headless_does() -> None:
+def test_follower_starts_like_vllm_serve_headless() -> None:
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -69,7 +69,7 @@ def test_a_follower_starts_as_vllm_serve_headless_does() -> None:
     assert "start_worker_monitor(inline=True)" in source("entrypoints/cli/serve.py")
 
 
-def test_arguments_are_read_as_vllm_serve_reads_them() -> None:
+def test_arguments_are_parsed_like_vllm_serve() -> None:
     arguments = vllm_internals.ServeArguments()
     assert {"max_model_len", "no_enforce_eager", "api_key"} <= arguments.names
     assert "max_model_len" in arguments.of_engine
@@ -86,24 +86,24 @@ def test_arguments_are_read_as_vllm_serve_reads_them() -> None:
             arguments.parse("max_num_seqs", values)
 
 
-def test_vllm_logs_how_long_a_start_took_in_the_words_that_are_looked_for() -> None:
+def test_vllm_logs_start_times() -> None:
     (words,) = set(re.findall(r'"(init engine \(.*?\) took )', source("v1/engine/core.py")))
     assert vllm_internals.compile_seconds(f"INFO 11-25 08:21:10 [core.py:369] {words}64.75 s") == 64.75
 
 
-def test_warnings_that_are_left_out_are_vllms() -> None:
+def test_hidden_warnings_exist_in_vllm() -> None:
     sources = source("config/vllm.py") + source("model_executor/layers/utils.py")
     assert [words for words in vllm_internals._HARMLESS if words not in sources] == []
 
 
-def test_the_cause_of_a_failed_start_is_told_where_the_log_names_one() -> None:
+def test_root_cause_of_a_failed_start() -> None:
     error = EngineError("vLLM did not start: see above")
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
     assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
     assert with_root_cause(error, "nothing") is error
 
 
-def test_a_cause_in_the_log_is_told_beside_the_time_limit() -> None:
+def test_root_cause_with_time_limit() -> None:
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
     late = EngineError("the engine did not start within 5 s", hint="h")
     told = with_root_cause(late, log)
@@ -111,7 +111,7 @@ def test_a_cause_in_the_log_is_told_beside_the_time_limit() -> None:
     assert told.hint == "h"
 
 
-def test_vllms_processes_begin_their_lines_as_the_cause_is_looked_for() -> None:
+def test_vllm_log_line_format() -> None:
     """In a process of its own, whose output vLLM decorates."""
     code = """if True:
         from vllm.logger import init_logger
@@ -137,7 +137,7 @@ peagle: this run is slow
 """  # noqa: E501
 
 
-def test_what_costs_time_or_correctness_is_shown_once_and_nothing_else_is() -> None:
+def test_costly_warnings() -> None:
     assert costly_warnings(LOG) == [
         "libtcmalloc is not found in LD_PRELOAD. For best performance, set it",
         "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",
@@ -145,7 +145,7 @@ def test_what_costs_time_or_correctness_is_shown_once_and_nothing_else_is() -> N
     ]
 
 
-def test_a_flood_is_cut() -> None:
+def test_many_warnings_are_cut() -> None:
     log = "".join(f"WARNING 11-25 08:21:10 [a.py:1] {n} is slow {'x' * 9999}\n" for n in range(99))
     assert len(costly_warnings(log)) == 10
     assert max(map(len, costly_warnings(log))) < 410

@@ -19,7 +19,7 @@ from peagle.engine import vllm_plugin
 from peagle.errors import ConfigError
 
 
-def test_an_installation_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_plugin.require()
     monkeypatch.setattr(vllm_plugin, "entry_points", lambda group: ())
     with pytest.raises(ConfigError, match="no entry point 'peagle'"):
@@ -37,7 +37,7 @@ def _starter(mine: multiprocessing.connection.Connection) -> None:
     time.sleep(600)
 
 
-def test_a_core_ends_when_what_spawned_it_is_killed() -> None:
+def test_core_ends_with_its_parent() -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     starter = spawn.Process(target=_starter, args=(theirs,))
@@ -50,7 +50,7 @@ def test_a_core_ends_when_what_spawned_it_is_killed() -> None:
     core.wait(20)
 
 
-def test_a_core_of_vllm_still_does_not_look_after_its_starter() -> None:
+def test_vllm_cores_still_outlive_their_parent() -> None:
     """Once this fails, vLLM has mended issue 55510: `end_with_starter` can go."""
     from vllm.v1.engine import core, utils
 
@@ -83,7 +83,7 @@ class Registered:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-def test_each_request_has_its_value_for_each_of_its_drafts(dtype: torch.dtype) -> None:
+def test_expand(dtype: torch.dtype) -> None:
     values = torch.tensor([0.75, 0, 3, 0.5]).to(dtype)
     output = torch.full((6,), 99, dtype=dtype)
     vllm_plugin.expand(output, values, torch.tensor([2, 3, 3, 6], dtype=torch.int32), replace_from=0, replace_to=1)
@@ -91,7 +91,7 @@ def test_each_request_has_its_value_for_each_of_its_drafts(dtype: torch.dtype) -
     assert torch.equal(output, expected.to(dtype))
 
 
-def test_the_kernel_is_ours_as_029_installs_it_and_as_032_registers_it(kernels: Any) -> None:
+def test_kernel_is_replaced_in_029_and_032(kernels: Any) -> None:
     vllm_plugin.replace_kernel()
     kernels.sampler.expand_kernel = kernels.table.expand_kernel
     vllm_plugin.probe()
@@ -99,9 +99,7 @@ def test_the_kernel_is_ours_as_029_installs_it_and_as_032_registers_it(kernels: 
     vllm_plugin.probe()
 
 
-def test_a_version_without_the_first_name_is_patched_by_the_second(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(kernels.table, "expand_kernel")
     vllm_plugin.replace_kernel()
     assert kernels.table._expand_kernel_impl is vllm_plugin.expand
@@ -116,15 +114,13 @@ def test_a_version_without_the_first_name_is_patched_by_the_second(
         lambda output, values, ends, *_, **__: output.fill_(1),
     ],
 )
-def test_a_wrong_kernel_is_refused_before_the_models_load(kernels: Any, wrong: Any) -> None:
+def test_wrong_kernel_is_refused(kernels: Any, wrong: Any) -> None:
     kernels.sampler.expand_kernel = Registered(wrong)
     with pytest.raises(RuntimeError, match="does not give drafts their requests' sampling values"):
         vllm_plugin.probe()
 
 
-def test_a_worker_probes_once_its_kernels_are_there_and_only_where_it_drafts(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker import worker_base
 
     def install(self: Any) -> None:
@@ -146,7 +142,7 @@ def test_vllms_own_kernel_is_still_wrong(said: list[str]) -> None:
     assert "the kernel is right: False" in said
 
 
-def test_grammars_are_compiled_behind_the_engines_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.structured_output import StructuredOutputManager
 
     class Started(StructuredOutputManager):
@@ -236,20 +232,20 @@ def test_vllm_still_fails_to_load_what_it_compiled(said: list[str]) -> None:
     assert "loaded as it is: None" in said
 
 
-def test_what_was_compiled_is_loaded(said: list[str]) -> None:
+def test_compiled_code_is_loaded(said: list[str]) -> None:
     assert "loaded when mended: [1.0, 1.0, 1.0, 2.0]" in said
 
 
-def test_vllm_still_tells_cores_apart(said: list[str]) -> None:
+def test_vllm_still_keys_by_cores(said: list[str]) -> None:
     """Once this fails, vLLM's keys leave out which cores compute: `share_between_cores` can go."""
     assert "keys as they are: [0, 1, 2]" in said
 
 
-def test_engines_on_as_many_cores_share_what_was_compiled(said: list[str]) -> None:
+def test_engines_with_as_many_cores_share_compiled_code(said: list[str]) -> None:
     assert "keys mended: [0, 0, 2]" in said
 
 
-def test_vllm_still_refuses_what_it_cannot_verify_and_applies_it_only_without_a_drafter() -> None:
+def test_vllm_still_refuses_unverifiable_parameters() -> None:
     import vllm
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
@@ -289,7 +285,7 @@ def skipping(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Scheduler
 
 
-def test_requests_that_cannot_be_drafted_for_have_no_drafts(skipping: Any) -> None:
+def test_unverifiable_requests_have_no_drafts(skipping: Any) -> None:
     from vllm import SamplingParams
     from vllm.v1.outputs import DraftTokenIds
 
@@ -302,7 +298,7 @@ def test_requests_that_cannot_be_drafted_for_have_no_drafts(skipping: Any) -> No
         request.sampling_params._validate_spec_decode(object())  # does not raise
 
 
-def test_an_engine_with_a_drafter_has_the_processors_of_both_parameters(skipping: Any) -> None:
+def test_engine_with_drafter_has_both_processors(skipping: Any) -> None:
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
 

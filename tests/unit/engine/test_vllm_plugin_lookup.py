@@ -78,7 +78,7 @@ def drafted(*drafts: int, request_id: str = "one") -> Any:
     return DraftTokenIds([request_id], [list(drafts)])
 
 
-def test_a_scheduler_copies_where_a_request_continues_itself_and_counts_by_source(
+def test_scheduler_copies_and_counts_by_source(
     make_scheduler: Callable[..., Scheduler],
 ) -> None:
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
@@ -95,7 +95,7 @@ def test_a_scheduler_copies_where_a_request_continues_itself_and_counts_by_sourc
     assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
 
 
-def test_prompts_under_way_and_requests_that_are_gone_are_left_alone(make_scheduler: Callable[..., Scheduler]) -> None:
+def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..., Scheduler]) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
@@ -108,7 +108,7 @@ def test_prompts_under_way_and_requests_that_are_gone_are_left_alone(make_schedu
     assert scheduler.taken == [[[2, 9, 9]]] * 3
 
 
-def test_a_lookup_that_fails_leaves_the_head_alone_and_says_so_once(
+def test_failed_lookup_is_turned_off(
     make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -125,9 +125,7 @@ def test_a_lookup_that_fails_leaves_the_head_alone_and_says_so_once(
     assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
 
 
-def test_without_the_variable_or_a_drafter_nothing_is_looked_up(
-    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lookup_is_off_by_default(make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     without_drafts = config_of()
     without_drafts.speculative_config = None
     schedulers = [type(make_scheduler())(without_drafts)]
@@ -149,14 +147,14 @@ def test_without_the_variable_or_a_drafter_nothing_is_looked_up(
         ({"rejection_sample_method": "block"}, "standard rejection sampling"),
     ],
 )
-def test_an_engine_where_a_lookup_would_be_wrong_does_not_start(
+def test_unsupported_lookup_does_not_start(
     make_scheduler: Callable[..., Scheduler], other: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RuntimeError, match=reason):
         make_scheduler(**other)
 
 
-def test_vllms_scheduler_is_what_the_lookup_stands_before() -> None:
+def test_lookup_fits_vllms_scheduler() -> None:
     """Once this fails, vLLM hands drafts on in another way: look at `look_up_drafts` again."""
     from vllm.v1.core.sched.scheduler import Scheduler as Vllms
 
@@ -190,7 +188,7 @@ _SAMPLES = """if True:
 """
 
 
-def test_drafts_that_are_certain_leave_the_targets_distribution_as_it_is() -> None:
+def test_certain_drafts_keep_the_distribution() -> None:
     """A token that was looked up is certain, as a head's greedy draft is: vLLM is given no probabilities of either.
 
     The two tokens that were drafted are as frequent as the target has them, one after the other.

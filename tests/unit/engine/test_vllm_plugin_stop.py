@@ -113,7 +113,7 @@ def _merged(outputs: Sequence[RequestOutput], *, is_delta: bool) -> dict[str, An
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_answer_is_the_same_whatever_number_of_tokens_a_step_accepts(
+def test_answer_is_independent_of_accepted_tokens(
     tokenizer: Any, kind: RequestOutputKind, include: bool, n: int
 ) -> None:
     draw = random.Random(1)
@@ -174,7 +174,7 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
     return Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=True)
 
 
-def test_the_token_after_drafts_that_reach_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_after_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = bonus_logits(monkeypatch, is_mended=True)
     assert logits[:, 5].isinf().tolist() == [False, True, True, False]
     assert logits.isinf().sum() == 2

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from peagle.engine_options import EngineKeys
+from peagle.engine_options import EngineOptions
 from peagle.errors import ConfigError
 from peagle.profiles.profile import read_profile, write_profile
 
@@ -69,7 +69,7 @@ def test_invalid_profiles_are_refused(edit, message, changed):
 
 
 def test_profile_completes_the_options(file):
-    keys = EngineKeys(profile=file, max_model_len=512)
+    keys = EngineOptions(profile=file, max_model_len=512)
     assert (keys.drafter, keys.num_speculative_tokens, keys.max_num_seqs) == ("peagle", 3, 4)
     assert (keys.max_num_batched_tokens, keys.max_model_len) == (2048, 512)
 
@@ -83,13 +83,13 @@ def test_profile_completes_the_options(file):
     ],
 )
 def test_related_options_are_replaced_together(said, expected, file):
-    keys = EngineKeys(profile=file, **said)
+    keys = EngineOptions(profile=file, **said)
     assert {name: getattr(keys, name) for name in expected} == expected
 
 
 def test_a_profile_of_another_target_is_refused(file):
     with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as refused:
-        EngineKeys(profile=file, model="gpt-oss-20b")
+        EngineOptions(profile=file, model="gpt-oss-20b")
     assert "peagle tune --model gpt-oss-20b" in refused.value.hint
 
 
@@ -97,6 +97,6 @@ def test_a_folder_target_has_several_names(changed, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
     file = changed(lambda data: data["engine"].update(model=str(tmp_path / "target")))
-    assert EngineKeys(profile=file, model="target").model == "target"
+    assert EngineOptions(profile=file, model="target").model == "target"
     with pytest.raises(ConfigError, match="but the model is elsewhere"):
-        EngineKeys(profile=file, model="elsewhere")
+        EngineOptions(profile=file, model="elsewhere")

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.requests import bounds
 from peagle.requests.bounds import choice_error, grammar_error, pattern_error, request_error, schema_error
-from peagle.requests.sampling import SamplingKeys, parse_overrides
+from peagle.requests.sampling import SamplingOptions, parse_overrides
 
 
 def thing(num_properties, num_required=0):
@@ -131,7 +131,7 @@ def test_requests_without_constraints_pass(body):
 
 def test_bulk_has_the_same_bounds():
     with pytest.raises(ValueError, match="optional properties"):
-        SamplingKeys(json_schema=json.dumps(HEAVY))
+        SamplingOptions(json_schema=json.dumps(HEAVY))
     assert "optional properties" in parse_overrides({"json_schema": HEAVY})
     assert "optional properties" not in str(parse_overrides({"json_schema": thing(10)}))
 

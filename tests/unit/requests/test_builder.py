@@ -3,7 +3,7 @@ import pytest
 from peagle.engine.fake import ByteTokenizer
 from peagle.requests.builder import Request, RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
-from peagle.requests.sampling import SamplingKeys, SamplingLimits
+from peagle.requests.sampling import SamplingLimits, SamplingOptions
 
 CHAT = "/v1/chat/completions"
 BATCH = PromptSpec(body_column="body", chat=True)
@@ -11,7 +11,7 @@ BATCH = PromptSpec(body_column="body", chat=True)
 
 def build(columns, *, prompts=BATCH, column=None):
     limits = SamplingLimits(max_model_len=300, can_seed=False, vocab_size=256)
-    spec = SamplingSpec(base=SamplingKeys().model_dump(), column=column, limits=limits)
+    spec = SamplingSpec(base=SamplingOptions().model_dump(), column=column, limits=limits)
     return RequestBuilder(PromptBuilder(prompts, ByteTokenizer(), 300), spec).build(columns)
 
 
@@ -61,7 +61,7 @@ def test_template_receives_all_variables():
         "add_special_tokens": True,
     }
     limits = SamplingLimits(max_model_len=300)
-    spec = SamplingSpec(base=SamplingKeys().model_dump(), limits=limits)
+    spec = SamplingSpec(base=SamplingOptions().model_dump(), limits=limits)
     RequestBuilder(PromptBuilder(BATCH, tokenizer, 300), spec).build({"url": CHAT, "body": body})
     assert tokenizer.given == (
         [{"role": "user", "content": "x"}],

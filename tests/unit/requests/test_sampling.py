@@ -1,6 +1,6 @@
 import pytest
 
-from peagle.requests.sampling import SamplingKeys, SamplingLimits, conflict, parse_overrides
+from peagle.requests.sampling import SamplingLimits, SamplingOptions, conflict, parse_overrides
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -75,11 +75,11 @@ def test_invalid_overrides(values, message):
 )
 def test_conflicting_parameters(changes, message):
     limits = SamplingLimits(max_model_len=100, has_drafter=True, can_seed=False)
-    assert conflict({**SamplingKeys().model_dump(), "max_tokens": 10, **changes}, limits).startswith(message)
+    assert conflict({**SamplingOptions().model_dump(), "max_tokens": 10, **changes}, limits).startswith(message)
 
 
 def test_supported_parameters_do_not_conflict():
-    sampling = {**SamplingKeys().model_dump(), "n": 2, "min_p": 0.1, "seed": 1, "temperature": 0.5}
+    sampling = {**SamplingOptions().model_dump(), "n": 2, "min_p": 0.1, "seed": 1, "temperature": 0.5}
     assert conflict(sampling, SamplingLimits(max_model_len=256)) is None
     greedy = {**sampling, "n": 1, "temperature": 0.0}
     assert conflict(greedy, SamplingLimits(max_model_len=256, can_seed=False)) is None
@@ -87,7 +87,7 @@ def test_supported_parameters_do_not_conflict():
 
 def test_top_k_off_is_normalised():
     """A run that continues, and one that says it as vLLM does, have the same fingerprint."""
-    assert SamplingKeys(top_k=-1) == SamplingKeys(top_k=0)
+    assert SamplingOptions(top_k=-1) == SamplingOptions(top_k=0)
     assert parse_overrides({"top_k": -2}).startswith("top_k: Input should be greater than or equal to -1")
 
 

@@ -88,7 +88,7 @@ def write(path, columns):
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_any_type_is_whole_in_parquet_and_json(tmp_path, name):
+def test_all_column_types_survive_in_parquet_and_json(tmp_path, name):
     array, in_json = COLUMNS[name]
     path = write(tmp_path / "a.parquet", {"x": array})
     original = pq.read_table(path).column("x")
@@ -117,7 +117,7 @@ print("ray" in sys.modules)
 """
 
 
-def test_a_process_without_ray_says_the_same(tmp_path):
+def test_extension_types_are_read_without_ray(tmp_path):
     path = write(tmp_path / "a.parquet", {name: array for name, (array, _) in COLUMNS.items()})
     carried = Carried(path, tmp_path / "run")
     (rows, _), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
@@ -127,7 +127,7 @@ def test_a_process_without_ray_says_the_same(tmp_path):
     assert pq.read_table(tmp_path / "run/export/parquet/output.parquet").equals(table)
 
 
-def test_an_object_that_only_ray_can_read_is_carried_unread(tmp_path):
+def test_ray_objects_are_copied_without_decoding(tmp_path):
     array = ArrowPythonObjectArray.from_objects([{"a": 1}, None, object])
     carried = Carried(write(tmp_path / "a.parquet", {"x": array}), tmp_path / "run")
     (table, _), (rows, _) = carried.exported("parquet"), carried.exported("jsonl")
@@ -135,7 +135,7 @@ def test_an_object_that_only_ray_can_read_is_carried_unread(tmp_path):
     assert isinstance(rows[0]["x"], str)
 
 
-def test_columns_of_two_files_that_differ_are_carried_as_text(tmp_path):
+def test_columns_with_different_types_become_text(tmp_path):
     for name, array in (("a", COLUMNS["uuid"][0]), ("b", COLUMNS["bool8"][0]), ("c", COLUMNS["Ray tensor"][0])):
         write(tmp_path / f"{name}.parquet", {"x": array})
     carried = Carried(tmp_path, tmp_path / "run")
@@ -143,7 +143,7 @@ def test_columns_of_two_files_that_differ_are_carried_as_text(tmp_path):
     assert found == [str(ID), True, *[BIG.ravel().tolist()] * 2]
 
 
-def test_a_type_that_cannot_be_carried_is_refused_with_file_and_column(tmp_path):
+def test_unsupported_type_names_file_and_column(tmp_path):
     stored = pa.array([1, 2, 3], pa.int64()).cast(pa.time64("ns"))
     array = pa.ExtensionArray.from_storage(pa.opaque(stored.type, "a", "b"), stored)
     path = write(tmp_path / "a.parquet", {"x": array})
@@ -151,7 +151,7 @@ def test_a_type_that_cannot_be_carried_is_refused_with_file_and_column(tmp_path)
         scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())
 
 
-def test_a_type_for_which_arrow_lacks_functions_is_refused_with_file_and_column(tmp_path):
+def test_type_without_arrow_functions_names_file_and_column(tmp_path):
     path = write(tmp_path / "a.parquet", {"x": pa.nulls(3, pa.list_view(pa.uuid()))})
     with pytest.raises(InputError, match=r"a\.parquet: column 'x' is a list_view<.*uuid.*>, which rows cannot hold"):
         scan.scan(scan.find(str(path)), Cut(rows_per_unit=8), None, WorkEstimate())

@@ -14,7 +14,7 @@ from peagle.runs.plan import Retry
 from peagle.runs.prepare import plan_retry
 from peagle.runs.suspects import Note, UnitNotes
 from peagle.speculation import SpeculationStats
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 
 def usage(**changes):
@@ -60,7 +60,7 @@ def table_of(run, unit):
 TABLE = pa.table({"id": ["0", "1"], "response": ["a", "b"]})
 
 
-def test_a_unit_is_committed_when_its_file_exists(run):
+def test_unit_is_committed_when_its_file_exists(run):
     assert run.committed() == set()
     assert run.commit(0, TABLE, usage(), [])
     assert run.committed() == {0}
@@ -68,7 +68,7 @@ def test_a_unit_is_committed_when_its_file_exists(run):
     assert list(run.usages()) == [usage()]
 
 
-def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
+def test_first_commit_wins(run):
     first = [{"id": "1", "reason": "first"}]
     assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), first)
     assert not run.commit(0, TABLE, usage(num_rows=2), [{"id": "1", "reason": "second"}])
@@ -77,7 +77,7 @@ def test_the_first_commit_wins_with_its_rows_its_usage_and_its_letters(run):
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
+def test_leftovers_of_killed_attempts_are_ignored_and_removed(run):
     write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b'{"id": "0", "reason": "orphan"}\n')
     UnitNotes(run.suspects, 0, "session").write(Note(rows=(1,), alone=True, died=True))
     run.commit(0, TABLE, usage(), [])
@@ -86,20 +86,20 @@ def test_what_killed_attempts_left_is_not_valid_and_is_cleared(run):
     assert list(run.failed.iterdir()) == []
 
 
-def test_temporary_files_of_killed_writers_are_cleared(local):
+def test_temporary_files_are_removed(local):
     (local.suspects / ".unit-00000000.session.json.deadbeef.tmp").write_text("{")
     assert local.remove_leftovers() == 1
     assert list(local.suspects.iterdir()) == []
 
 
-def test_a_unit_whose_rows_all_failed_is_a_committed_file_without_rows(run):
+def test_unit_with_only_failed_rows_is_committed_without_rows(run):
     letters = [{"id": str(n), "reason": "x"} for n in range(2)]
     assert run.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=2), letters)
     assert table_of(run, 0).schema.names == ["id", "response"]
     assert list(run.dead_letters()) == letters
 
 
-def test_sessions_are_replaced_by_their_next_heartbeat(run):
+def test_heartbeat_replaces_session(run):
     def session(busy_s):
         return EngineSession(
             session_id="s",
@@ -122,23 +122,23 @@ def test_sessions_are_replaced_by_their_next_heartbeat(run):
     assert run.sessions() == [session(2.0)]
 
 
-def test_opening_clears_what_killed_writers_left(local):
+def test_opening_removes_leftovers(local):
     leftover = local.data / ".unit-00000000.parquet.0123.tmp"
     leftover.touch()
     local.open()
     assert not leftover.exists()
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path, local, s3):
+def test_folder_with_other_files_is_refused(tmp_path, local, s3):
     (tmp_path / "thesis.tex").touch()
-    write_atomic(place("s3://bucket/other/chapters/one.tex"), b"")
+    write_atomic(storage_path("s3://bucket/other/chapters/one.tex"), b"")
     for root in (tmp_path, "s3://bucket/other"):
         with pytest.raises(ConfigError, match="has other files"):
             RunDirectory(root).create({}, local.plan())
 
 
 @pytest.mark.parametrize("written", ["plan.0123456789ab.parquet", "run.json"])
-def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_the_next(tmp_path, local, written):
+def test_next_driver_completes_a_half_created_directory(tmp_path, local, written):
     run = RunDirectory(tmp_path / "killed")
     for folder in (".lease", "data", "failed"):
         (run.root / folder).mkdir(parents=True)
@@ -155,26 +155,26 @@ def test_a_folder_whose_driver_was_killed_while_it_laid_it_out_is_laid_out_by_th
     assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
 
 
-def test_of_two_drivers_that_lay_a_directory_out_the_first_ones_plan_counts(run, one_unit_plan):
+def test_plan_of_the_first_of_two_drivers_is_valid(run, one_unit_plan):
     other = replace(one_unit_plan, rows_per_unit=7)
     assert not RunDirectory(run.root).create({"schema": 2}, other)
     assert (run.manifest()["schema"], run.plan()) == (1, one_unit_plan)
     assert [path.name for path in run.root.glob("plan*")] == [run.manifest()["plan"]]
 
 
-def test_a_manifest_that_names_no_plan_is_damaged(run):
+def test_manifest_without_plan_is_damaged(run):
     write_atomic(run.root / "run.json", b'{"schema": 1}')
     with pytest.raises(ConfigError, match="names no plan"):
         run.plan()
 
 
-def test_dead_letters_of_a_unit_that_is_not_committed_yet_are_left_alone(run):
+def test_dead_letters_of_uncommitted_units_are_kept(run):
     write_atomic(run.failed / "unit-00000000.deadbeef.jsonl", b"{}\n")
     assert run.remove_leftovers() == 0
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_a_driver_that_lost_its_lease_deletes_and_plans_nothing(local):
+def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     with hold(local) as lost:
         local.hold(lost)
@@ -190,7 +190,7 @@ def test_a_driver_that_lost_its_lease_deletes_and_plans_nothing(local):
         assert local.plan().num_retries == 0
 
 
-def test_of_two_retries_of_the_same_plan_one_is_written(run):
+def test_only_one_of_two_concurrent_retries_is_written(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     before = run.plan()
     retries = [Retry(unit=1, supersedes=0, rows=(1,))]
@@ -200,26 +200,26 @@ def test_of_two_retries_of_the_same_plan_one_is_written(run):
     assert run.plan().num_retries == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, local):
+def test_unwritable_folder_is_refused(tmp_path, local):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         RunDirectory(tmp_path / "file" / "run").create({}, local.plan())
 
 
-def test_what_is_no_run_says_so(tmp_path, s3):
+def test_folder_without_run_is_an_error(tmp_path, s3):
     for root in (tmp_path, "s3://bucket/none"):
         with pytest.raises(ConfigError, match="not a run directory"):
             RunDirectory(root).manifest()
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
-def test_a_damaged_unit_is_named_with_the_way_out(run, content):
+def test_damaged_unit_is_named_with_a_hint(run, content):
     write_atomic(run.unit_path(0), content)
     with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete that file"):
         list(run.usages())
 
 
-def test_a_foreign_parquet_file_is_named(run):
+def test_foreign_parquet_file_is_named(run):
     sink = io.BytesIO()
     pq.write_table(TABLE, sink)
     write_atomic(run.unit_path(0), sink.getvalue())
@@ -231,7 +231,7 @@ def letter(row_id, reason="x"):
     return {"id": f"{row_id:09d}", "reason": reason}
 
 
-def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
+def test_retry_replaces_dead_letters_of_its_rows(run):
     assert run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     assert [(unit.unit, unit.supersedes, unit.rows) for unit in plan.units[1:]] == [(1, 0, (1,))]
@@ -253,7 +253,7 @@ def test_a_retry_answers_for_the_rows_that_it_takes_up(run):
     assert sum(one.num_rows for one in run.usages()) == 2
 
 
-def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run):
+def test_deleted_unit_that_ran_again_has_new_dead_letters(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
@@ -273,19 +273,19 @@ def test_a_unit_that_was_deleted_and_done_again_has_dead_letters_of_its_own(run)
     assert plan_retry(reopened, third) == third
 
 
-def test_without_dead_letters_there_is_nothing_to_retry(run):
+def test_nothing_to_retry_without_dead_letters(run):
     run.commit(0, TABLE, usage(), [])
     assert plan_retry(run, run.plan()) == run.plan()
     assert run.plan().num_retries == 0
 
 
-def test_a_damaged_plan_of_a_retry_is_named(run):
+def test_damaged_retry_plan_is_named(run):
     write_atomic(run.root / "plan-0001.parquet", b"PAR1 cut off")
     with pytest.raises(ConfigError, match=r"plan-0001\.parquet is damaged"):
         run.plan()
 
 
-def test_a_stop_carries_its_grace_to_the_workers_of_its_driver_alone(run):
+def test_stop_signal_reaches_only_the_drivers_own_workers(run):
     worker, of_the_next = (RunDirectory(run.root, driver=number) for number in (1, 2))
     with hold(run) as lease:
         run.hold(lease)
@@ -306,7 +306,7 @@ def remote(s3, one_unit_plan):
 
 
 @pytest.mark.parametrize("how", [500, 503, "cut", "lost"])
-def test_a_unit_whose_answers_are_lost_is_committed_once_with_its_letters(remote, s3, how):
+def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, how):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(how, method="PUT", path="/data/", times=2)
     s3.fail(how, method="PUT", path="/failed/")
@@ -316,7 +316,7 @@ def test_a_unit_whose_answers_are_lost_is_committed_once_with_its_letters(remote
     assert remote.remove_leftovers() == 0
 
 
-def test_a_unit_that_a_refusing_store_does_not_take_is_neither_committed_nor_damaged(remote, s3):
+def test_failed_store_write_commits_nothing(remote, s3):
     s3.fail(403, method="PUT", path="/data/")
     with pytest.raises(StorageError, match=r"unit-00000000\.parquet"):
         remote.commit(0, TABLE, usage(), [])
@@ -328,7 +328,7 @@ def test_a_unit_that_a_refusing_store_does_not_take_is_neither_committed_nor_dam
     assert "damaged" not in str(refused.value)
 
 
-def test_what_a_unit_says_is_asked_once(remote, s3):
+def test_unit_metadata_on_s3_is_read_once(remote, s3):
     for unit in range(40):
         remote.commit(unit, TABLE, usage(), [])
     assert [one.num_rows for one in remote.usages()] == [2] * 40
@@ -337,7 +337,7 @@ def test_what_a_unit_says_is_asked_once(remote, s3):
     assert s3.count("GET", "/data/unit") == 40
 
 
-def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3, one_unit_plan):
+def test_stop_on_s3_is_polled_in_a_thread(remote, s3, one_unit_plan):
     hears = remote.stop.reader()
     s3.fail(403, method="GET", path=".stop.json")
     remote.stop.request(7.5)
@@ -349,7 +349,7 @@ def test_a_worker_hears_of_a_stop_without_waiting_for_the_store(remote, s3, one_
     assert make_run("s3://bucket/runs/second", one_unit_plan).stop.reader()() is None
 
 
-def test_a_copy_of_a_units_file_is_no_unit(run):
+def test_copied_unit_file_is_not_a_unit(run):
     run.commit(0, TABLE, usage(), [])
     write_atomic(run.data / "unit-00000001 (copy).parquet", b"")
     write_atomic(run.data / "unit-x.parquet", b"")
@@ -357,7 +357,7 @@ def test_a_copy_of_a_units_file_is_no_unit(run):
     assert len(list(run.usages())) == 1
 
 
-def test_dead_letters_that_are_missing_or_damaged_are_an_error_of_ours(run):
+def test_missing_or_damaged_dead_letters_are_an_error(run):
     run.commit(0, TABLE, usage(num_failed_rows=1), [{"id": "000000001"}])
     path = run.failed / run.letters_name(0)
     write_atomic(path, b'{"id"')
@@ -369,7 +369,7 @@ def test_dead_letters_that_are_missing_or_damaged_are_an_error_of_ours(run):
 
 
 @pytest.mark.parametrize("data", [b"PAR1xx", b""])
-def test_a_damaged_record_of_the_ledger_is_named(run, data):
+def test_damaged_ledger_file_is_named(run, data):
     write_atomic(run.ledger / "session-x.parquet", data)
     with pytest.raises(PeagleError, match=r"session-x\.parquet is damaged"):
         run.sessions()

@@ -38,7 +38,7 @@ def spend(ledger, usd, tags=SEARCH, day=DAYS[0]):
     append_request(ledger, a_request(f"{usd}{at}", usd=usd, tags=tags, started_at=1.0, finished_at=at))
 
 
-def test_requests_other_runs_and_the_run_itself_draw_on_the_tags_budget(ledger, make_draw, clock):
+def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
     draw, other = make_draw(), make_draw("other")
     assert draw.reached(1.0, 0.5) is None
     assert other.reached(4.0, 0.5) is None
@@ -53,7 +53,7 @@ def test_requests_other_runs_and_the_run_itself_draw_on_the_tags_budget(ledger, 
     )
 
 
-def test_it_looks_every_few_seconds_alone(ledger, make_draw, clock):
+def test_ledger_is_polled_every_few_seconds(ledger, make_draw, clock):
     draw = make_draw()
     assert draw.reached(1.0, 0.5) is None
     spend(ledger, 20.0)
@@ -62,7 +62,7 @@ def test_it_looks_every_few_seconds_alone(ledger, make_draw, clock):
     assert "$0 left" in draw.reached(1.0, 0.5)
 
 
-def test_what_a_run_costs_counts_once_over_its_attempts_on_the_days_of_each(ledger, make_draw, today):
+def test_cost_of_attempts_counts_once_per_day(ledger, make_draw, today):
     first = make_draw()
     first.reached(2.0, 0.5)
     first.end(3.0)
@@ -75,12 +75,12 @@ def test_what_a_run_costs_counts_once_over_its_attempts_on_the_days_of_each(ledg
     assert "is reached: $1.00 left" in make_draw().reached(12.0, 1.0), "the first three were last month's"
 
 
-def test_a_killed_run_holds_nothing_for_long(ledger, make_draw):
+def test_reservation_of_a_killed_run_expires(ledger, make_draw):
     write_draw(ledger, Draw(run="killed", tags=SEARCH, usd_by_day={NUMBERS[0]: 1.0}, held_usd=100.0, at=1.0))
     assert make_draw().reached(1.0, 0.5) is None
 
 
-def test_without_a_budget_a_run_goes_on_and_one_that_is_set_later_counts_what_it_cost(ledger, make_draw, clock):
+def test_budget_set_later_counts_earlier_cost(ledger, make_draw, clock):
     draw = make_draw(tags='{"team": "ads"}')
     assert draw.reached(5.0, 0.5) is None
     with changing_budgets(ledger / "budgets.json") as budgets:
@@ -89,7 +89,7 @@ def test_without_a_budget_a_run_goes_on_and_one_that_is_set_later_counts_what_it
     assert draw.reached(5.0, 0.5).startswith("the budget of $4 of team=ads is reached")
 
 
-def test_a_ledger_that_is_not_there_is_an_error_and_one_that_fails_later_is_not(ledger, make_draw, clock, caplog):
+def test_missing_ledger_is_an_error_but_later_failures_are_logged(ledger, make_draw, clock, caplog):
     with pytest.raises(ConfigError, match="no ledger found"):
         TagDraw(ledger / "no", "r", SEARCH)
     draw = make_draw()

@@ -89,7 +89,7 @@ def exported(run):
     return io.BytesIO((run.root / "export" / "parquet" / "output.parquet").read_bytes())
 
 
-def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
+def test_jsonl_export_has_rows_in_order_and_dead_letters(make_run):
     run = make_run()
     moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     for unit in (2, 0, 1):
@@ -109,7 +109,7 @@ def test_json_lines_hold_every_row_in_order_and_the_letters(make_run):
     assert (whole.num_nulls, "note" in whole.describe()) == ({}, False)
 
 
-def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run):
+def test_openai_export_has_a_line_for_each_custom_id(make_run):
     run = make_run("openai-batch")
     urls = ["/v1/chat/completions", "/v1/completions"]
     for unit in range(NUM_UNITS):
@@ -142,7 +142,7 @@ def test_an_openai_batch_gives_an_answer_or_an_error_for_each_custom_id(make_run
         ({"reason": "engine_failed", "message": "vLLM failed on it: OSError('/srv/x')"}, {}, "vLLM failed on it: OSE"),
     ],
 )
-def test_a_client_is_told_of_no_place_on_the_server(make_run, letter, manifest, says):
+def test_error_lines_hide_server_paths(make_run, letter, manifest, says):
     run = make_run("openai-batch", **manifest)
     span = run.plan().units[0].span
     assert span.path.startswith("/")
@@ -159,14 +159,14 @@ def test_a_client_is_told_of_no_place_on_the_server(make_run, letter, manifest, 
 @pytest.mark.parametrize(
     ("manifest", "model"), [({"served_name": "plain"}, "plain"), ({"served_name": None}, "m"), ({}, "m")]
 )
-def test_an_openai_batch_calls_the_model_what_was_asked_for(make_run, manifest, model):
+def test_openai_export_uses_the_served_name(make_run, manifest, model):
     run = make_run("openai-batch", **manifest)
     commit(run, 0, custom_id=["a", "b"], url=["/v1/completions"] * 2)
     export(run, "openai-batch", partial=True)
     assert [row["response"]["body"]["model"] for row in lines(run, "openai-batch")] == [model] * 2
 
 
-def test_rows_of_another_corpus_are_named_by_their_ids(make_run):
+def test_rows_without_custom_id_use_their_id(make_run):
     run = make_run()
     for unit in range(NUM_UNITS):
         commit(run, unit, row={"x": 1})
@@ -175,7 +175,7 @@ def test_rows_of_another_corpus_are_named_by_their_ids(make_run):
     assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] == "4"
 
 
-def test_a_line_of_a_batch_that_is_no_request_has_no_custom_id(make_run):
+def test_invalid_batch_line_has_no_custom_id(make_run):
     run = make_run("openai-batch")
     for unit in range(NUM_UNITS):
         commit(run, unit, row="{bad", custom_id=["a", "b"], url=["/v1/completions"] * 2)
@@ -183,7 +183,7 @@ def test_a_line_of_a_batch_that_is_no_request_has_no_custom_id(make_run):
     assert lines(run, "openai-batch", "errors.jsonl")[0]["custom_id"] is None
 
 
-def test_parquet_is_one_file_of_large_row_groups(whole_run, monkeypatch):
+def test_parquet_export_has_large_row_groups(whole_run, monkeypatch):
     monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
     export(whole_run, "parquet")
     file = pq.ParquetFile(exported(whole_run))
@@ -193,7 +193,7 @@ def test_parquet_is_one_file_of_large_row_groups(whole_run, monkeypatch):
 
 
 @pytest.mark.parametrize("root", ["disk"], indirect=True)
-def test_an_export_is_made_again_only_where_it_is_not_whole(whole_run):
+def test_only_incomplete_exports_are_repeated(whole_run):
     first = export(whole_run, "jsonl")
     file = whole_run.root / "export" / "jsonl" / "output.jsonl"
     content, made_at = file.read_bytes(), file.stat().st_mtime_ns
@@ -210,7 +210,7 @@ def test_an_export_is_made_again_only_where_it_is_not_whole(whole_run):
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
-def test_an_export_to_a_store_leaves_the_uploads_of_others_alone(whole_run, s3, monkeypatch):
+def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
     monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # the least that a store takes
     folder = whole_run.root / "export" / "jsonl"
     with atomic_file(folder / "output.jsonl") as theirs:
@@ -221,7 +221,7 @@ def test_an_export_to_a_store_leaves_the_uploads_of_others_alone(whole_run, s3, 
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
-def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(whole_run, s3):
+def test_only_incomplete_exports_on_s3_are_repeated(whole_run, s3):
     first = export(whole_run, "jsonl")
     file = whole_run.root / "export" / "jsonl" / "output.jsonl"
     content, num_writes = file.read_bytes(), s3.count("PUT", "export")
@@ -232,7 +232,7 @@ def test_an_export_in_a_store_is_made_again_only_where_it_is_not_whole(whole_run
     assert file.read_bytes() == content
 
 
-def test_an_export_is_made_again_where_a_unit_was_done_again(whole_run):
+def test_export_is_repeated_after_a_new_commit(whole_run):
     export(whole_run, "jsonl")
     whole_run.unit_path(1).unlink()
     ids = [f"{3 + index:09d}" for index in range(ROWS)]
@@ -243,7 +243,7 @@ def test_an_export_is_made_again_where_a_unit_was_done_again(whole_run):
     assert lines(whole_run, "jsonl", "errors.jsonl") == []
 
 
-def test_an_export_of_an_older_peagle_is_made_again(whole_run):
+def test_export_of_older_version_is_repeated(whole_run):
     first = export(whole_run, "jsonl")
     made = whole_run.root / "export" / "jsonl" / "export.json"
     older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
@@ -252,7 +252,7 @@ def test_an_export_of_an_older_peagle_is_made_again(whole_run):
     assert json.loads(made.read_bytes())["commits"] == first.commits
 
 
-def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
+def test_partial_export_must_be_requested(make_run, capsys):
     run = make_run()
     commit(run, 0)
     with pytest.raises(ConfigError, match=r"1 of 3 units are committed(.|\n)*--partial"):
@@ -263,7 +263,7 @@ def test_an_unfinished_run_is_exported_only_when_asked(make_run, capsys):
     assert export(run, "jsonl", partial=True, again=False).num_rows == 4
 
 
-def test_a_damaged_unit_is_named(whole_run):
+def test_damaged_unit_is_named(whole_run):
     data = whole_run.unit_path(1).read_bytes()
     write_atomic(whole_run.unit_path(1), data[:4] + b"\0" * 200 + data[204:])
     with pytest.raises(PeagleError, match=r"unit-00000001\.parquet is damaged"):
@@ -271,7 +271,7 @@ def test_a_damaged_unit_is_named(whole_run):
     assert not (whole_run.root / "export" / "jsonl" / "output.jsonl").exists()
 
 
-def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
+def test_unknown_format_or_folder_is_refused(tmp_path, capsys):
     assert cli.run(["export", str(tmp_path), "--format", "json"]) == 2
     assert "did you mean jsonl" in capsys.readouterr().err
     assert cli.run(["export", str(tmp_path), "--format", "jsonl"]) == 2
@@ -279,7 +279,7 @@ def test_an_unknown_format_or_folder_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
-def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
+def test_retried_rows_keep_their_position(make_run, output_format):
     run = make_run()
     for unit in range(NUM_UNITS):
         ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
@@ -297,7 +297,7 @@ def test_rows_that_a_retry_did_stand_where_they_belong(make_run, output_format):
 
 
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
-def test_answers_have_numbers_for_log_probabilities_and_nothing_that_json_has_not(make_run, url):
+def test_export_is_strict_json(make_run, url):
     run = make_run("openai-batch")
     least = {"token": "a", "logprob": float("-inf"), "top": [{"token": "b", "logprob": float("nan")}]}
     kinds = OUTPUT_SCHEMA.field("completions").type
@@ -336,16 +336,16 @@ def run_with(root, responses):
     return run
 
 
-def test_where_the_answers_are_and_the_first_two(root):
+def test_first_answers_are_described(root):
     said = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
     assert said[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
     assert said[1:4] == ["  000000000", "  |   one", "  |     two"]
     assert said[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
 
 
-def test_an_answer_cannot_steer_the_terminal(root):
+def test_control_sequences_in_answers_are_escaped(root):
     assert "\x1b" not in describe_answers(run_with(root, ["\x1b[2J\x07gone" + "x" * 500]))
 
 
-def test_a_run_without_answers_says_nothing(root):
+def test_no_description_without_answers(root):
     assert describe_answers(run_with(root, [])) == ""

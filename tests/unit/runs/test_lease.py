@@ -12,7 +12,7 @@ import pytest
 from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.runs import lease as lease_module
 from peagle.runs.lease import hold_lease, read_lease
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 
 
 def hold(root, *, expiry_s=30.0, announce=lambda _: None):
@@ -33,7 +33,7 @@ def foreign(root):
     return theirs
 
 
-def test_a_lease_says_who_drives_and_then_how_it_ended(root):
+def test_lease_describes_driver_and_outcome(root):
     with hold(root):
         held = read_lease(root)
         assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
@@ -43,7 +43,7 @@ def test_a_lease_says_who_drives_and_then_how_it_ended(root):
     assert not after.seems_alive()
 
 
-def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(root):
+def test_error_is_the_outcome_and_frees_the_lease(root):
     with pytest.raises(PeagleError), hold(root):
         raise PeagleError("the disk is full", hint="buy one")
     assert read_lease(root).outcome == "PeagleError: the disk is full"
@@ -54,7 +54,7 @@ def test_an_error_is_the_outcome_and_the_next_driver_does_not_wait(root):
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
-def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
+def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
         said, started = [], time.monotonic()
         with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
@@ -66,7 +66,7 @@ def test_a_second_driver_is_refused_as_soon_as_the_first_one_shows_life(root):
         assert read_lease(root).number == 1
 
 
-def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_clocks_say(root, foreign):
+def test_silent_driver_is_replaced_after_expiry(root, foreign):
     put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
     with hold(root) as mine:
@@ -74,7 +74,7 @@ def test_a_driver_that_stays_silent_is_replaced_after_its_expiry_whatever_the_cl
     assert 1.0 <= time.monotonic() - started < 15  # its expiry, not that of the next
 
 
-def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(root, foreign):
+def test_wrong_clock_does_not_expire_a_lease(root, foreign):
     beat = threading.Timer(0.3, lambda: put(root, replace(foreign, beat=1, renewed_at=0.0)))
     beat.start()
     with pytest.raises(RunInUse, match="elsewhere"), hold(root):
@@ -82,7 +82,7 @@ def test_a_driver_whose_clock_stands_years_back_is_alive_while_its_beat_changes(
     beat.join()
 
 
-def test_a_killed_driver_of_this_host_is_replaced_at_once(tmp_path):
+def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
     code = (
         "import os, signal, sys, pathlib; from peagle.runs.lease import hold_lease\n"
         "with hold_lease(pathlib.Path(sys.argv[1]), expiry_s=600, command=['x'], announce=print):\n"
@@ -96,14 +96,14 @@ def test_a_killed_driver_of_this_host_is_replaced_at_once(tmp_path):
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
-def test_a_process_id_that_was_given_to_another_process_is_not_the_driver(root):
+def test_reused_pid_is_not_the_driver(root):
     with hold(root):
         mine = read_lease(root)
     assert not mine.is_gone()
     assert replace(mine, birth=mine.birth - 1).is_gone()
 
 
-def test_a_driver_that_was_replaced_learns_of_it_and_leaves_its_successors_lease_alone(root):
+def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
         theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
         put(root, theirs)
@@ -111,7 +111,7 @@ def test_a_driver_that_was_replaced_learns_of_it_and_leaves_its_successors_lease
     assert read_lease(root) == theirs
 
 
-def test_of_drivers_that_start_at_once_one_wins(root, foreign):
+def test_one_of_several_simultaneous_drivers_wins(root, foreign):
     outcomes, all_done = [], threading.Barrier(4)
 
     def drive():
@@ -131,20 +131,20 @@ def test_of_drivers_that_start_at_once_one_wins(root, foreign):
     assert sorted(outcomes) == ["refused"] * 3 + ["won"]
 
 
-def test_a_damaged_lease_is_named(root):
+def test_damaged_lease_is_named(root):
     (root / ".lease").mkdir(parents=True)
     write_atomic(root / ".lease" / "3.json", json.dumps({"number": 3}).encode())
     with pytest.raises(PeagleError, match=r"3\.json is damaged"):
         read_lease(root)
 
 
-def test_a_folder_that_cannot_be_written_is_bad_usage(tmp_path):
+def test_unwritable_lease_folder_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"), hold(tmp_path / "file" / "run"):
         pass
 
 
-def test_a_lease_that_vanishes_before_it_is_read_makes_the_next_driver_look_again(root, monkeypatch):
+def test_vanished_lease_is_read_again(root, monkeypatch):
     with hold(root):
         pass
     with hold(root):
@@ -154,7 +154,7 @@ def test_a_lease_that_vanishes_before_it_is_read_makes_the_next_driver_look_agai
     assert read_lease(root).number == 2
 
 
-def test_who_took_an_old_number_finds_the_later_one_and_takes_the_next(root, monkeypatch):
+def test_stale_lease_number_is_skipped(root, monkeypatch):
     for _ in range(3):
         with hold(root):
             pass
@@ -165,7 +165,7 @@ def test_who_took_an_old_number_finds_the_later_one_and_takes_the_next(root, mon
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
 
 
-def test_who_was_stopped_before_it_took_an_old_number_is_refused_while_another_drives(root, monkeypatch):
+def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
     for _ in range(2):
         with hold(root):
             pass
@@ -179,7 +179,7 @@ def test_who_was_stopped_before_it_took_an_old_number_is_refused_while_another_d
         theirs.require()
 
 
-def test_a_driver_whose_lease_was_taken_over_knows_at_once_when_it_looks(root):
+def test_lost_lease_is_noticed_on_check(root):
     with hold(root) as slow:
         slow.require()
         put(root, replace(read_lease(root), number=2, token="another's"))
@@ -187,7 +187,7 @@ def test_a_driver_whose_lease_was_taken_over_knows_at_once_when_it_looks(root):
             slow.require()
 
 
-def test_a_driver_whose_folder_of_leases_was_deleted_has_lost_it_also_where_the_number_comes_again(tmp_path):
+def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
     with hold(tmp_path) as first:
         shutil.rmtree(tmp_path / ".lease")
         with pytest.raises(RunInUse):
@@ -200,7 +200,7 @@ def test_a_driver_whose_folder_of_leases_was_deleted_has_lost_it_also_where_the_
             assert not second.is_lost()
 
 
-def test_what_goes_wrong_because_another_driver_took_over_says_so(root):
+def test_errors_after_a_takeover_say_so(root):
     def drive():
         with hold(root):
             put(root, replace(read_lease(root), number=2, token="another's"))
@@ -210,7 +210,7 @@ def test_what_goes_wrong_because_another_driver_took_over_says_so(root):
         drive()
 
 
-def test_a_file_system_without_hard_links_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
     def no_links(*_):
         raise OSError(95, "Operation not supported")
 
@@ -223,14 +223,14 @@ def test_a_file_system_without_hard_links_is_refused_before_anything_is_written(
 # --- on S3
 
 
-def test_a_lease_whose_answer_is_lost_is_held(s3):
+def test_lease_survives_a_lost_store_answer(s3):
     s3.fail("lost", method="PUT", times=2)
-    with hold(place("s3://bucket/run")) as mine:
+    with hold(storage_path("s3://bucket/run")) as mine:
         assert mine.number == 1
 
 
-def test_a_store_that_refuses_for_a_moment_neither_ends_nor_frees_a_lease(s3):
-    root = place("s3://bucket/run")
+def test_lease_survives_short_store_failures(s3):
+    root = storage_path("s3://bucket/run")
     with hold(root, expiry_s=1.0) as mine:
         before = read_lease(root).beat
         s3.fail(403, method="PUT", times=2)
@@ -242,8 +242,8 @@ def test_a_store_that_refuses_for_a_moment_neither_ends_nor_frees_a_lease(s3):
     assert read_lease(root).outcome == "ended"
 
 
-def test_trials_of_killed_drivers_are_cleared(s3):
-    root = place("s3://bucket/run")
+def test_trial_objects_of_killed_drivers_are_removed(s3):
+    root = storage_path("s3://bucket/run")
     write_atomic(root / ".lease" / "0.0123.json", b"{}")
     with hold(root):
         assert [path.name for path in (root / ".lease").iterdir()] == ["1.json"]

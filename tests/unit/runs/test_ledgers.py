@@ -8,7 +8,7 @@ from peagle.economics.ledger import sessions_bytes, sessions_of, write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
-from peagle.storage import place, write_atomic
+from peagle.storage import storage_path, write_atomic
 from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_nightly, write_run
 from tests.unit.pipelines.online.ledgers import a_request
 
@@ -26,7 +26,7 @@ def month(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_runs_and_endpoints_are_found_by_name_and_by_glob(month):
+def test_ledgers_are_found_by_name_and_glob(month):
     (month / "other").mkdir()
     (month / "file").touch()
     named = find_ledgers(["serve", "nightly"])
@@ -36,20 +36,20 @@ def test_runs_and_endpoints_are_found_by_name_and_by_glob(month):
     assert found.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
-def test_where_a_run_is_asked_for_the_state_of_an_endpoint_is_refused_with_the_command_for_it(month):
+def test_endpoint_state_is_refused_where_a_run_is_required(month):
     require_runs(["nightly", "nothing"])
     with pytest.raises(ConfigError, match="serve is the state of an endpoint") as caught:
         require_runs(["nightly", "serve"])
     assert "peagle cost serve" in caught.value.hint
 
 
-def test_a_folder_that_several_names_reach_counts_once(month):
+def test_folder_with_several_names_counts_once(month):
     (month / "latest").symlink_to("nightly")
     found = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
     assert len(found.ledgers) == 2
 
 
-def test_runs_of_a_stand_in_and_of_an_assumed_price_are_named(month):
+def test_fake_engines_and_assumed_prices_have_notes(month):
     for name, changes in (("fake", {"config": {"engine": "fake"}}), ("guess", {})):
         write_nightly(month / name)
         path = month / name / "run.json"
@@ -63,7 +63,7 @@ def test_runs_of_a_stand_in_and_of_an_assumed_price_are_named(month):
     )
 
 
-def test_an_endpoints_ledger_says_the_same_of_its_engines(month):
+def test_endpoint_ledgers_have_the_same_notes(month):
     path = next((month / "serve" / "ledger").glob("session-*.parquet"))
     (session,) = sessions_of(path)
     write_atomic(path, sessions_bytes([replace(session, is_stand_in=True, price_basis="assumed")]))
@@ -73,7 +73,7 @@ def test_an_endpoints_ledger_says_the_same_of_its_engines(month):
     )
 
 
-def test_a_training_has_the_runs_that_answered_its_prompts_with_it(month):
+def test_training_includes_its_response_runs(month):
     config = TrainConfig(prompts=["stdlib"], output=month / "heads")
     for way in WAYS:
         write_nightly(config.answers(way))
@@ -90,13 +90,13 @@ def test_a_training_has_the_runs_that_answered_its_prompts_with_it(month):
 
 
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])
-def test_what_is_not_there_is_an_error(month, sources):
+def test_missing_source_is_an_error(month, sources):
     (month / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"no run and no endpoint's state at {sources[-1].replace('*', '.')}"):
         find_ledgers(sources)
 
 
-def test_what_an_engine_was_is_in_the_runs_own_manifest(month):
+def test_engine_facts_come_from_the_manifest(month):
     (ledger,) = find_ledgers(["nightly"]).ledgers
     (session,) = ledger.sessions
     assert (session.model, session.drafter, session.tags) == ("smollm2-135m", None, '{"team": "data"}')
@@ -104,7 +104,7 @@ def test_what_an_engine_was_is_in_the_runs_own_manifest(month):
     assert session.usd_per_device_s * 2 * 3600 == pytest.approx(0.10264)
 
 
-def test_the_run_of_a_batch_counts_in_the_ledger_of_its_endpoint_where_both_are_named(month):
+def test_batch_run_counts_once_with_its_endpoint(month):
     units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
     alone = find_ledgers(["batches"])
@@ -117,27 +117,27 @@ def test_the_run_of_a_batch_counts_in_the_ledger_of_its_endpoint_where_both_are_
     assert both.notes == ("1 batch runs are counted in the ledger of their endpoint.",)
 
 
-def test_what_an_endpoint_lent_a_run_is_in_the_endpoints_ledger_alone(month):
+def test_lent_engines_count_in_the_endpoints_ledger(month):
     lent = "20261101T000000-lent"
     units = [a_unit(name, busy_s=10.0, tokens=5, finished_at=at(11, 30, 23)) for name in ("bulk", lent)]
     write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
     assert spent(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
 
 
-def test_a_run_whose_engine_left_no_record_cannot_be_priced(month):
+def test_unit_without_session_is_an_error(month):
     write_run(month / "lost", [], [a_unit("gone", busy_s=1.0, tokens=1, finished_at=at(11, 1, 1))])
     with pytest.raises(PeagleError, match="not in the ledger: gone"):
         find_ledgers(["lost"])
 
 
-def test_a_run_on_another_kind_of_device_than_its_price_is_for_is_refused(month):
+def test_price_for_another_device_is_refused(month):
     write_run(month / "gpu", [replace(BULK, device="accelerator")], [])
     with pytest.raises(PriceError, match="per vcpu"):
         find_ledgers(["gpu"])
 
 
-def test_ledgers_on_s3_say_the_same(month, s3):
-    here = place("s3://bucket/month")
+def test_ledgers_on_s3(month, s3):
+    here = storage_path("s3://bucket/month")
     for path in (path for path in month.rglob("*") if path.is_file()):
         target = here
         for part in path.relative_to(month).parts:

@@ -12,12 +12,12 @@ def situation(**changes):
     return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_done_rows": 50, "num_failed_rows": 3, **changes})
 
 
-def test_without_limits_a_run_goes_on():
+def test_no_limits():
     assert reached(Limits(), situation(now=1e12, spent_usd=1e9, num_failed_rows=50)) is None
 
 
 @pytest.mark.parametrize(("spent", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_a_budget_keeps_back_what_ending_costs(spent, stops):
+def test_budget_reserves_the_cost_of_ending(spent, stops):
     found = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
     assert (found is not None) == stops
     if found:
@@ -27,7 +27,7 @@ def test_a_budget_keeps_back_what_ending_costs(spent, stops):
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
-def test_a_deadline_keeps_back_the_time_that_ending_takes(now, stops):
+def test_deadline_reserves_the_time_of_ending(now, stops):
     found = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
     assert (found and found.limit) == ("deadline" if stops else None)
 
@@ -46,7 +46,7 @@ def test_a_deadline_keeps_back_the_time_that_ending_takes(now, stops):
         ("100%", 200, 200, False),
     ],
 )
-def test_dead_letters_are_limited_by_number_or_by_share_of_enough_rows(text, failed, done, stops):
+def test_dead_letters_are_limited_by_number_or_share(text, failed, done, stops):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
     found = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
     assert (found is not None) == stops
@@ -55,7 +55,7 @@ def test_dead_letters_are_limited_by_number_or_by_share_of_enough_rows(text, fai
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "5 %%"])
-def test_what_is_no_number_of_rows_is_refused(text):
+def test_invalid_row_limit_is_refused(text):
     with pytest.raises(ValueError, match="a number of rows or a share"):
         MaxFailedRows.parse(text)
 
@@ -74,16 +74,16 @@ def test_what_is_no_number_of_rows_is_refused(text):
         ("2026-11-30", "2026-11-30T00:00:00+01:00"),
     ],
 )
-def test_a_deadline_is_a_duration_a_time_of_day_or_a_timestamp(text, expected):
+def test_deadline_forms(text, expected):
     assert parse_deadline(text, NOW) == datetime.datetime.fromisoformat(expected).timestamp()
 
 
-def test_no_deadline_can_be_said():
+def test_deadline_none():
     assert parse_deadline("none", NOW) is None
 
 
 @pytest.mark.parametrize("text", ["", "25:00", "h", "2h 30m", "soon", "10"])
-def test_what_is_no_deadline_is_refused(text):
+def test_invalid_deadline_is_refused(text):
     with pytest.raises(ValueError, match=r"hour must be|a time of day \(18:30\)"):
         parse_deadline(text, NOW)
 
@@ -133,5 +133,5 @@ def utc(text):
         ("2026-10-20T12:00", "2026-10-30T18:30+02:00", "2026-10-30T16:30"),
     ],
 )
-def test_local_times_are_taken_in_the_zone_at_that_moment(now, text, at):
+def test_local_times_follow_clock_changes(now, text, at):
     assert parse_deadline(text, datetime.datetime.fromtimestamp(utc(now))) == utc(at)

@@ -10,14 +10,14 @@ def session(name="s", *, engine_index=0, started_at=100.0, busy_s=8.0, num_outpu
     )  # fmt: skip
 
 
-def test_engines_have_a_speed_once_one_of_them_works():
+def test_speed_is_known_once_an_engine_runs():
     loading, working = session(busy_s=0.0), session(num_output_tokens=800)
     assert (engines_at_work([loading]), tokens_per_s([loading])) == ([], None)
     assert engines_at_work([loading, working]) == [working]
     assert tokens_per_s([loading, working, working]) == 200
 
 
-def test_who_looks_once_sees_the_last_engine_in_each_place_that_was_heard_of_lately():
+def test_seen_alive_has_the_latest_recent_session_per_slot():
     killed, again = session("killed"), session("again", started_at=105.0)
     silent = session("silent", engine_index=1, started_at=50.0)
     ended = session("ended", engine_index=2, ended=True)
@@ -27,7 +27,7 @@ def test_who_looks_once_sees_the_last_engine_in_each_place_that_was_heard_of_lat
     assert seen_alive(sessions, since=200.0, silent_after_s=60.0) == []
 
 
-def test_a_driver_hears_engines_of_its_own_attempt_until_they_miss_two_heartbeats():
+def test_engine_is_dead_after_two_missed_heartbeats():
     clock = [50.0]
     heartbeats = Heartbeats(["before"], heartbeat_s=4.0, monotonic=lambda: clock[0])
     sessions = [session("before"), session("now"), session("ended", ended=True)]

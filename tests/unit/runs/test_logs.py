@@ -4,23 +4,23 @@ import pytest
 
 from peagle.runs import logs
 from peagle.runs.logs import LogCopy, copied, logs_folder
-from peagle.storage import place
+from peagle.storage import storage_path
 
-ROOT = place("s3://bucket/run")
+ROOT = storage_path("s3://bucket/run")
 
 
 def copy_of(name):
     return (ROOT / "logs" / name).read_bytes()
 
 
-def test_logs_lie_in_the_run_directory_or_on_the_node_for_a_store(tmp_path):
+def test_logs_folder(tmp_path):
     assert logs_folder(tmp_path) == tmp_path / "logs"
     here = logs_folder(ROOT)
     assert here.is_absolute()
-    assert here != logs_folder(place("s3://bucket/other"))
+    assert here != logs_folder(storage_path("s3://bucket/other"))
 
 
-def test_a_log_is_copied_when_it_has_grown_and_its_end_when_it_is_long(s3, tmp_path, monkeypatch):
+def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_BYTES", 10)
     log = tmp_path / "engine.log"
     copy = LogCopy(ROOT, log, "engine.log")
@@ -35,7 +35,7 @@ def test_a_log_is_copied_when_it_has_grown_and_its_end_when_it_is_long(s3, tmp_p
     assert copy_of("engine.log") == b" and ended"
 
 
-def test_a_log_that_cannot_be_copied_is_tried_again(s3, tmp_path):
+def test_failed_log_copy_is_repeated(s3, tmp_path):
     log = tmp_path / "engine.log"
     log.write_text("why")
     copy = LogCopy(ROOT, log, "engine.log")
@@ -45,7 +45,7 @@ def test_a_log_that_cannot_be_copied_is_tried_again(s3, tmp_path):
     assert copy_of("engine.log") == b"why"
 
 
-def test_a_log_is_copied_while_its_process_lives_and_when_that_ends_in_error(s3, tmp_path):
+def test_log_is_copied_periodically_and_at_the_end(s3, tmp_path):
     log = tmp_path / "driver.log"
     log.write_text("one")
     with pytest.raises(ZeroDivisionError), copied(ROOT, log, "driver-1.log", every_s=0.05):
@@ -63,7 +63,7 @@ def _wait_for_copy_and_fail(log):
     raise AssertionError("no copy was made")
 
 
-def test_logs_on_a_disk_are_where_they_belong(tmp_path):
+def test_local_logs_are_not_copied(tmp_path):
     log = tmp_path / "logs" / "driver.log"
     log.parent.mkdir()
     log.write_text("one")

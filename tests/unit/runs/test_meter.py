@@ -10,7 +10,7 @@ def meter(clock):
     return EngineMeter(monotonic=clock)
 
 
-def test_the_example_of_the_docstring(meter, clock):
+def test_docstring_example(meter, clock):
     meter.ready(0)
     meter.start(1)
     clock.now += 2
@@ -23,7 +23,7 @@ def test_the_example_of_the_docstring(meter, clock):
     assert meter.take(2) == 0
 
 
-def test_every_second_is_in_exactly_one_state(meter, clock):
+def test_every_second_has_one_state(meter, clock):
     clock.now += 30
     meter.ready(compile_s=12)
     clock.now += 5
@@ -37,13 +37,13 @@ def test_every_second_is_in_exactly_one_state(meter, clock):
     assert found.num_output_tokens == 40
 
 
-def test_compiling_cannot_take_longer_than_the_start(meter, clock):
+def test_compile_time_is_limited_by_the_start(meter, clock):
     clock.now += 10
     meter.ready(compile_s=99)
     assert (meter.snapshot().load_s, meter.snapshot().compile_s) == (0, 10)
 
 
-def test_shares_of_interleaved_units_sum_to_the_busy_time(meter, clock):
+def test_shares_of_units_add_up_to_busy_time(meter, clock):
     meter.ready(0)
     for unit, step in itertools.product(range(5), range(3)):
         meter.start(unit)
@@ -55,7 +55,7 @@ def test_shares_of_interleaved_units_sum_to_the_busy_time(meter, clock):
     assert sum(meter.take(unit) for unit in range(5)) == pytest.approx(busy)
 
 
-def test_the_clock_of_a_lent_engine_is_what_its_lender_bills():
+def test_lent_meter_advances_with_billed_seconds():
     meter = BilledMeter()
     meter.start(1)
     meter.bill(2.0)

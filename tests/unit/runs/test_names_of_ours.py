@@ -34,7 +34,7 @@ def corpus(folder, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_every_name_of_ours_is_carried_beside_our_own(tmp_path, suffix):
+def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
     path, rows = corpus(tmp_path, suffix)
     carried = Carried(path, tmp_path / "run")
     names = output_names(list(rows[0]))
@@ -51,7 +51,7 @@ def test_every_name_of_ours_is_carried_beside_our_own(tmp_path, suffix):
     assert [one["custom_id"] for one in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
 
 
-def test_a_column_with_a_mark_of_ours_in_a_file_of_another_run_keeps_its_type(tmp_path):
+def test_column_with_our_metadata_keeps_its_type(tmp_path):
     marked = [pa.field("n", pa.int64(), metadata={"peagle": mark}) for mark in ("json", "wide")]
     for index, column in enumerate(marked):
         schema = pa.schema([("prompt", pa.string()), column])

@@ -31,14 +31,14 @@ def corpus(tmp_path):
     return path
 
 
-def test_a_plan_survives_its_file(corpus, tmp_path):
+def test_plan_round_trip(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
     assert plan.notes == ()
     assert [unit.span.num_rows for unit in plan.units] == [4, 4, 2]
 
 
-def test_a_plan_keeps_what_its_corpus_leaves_out(corpus, tmp_path):
+def test_plan_stores_notes(corpus, tmp_path):
     (tmp_path / "b.json").write_bytes(b"{}")
     plan = make_plan(GenerateConfig(input=str(tmp_path), output=tmp_path / "run"))
     assert len(plan.notes) == 1
@@ -46,19 +46,19 @@ def test_a_plan_keeps_what_its_corpus_leaves_out(corpus, tmp_path):
     assert plan_from_bytes(plan_to_bytes(plan)) == plan
 
 
-def test_ids_are_row_numbers_of_the_whole_corpus(corpus, tmp_path):
+def test_ids_are_row_numbers(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     ids = [unit.row_id(index) for unit in plan.units for index in range(unit.span.num_rows)]
     assert ids == [f"{n:09d}" for n in range(10)]
 
 
-def test_planning_twice_gives_the_same_plan(corpus, tmp_path):
+def test_planning_is_deterministic(corpus, tmp_path):
     config = GenerateConfig(input=str(corpus), output=tmp_path, limit=7)
     assert make_plan(config) == make_plan(config)
     assert make_plan(config).num_rows == 7
 
 
-def test_the_small_units_of_the_end_are_the_first_of_the_corpus_and_a_plan_remembers_how_it_was_cut(corpus, tmp_path):
+def test_small_units_come_first_and_the_cut_is_stored(corpus, tmp_path):
     config = GenerateConfig(input=str(corpus), output=tmp_path, max_num_seqs=1, engines=1)
     plan = make_plan(config, Cut(rows_per_unit=4, small=(2, 1)))
     assert [unit.num_rows for unit in plan.units] == [2, 1, 4, 3]
@@ -68,7 +68,7 @@ def test_the_small_units_of_the_end_are_the_first_of_the_corpus_and_a_plan_remem
     assert make_plan(config).corpus_fingerprint == plan.corpus_fingerprint
 
 
-def test_a_plan_written_before_units_had_sizes_and_work_of_their_own_is_read_and_cut_the_same_way(corpus, tmp_path):
+def test_older_plans_are_read_and_cut_as_before(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     table = pq.read_table(io.BytesIO(plan_to_bytes(plan))).drop_columns(["work"])
     metadata = {key: value for key, value in table.schema.metadata.items() if key != b"peagle.small_units"}
@@ -81,7 +81,7 @@ def test_a_plan_written_before_units_had_sizes_and_work_of_their_own_is_read_and
     assert [unit.span for unit in resumed.units] == [unit.span for unit in plan.units]
 
 
-def test_the_work_of_a_unit_is_that_of_its_rows_and_a_retry_has_its_share(tmp_path):
+def test_work_of_units_and_retries(tmp_path):
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "a", "sampling": {"max_tokens": 1000}}, {"prompt": "b"}, {"prompt": "c" * 4000}, {"prompt": "d"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,7 +92,7 @@ def test_the_work_of_a_unit_is_that_of_its_rows_and_a_retry_has_its_share(tmp_pa
     assert replace(whole, rows=(0,)).work == 350
 
 
-def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus, tmp_path):
+def test_retry_keeps_span_and_ids(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     retries = [Retry(unit=3, supersedes=1, rows=(0, 3)), Retry(unit=4, supersedes=3, rows=(3,))]
     assert retries_from_bytes(retries_to_bytes(retries)) == retries
@@ -106,7 +106,7 @@ def test_a_retry_reads_rows_where_its_unit_read_them_and_keeps_their_ids(corpus,
     assert [unit_from_json(unit_to_json(unit)) for unit in again.units] == list(again.units)
 
 
-def test_a_unit_that_is_done_again_leaves_out_the_rows_for_which_a_retry_answers(corpus, tmp_path):
+def test_repeated_unit_skips_retried_rows(corpus, tmp_path):
     plan = make_plan(GenerateConfig(input=str(corpus), output=tmp_path, rows_per_unit=4))
     plan = plan.with_retries([Retry(unit=3, supersedes=0, rows=(1, 2)), Retry(unit=4, supersedes=3, rows=(2,))])
     assert plan.retried_rows() == {0: {1, 2}, 3: {2}}
@@ -123,17 +123,17 @@ def unit(number, work):
     )
 
 
-def test_long_units_come_first_and_similar_ones_in_the_order_of_the_corpus():
+def test_longest_units_come_first():
     units = [unit(0, 10), unit(1, 1000), unit(2, 9), unit(3, 1001), unit(4, 600), unit(5, 0)]
     assert [one.unit for one in longest_first(units)] == [1, 3, 4, 0, 2, 5]
 
 
-def test_units_of_a_plan_that_does_not_know_their_work_stay_in_its_order():
+def test_units_without_work_keep_their_order():
     units = [unit(number, 0) for number in range(5)]
     assert longest_first(units) == units
 
 
-def test_pieces_hold_every_unit_once_in_order_and_the_last_ones_hold_one():
+def test_pieces_keep_order_and_shrink_to_one_unit():
     units = [unit(number, 0) for number in range(20_000)]
     pieces = chunks(units)
     assert list(itertools.chain(*pieces)) == units

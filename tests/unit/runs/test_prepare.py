@@ -22,7 +22,7 @@ def piece(tmp_path):
     return pa.table({"units": ["\n".join(map(unit_to_json, run.plan.units))]}), run.for_stages(), run.directory
 
 
-def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
+def test_each_unit_becomes_one_row(piece):
     batch, resolved, _ = piece
     prepared = list(prepare_units(batch, run=resolved))
     assert [one.num_rows for one in prepared] == [1, 1, 1]
@@ -31,7 +31,7 @@ def test_each_unit_of_a_piece_is_a_row_of_its_own_in_order(piece):
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
 
-def test_a_unit_all_of_whose_rows_a_retry_took_up_is_prepared_and_has_no_row(piece):
+def test_unit_with_only_retried_rows_is_empty(piece):
     batch, resolved, run = piece
     unit = run.plan().units[1].without({0, 1})
     (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
@@ -42,7 +42,7 @@ def test_a_unit_all_of_whose_rows_a_retry_took_up_is_prepared_and_has_no_row(pie
     assert again.output({}, "m", None).schema == whole.output({}, "m", None).schema
 
 
-def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece):
+def test_stopped_run_prepares_nothing_more(piece):
     batch, resolved, run = piece
     stage = prepare_units(batch, run=resolved)
     assert not is_unfinished(decode_rows(next(stage)))
@@ -50,7 +50,7 @@ def test_when_the_run_is_stopped_the_rest_of_a_piece_is_given_back_at_once(piece
     assert [is_unfinished(decode_rows(one)) for one in stage] == [True]
 
 
-def test_the_tokenizer_is_of_the_revision_that_the_engine_loads(monkeypatch):
+def test_tokenizer_has_the_engines_revision(monkeypatch):
     asked = []
     monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
     monkeypatch.setattr(local, "load_tokenizer", lambda *of: asked.append(of))

@@ -29,14 +29,14 @@ def sampled(tmp_path):
     return sampled
 
 
-def test_a_small_corpus_is_counted_whole(sampled):
+def test_small_corpus_is_counted_completely(sampled):
     rows = [{"prompt": "x" * 7}, {"prompt": "x" * 5, "sampling": {"max_tokens": 4, "n": 3, "temperature": 1.0}}]
     found = sampled(rows)
     assert (found.num_rows, found.is_whole, found.num_failed) == (2, True, 0)
     assert (found.prompt_tokens, found.most_output_tokens) == (7 + 5, 10 + 4 * 3)
 
 
-def test_a_large_corpus_is_estimated_from_rows_all_over_it(sampled):
+def test_large_corpus_is_sampled_evenly(sampled):
     found = sampled([{"prompt": "x" * (10 if n < 1000 else 30)} for n in range(2000)], rows_per_unit=50)
     assert (found.num_rows, found.is_whole) == (2000, False)
     assert 200 <= found.num_sampled <= 220
@@ -44,7 +44,7 @@ def test_a_large_corpus_is_estimated_from_rows_all_over_it(sampled):
     assert found.most_output_tokens == pytest.approx(2000 * 10)
 
 
-def test_rows_that_could_not_be_done_are_told_with_an_example(sampled):
+def test_sampled_dead_letters_are_counted_with_an_example(sampled):
     found = sampled([{"prompt": "x"}, {"prompt": "x" * 500}])
     assert (found.num_failed, found.prompt_tokens) == (1, 1)
     assert "500" in found.example

@@ -10,7 +10,7 @@ UNIT = UnitUsage(
 )  # fmt: skip
 
 
-def test_no_time_is_left_out_before_a_heartbeat_has_told_of_the_work():
+def test_time_left_needs_a_heartbeat():
     tally = Tally(num_rows_planned=100)
     tally.add(UNIT)
     tally.observe(0.0, num_engines=1, tokens_per_s=0.0)  # the engine's last heartbeat was when it came up
@@ -19,7 +19,7 @@ def test_no_time_is_left_out_before_a_heartbeat_has_told_of_the_work():
     assert "36.0 s left" in tally.line()  # 90 rows of 40 tokens at 100/s
 
 
-def test_nothing_is_left_of_a_run_whose_rows_are_done():
+def test_no_time_left_after_the_last_row():
     tally = Tally(num_rows_planned=10)
     tally.add(UNIT)
     tally.observe(0.0, num_engines=1, tokens_per_s=100.0)
@@ -27,5 +27,5 @@ def test_nothing_is_left_of_a_run_whose_rows_are_done():
 
 
 @pytest.mark.parametrize("known", [(5, 0, 0, 10.0), (5, 5, 0, 10.0), (5, 5, 100, 0.0), (0, 5, 100, 10.0)])
-def test_a_time_that_nobody_knows_is_none(known):
+def test_unknown_time_left_is_none(known):
     assert seconds_left(*known) is None

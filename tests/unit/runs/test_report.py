@@ -7,7 +7,7 @@ from peagle.runs import report
 from peagle.runs.directory import RunDirectory
 
 
-def test_a_report_that_cannot_be_written_says_so(tmp_path, one_unit_plan, monkeypatch):
+def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run.create({"price": price.to_dict(), "run": {"num_engines": 1}, "created_at": 1.0}, one_unit_plan)
@@ -18,9 +18,7 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path, one_unit_plan, monkey
 
 
 @pytest.mark.parametrize(("asked_for", "lived", "reported"), [(1, 2, 2), (2, 0, 2), (None, 2, 2), (None, 0, 0)])
-def test_the_engines_of_a_report_are_those_that_lived_at_once(
-    tmp_path, one_unit_plan, monkeypatch, asked_for, lived, reported
-):
+def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, asked_for, lived, reported):
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run.create({"price": price.to_dict(), "run": {"num_engines": asked_for}, "created_at": 1.0}, one_unit_plan)
@@ -79,7 +77,7 @@ class Plan:
         ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
     ],
 )
-def test_what_is_made_of_a_finished_run_is_made_again_where_the_run_has_changed(looks, times):
+def test_result_is_made_again_if_the_run_changed(looks, times):
     made = []
     report.until_settled(Run(*looks), lambda: made.append(1))
     assert len(made) == times

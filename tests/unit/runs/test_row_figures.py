@@ -58,7 +58,7 @@ def a_row(number, **more):
     }
 
 
-def test_lengths_ends_and_times_of_rows(run):
+def test_statistics_of_rows(run):
     rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
     found = row_figures.row_figures(run)
@@ -73,7 +73,7 @@ def test_lengths_ends_and_times_of_rows(run):
     }  # fmt: skip
 
 
-def test_three_rows_are_shown_with_their_input_and_long_texts_are_cut(run):
+def test_three_sample_rows_with_cut_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures.row_figures(run)["samples"]
     assert [one["id"] for one in samples] == ["000000000", "000000004", "000000008"]
@@ -82,14 +82,14 @@ def test_three_rows_are_shown_with_their_input_and_long_texts_are_cut(run):
     assert samples[1]["answer"].endswith("x …")
 
 
-def test_a_run_of_two_rows_shows_both_and_one_without_measured_times_has_none(run):
+def test_samples_of_two_rows_without_times(run):
     commit(run, [a_row(number, ttft_s=None) for number in range(2)])
     found = row_figures.row_figures(run)
     assert [one["id"] for one in found["samples"]] == ["000000000", "000000001"]
     assert "ttft_s" not in found["measures"]
 
 
-def test_of_a_large_run_few_units_and_few_rows_of_each_are_read(run, monkeypatch):
+def test_large_runs_are_sampled(run, monkeypatch):
     monkeypatch.setattr(row_figures, "MAX_UNITS", 2)
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
@@ -99,13 +99,13 @@ def test_of_a_large_run_few_units_and_few_rows_of_each_are_read(run, monkeypatch
     assert [one["id"] for one in found["samples"]] == ["000000000", "000000020", "000000022"]
 
 
-def test_a_run_without_rows_has_no_figures_of_them(run):
+def test_no_statistics_without_rows(run):
     assert row_figures.row_figures(run) is None
     commit(run, [], letters=[{"reason": "refused", "message": "no"}])
     assert row_figures.row_figures(run) is None
 
 
-def test_dead_letters_are_counted_by_reason_with_the_first_message(run):
+def test_failures_are_counted_by_reason(run):
     letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
     letters += [{"reason": "invalid", "message": "second"}]
     commit(run, [a_row(0)], letters=letters)
@@ -116,21 +116,21 @@ def test_dead_letters_are_counted_by_reason_with_the_first_message(run):
 
 
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
-def test_a_histogram_holds_every_value_in_few_columns(values):
+def test_histogram_has_every_value(values):
     found = histogram(np.array(values))
     assert sum(found["counts"]) == len(values)
     assert len(found["counts"]) <= 27
     assert found["first"] <= min(values)
 
 
-def test_what_is_larger_than_all_but_a_hundredth_shares_the_last_column():
+def test_histogram_groups_the_largest_percent():
     found = histogram(np.array([*range(1000), 10**6]))
     assert found["has_more"]
     assert found["counts"][-1] >= 1
     assert found["first"] + found["step"] * (len(found["counts"]) - 1) < 1200
 
 
-def test_an_account_does_not_need_the_dead_letters_of_a_damaged_run(run):
+def test_report_survives_damaged_dead_letters(run):
     commit(run, [a_row(0)], letters=[{"reason": "invalid", "message": "no"}])
     (letters,) = (run.root / "failed").iterdir()
     letters.unlink()
@@ -141,7 +141,7 @@ def test_an_account_does_not_need_the_dead_letters_of_a_damaged_run(run):
     assert f"Its failures are not shown: {letters}" in report["notes"][-1]
 
 
-def test_the_report_of_a_run_shows_all_that_and_labels_a_stand_in(run):
+def test_report_has_row_sections_and_labels_the_fake_engine(run):
     commit(run, [a_row(0, response=EVIL, prompt=EVIL), a_row(1)], letters=[{"reason": "invalid", "message": EVIL}])
     report = make_report(run)
     page = (run.root / "report.html").read_text(encoding="utf-8")

@@ -57,13 +57,13 @@ def generation(**changes):
     return Generation(**{**values, **changes})
 
 
-def test_a_prepared_unit_survives_the_way_to_an_engine(prepared):
+def test_prepared_unit_round_trip(prepared):
     assert prepared.unit == UNIT
     assert prepared.prompts == [[97, 98], None, [99]]
     assert list(prepared.dead_letters) == [1]
 
 
-def test_output_holds_the_inputs_columns_and_the_outputs_in_order(prepared):
+def test_output_has_input_and_output_columns(prepared):
     drafts = SpeculationStats.from_histogram([1, 2], 3)
     table = prepared.output({2: generation(), 0: generation(speculation=drafts)}, "m", "d")
     assert table.schema.names == ["prompt", "input_id", *OUTPUT_SCHEMA.names]
@@ -73,13 +73,13 @@ def test_output_holds_the_inputs_columns_and_the_outputs_in_order(prepared):
     assert (second["id"], second["num_drafts"], second["num_cached_tokens"]) == ("000000042", None, None)
 
 
-def test_a_unit_without_any_response_keeps_its_columns(prepared):
+def test_unit_without_responses_keeps_its_columns(prepared):
     table = prepared.output({}, "m", None)
     assert table.num_rows == 0
     assert table.schema.field("num_drafts").type == pa.int32()
 
 
-def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
+def test_dead_letters_have_row_unit_and_reason(prepared):
     prepared.refuse(0, RowError(reason="refused", message="no"))
     assert prepared.letters() == [
         {
@@ -101,7 +101,7 @@ def test_letters_carry_the_row_the_unit_and_the_reason(prepared):
     ]
 
 
-def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or_by_it(tmp_path):
+def test_dead_letters_have_the_input_row(tmp_path):
     moment = datetime.datetime(2026, 1, 1, 5)
     row = {"prompt": 7, "id": 7, "img": b"\x89PNG", "at": moment, "x": float("nan"), "m": [("a", float("inf"))]}
     expected = {"id": 7, "img": "iVBORw==", "at": "2026-01-01T05:00:00", "x": None, "m": [["a", None]]}
@@ -119,11 +119,11 @@ def test_a_letter_has_the_row_itself_whether_it_was_refused_before_the_engine_or
     assert [letter["row"] for letter in run.letters(3)] == [{"prompt": None, **expected}, {"prompt": "p", **expected}]
 
 
-def test_names_that_the_output_needs_are_renamed_until_they_are_free():
+def test_reserved_column_names_are_renamed():
     assert output_names(["id", "input_id", "a"]) == {"id": "input_id", "input_id": "input_input_id", "a": "a"}
 
 
-def test_a_packed_unit_is_one_row_and_comes_out_as_it_went_in():
+def test_encoded_unit_round_trip():
     table = pa.table({"x": [[1, 2], None], "y": ["a", "b"]}, metadata={"k": "v"})
     batch = encode_rows(table)
     assert batch.num_rows == 1
@@ -131,7 +131,7 @@ def test_a_packed_unit_is_one_row_and_comes_out_as_it_went_in():
     assert decode_rows(encode_rows(table.slice(0, 0))).num_rows == 0
 
 
-def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
+def test_ray_data_passes_units_on_one_by_one():
     """`cluster.keep_rows_apart`: a block of one byte ends after each row, and no row is ever split."""
     buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
     for num_rows in (3, 1, 5000):
@@ -140,7 +140,7 @@ def test_ray_data_makes_a_block_of_each_packed_unit_as_soon_as_it_is_there():
         assert [decode_rows(block) for block in buffer.iter_ready_blocks()] == [table]
 
 
-def test_a_column_that_parquet_cannot_hold_is_refused_before_it_costs_anything():
+def test_column_that_parquet_cannot_store_is_refused():
     require_storable(SCHEMA)
     deep = pa.int64()
     for _ in range(120):

@@ -13,12 +13,12 @@ def session(*, started_at=0.0, load_s=60.0, busy_s=100.0):
 
 
 @pytest.mark.parametrize("text", ["0", "3:2", "0:2", "-1", "1:2:3", "a", "1:", ""])
-def test_what_is_no_range_is_refused(text):
+def test_invalid_engine_range_is_refused(text):
     with pytest.raises(ValueError, match="a number of engines, or MIN:MAX"):
         EngineRange.parse(text)
 
 
-def test_a_number_is_a_range_of_one():
+def test_number_is_a_fixed_range():
     assert EngineRange.parse("4") == EngineRange(4, 4)
     assert (EngineRange.parse("4").fixed, EngineRange.parse("2:4").fixed) == (4, None)
 
@@ -26,25 +26,25 @@ def test_a_number_is_a_range_of_one():
 @pytest.mark.parametrize(
     ("room", "units", "expected"), [(1, 1000, 2), (5, 1000, 5), (20, 1000, 8), (20, 30, 3), (20, 1, 2)]
 )
-def test_engines_that_have_room_and_units_start_at_once(room, units, expected):
+def test_engines_at_start(room, units, expected):
     assert EngineRange(2, 8).at_start(room, units, 10) == expected
 
 
-def test_an_engine_is_loaded_when_it_would_work_for_longer_than_it_loads():
+def test_engine_loads_if_it_works_longer_than_it_loads():
     sessions = [session(), session()]  # 2 engines, 60 s of load; 100 s of work each for 20 pieces: 10 s a piece
     assert is_worth_loading(sessions, 2, 20, 40)  # 200 s left: 140 * 2/3 = 93 s of work
     assert not is_worth_loading(sessions, 2, 20, 25)  # 125 s left: 65 * 2/3 = 43 s
     assert not is_worth_loading(sessions, 2, 20, 0)
 
 
-def test_what_is_not_known_yet_is_no_reason_to_wait():
+def test_unknown_times_do_not_delay_loading():
     assert is_worth_loading([], 1, 5, 1)
     assert is_worth_loading([session(busy_s=0.0)], 1, 5, 1)
     assert is_worth_loading([session()], 1, 0, 1)
     assert is_worth_loading([session()], 0, 5, 1)
 
 
-def test_engines_that_lived_at_the_same_time_are_counted():
+def test_most_at_once():
     lives = [session(started_at=at, load_s=0.0, busy_s=10.0) for at in (0.0, 5.0, 9.0, 20.0)]
     assert most_at_once(lives) == 3
     assert most_at_once([]) == 0

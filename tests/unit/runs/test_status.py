@@ -61,14 +61,14 @@ def hold(run, **keys):
     return hold_lease(run.root, expiry_s=30, command=["peagle", "generate"], announce=print, **keys)
 
 
-def test_a_run_of_a_stand_in_says_so_beside_its_price(run):
+def test_status_labels_the_fake_engine(run):
     manifest = run.manifest() | {"config": {"engine": "fake"}}
     write_json(run.root / "run.json", manifest)
     price = "$36 per hour for 1 vCPU (custom, fixed; stated)"
     assert StatusReader(run).read().price == f"{price}; STAND-IN ENGINE: speed and dollars mean nothing"
 
 
-def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
+def test_status_of_a_running_run(run):
     with hold(run):
         status = StatusReader(run).read()
     assert status.state == "running"
@@ -90,7 +90,7 @@ def test_a_running_run_tells_what_it_did_what_it_lost_and_what_is_left(run):
     ("of_attempt", "of_run", "num_engines"),
     [({"heartbeat_s": 300}, None, 4), ({"heartbeat_s": 5}, 300, 1), ({}, 300, 4), ({}, None, 1)],
 )
-def test_engines_live_for_as_long_as_their_heartbeats_may_lie_apart(run, of_attempt, of_run, num_engines):
+def test_engine_is_alive_between_heartbeats(run, of_attempt, of_run, num_engines):
     manifest = {**run.manifest(), **({"config": {"heartbeat_s": of_run}} if of_run else {})}
     write_atomic(run.root / "run.json", json.dumps(manifest).encode())
     for place in range(1, 4):
@@ -99,7 +99,7 @@ def test_engines_live_for_as_long_as_their_heartbeats_may_lie_apart(run, of_atte
         assert StatusReader(run).read().num_engines == num_engines
 
 
-def test_a_stopped_run_says_how_it_ended_and_has_no_engine_at_work(run):
+def test_status_of_a_stopped_run(run):
     with pytest.raises(PeagleError), hold(run):
         raise PeagleError("the budget is reached\n  4 rows are left")
     status = StatusReader(run).read()
@@ -110,7 +110,7 @@ def test_a_stopped_run_says_how_it_ended_and_has_no_engine_at_work(run):
 
 
 @pytest.mark.parametrize("ago_s", [0.0, 1000.0])
-def test_a_driver_of_another_host_is_believed_for_as_long_as_its_lease(run, ago_s):
+def test_remote_driver_is_alive_until_its_lease_expires(run, ago_s):
     with hold(run):
         pass
     lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - ago_s)
@@ -120,7 +120,7 @@ def test_a_driver_of_another_host_is_believed_for_as_long_as_its_lease(run, ago_
     assert ("no heartbeat since" in status.driver) == bool(ago_s)
 
 
-def test_a_reader_sees_what_was_committed_meanwhile_and_a_retry_makes_failures_pending(run):
+def test_reader_sees_new_commits_and_retries(run):
     reader = StatusReader(run)
     assert reader.read().state == "stopped"
     commit(run, 2, num_failed_rows=2)
@@ -130,7 +130,7 @@ def test_a_reader_sees_what_was_committed_meanwhile_and_a_retry_makes_failures_p
     assert (after.num_failed_rows, after.num_rows_left, after.num_units) == (0, 5, 6)
 
 
-def test_a_finished_run_is_finished(run):
+def test_status_of_a_finished_run(run):
     commit(run, 2)
     commit(run, 3)
     status = StatusReader(run).read()
@@ -138,7 +138,7 @@ def test_a_finished_run_is_finished(run):
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_finished_run_whose_driver_has_not_ended_is_not_to_be_continued(run, monkeypatch, gone):
+def test_status_while_the_report_is_written(run, monkeypatch, gone):
     commit(run, 2)
     commit(run, 3)
     with hold(run):
@@ -151,13 +151,13 @@ def test_a_finished_run_whose_driver_has_not_ended_is_not_to_be_continued(run, m
     assert ("`peagle report` writes a missing report" in status.driver) is gone
 
 
-def test_a_driver_that_was_interrupted_says_so(run):
+def test_status_shows_an_interrupted_driver(run):
     with pytest.raises(KeyboardInterrupt), hold(run):
         raise KeyboardInterrupt
     assert StatusReader(run).read().driver.endswith(": interrupted")
 
 
-def test_the_command_prints_data_alone_or_lines(run, capsys):
+def test_status_command_prints_json_or_text(run, capsys):
     assert cli.run(["status", str(run), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["num_rows_left"] == 4
     assert cli.run(["status", str(run), "--watch", "0.1"]) == 0
@@ -165,11 +165,11 @@ def test_the_command_prints_data_alone_or_lines(run, capsys):
 
 
 @pytest.mark.parametrize("flags", [["--watch", "0"], ["--watch", "-1"]])
-def test_a_watch_needs_a_pause(run, capsys, flags):
+def test_watch_interval_must_be_positive(run, capsys, flags):
     assert cli.run(["status", str(run), *flags]) == 2
     assert "above 0" in capsys.readouterr().err
 
 
-def test_what_is_no_run_says_so(tmp_path, capsys):
+def test_folder_without_run_is_an_error(tmp_path, capsys):
     assert cli.run(["status", str(tmp_path)]) == 2
     assert "not a run directory" in capsys.readouterr().err

@@ -36,26 +36,26 @@ def spending(clock):
     return Spending([], earlier, PRICE, heartbeat_s=4.0, monotonic=lambda: clock[0])
 
 
-def test_earlier_attempts_cost_what_their_heartbeats_say(spending, clock):
+def test_earlier_attempts_cost_their_heartbeats(spending, clock):
     assert spending.usd == 15.0
     clock[0] += 1000
     assert spending.observe([session("killed", 10.0), session("ended", 5.0, ended=True)]) == 15.0
 
 
-def test_an_engine_costs_between_its_heartbeats_too(spending, clock):
+def test_engine_costs_between_heartbeats(spending, clock):
     assert spending.observe([session("a", 3.0, num_devices=2)]) == 15 + 6
     clock[0] += 1.5
     assert spending.observe([session("a", 3.0, num_devices=2)]) == 15 + 9
     assert spending.observe([session("a", 4.0, num_devices=2)]) == 15 + 8
 
 
-def test_an_engine_that_fell_silent_costs_two_heartbeats_more_at_most(spending, clock):
+def test_silent_engine_costs_at_most_two_heartbeats(spending, clock):
     spending.observe([session("a", 3.0)])
     clock[0] += 100
     assert spending.observe([session("a", 3.0)]) == 15 + 3 + 8
 
 
-def test_an_engine_that_ended_costs_no_more(spending, clock):
+def test_ended_engine_costs_nothing_more(spending, clock):
     spending.observe([session("a", 3.0, ended=True)])
     clock[0] += 100
     assert spending.observe([session("a", 3.0, ended=True)]) == 18

@@ -6,7 +6,7 @@ from peagle.errors import StorageError
 from peagle.runs.stopping import GraceClock, PolledStop, resume_command
 
 
-def test_grace_begins_when_a_worker_learns_of_the_stop():
+def test_grace_starts_when_the_worker_sees_the_signal():
     asked, now = [None], [100.0]
     grace = GraceClock(lambda: asked[0], monotonic=lambda: now[0])
     assert not grace.is_asked()
@@ -19,7 +19,7 @@ def test_grace_begins_when_a_worker_learns_of_the_stop():
     assert grace.is_over()
 
 
-def test_a_polled_stop_is_known_without_asking_and_survives_failing_answers():
+def test_polled_stop_survives_store_failures():
     answers = iter([None, StorageError("gone"), OSError("gone"), 7.5, StorageError("gone")])
     asked = threading.Semaphore(0)
 
@@ -47,5 +47,5 @@ def test_a_polled_stop_is_known_without_asking_and_survives_failing_answers():
         (["g", "--retry-failed"], {"--retry-failed": None}, "g --retry-failed"),
     ],
 )
-def test_the_command_that_continues_is_that_of_this_attempt_with_its_flags_set_anew(command, flags, expected):
+def test_resume_command_replaces_flags(command, flags, expected):
     assert resume_command(command, flags) == expected

@@ -41,11 +41,11 @@ def verdict(suspects=(), poisoned=()):
         ([lost_alone(1), lost_alone(2)], verdict(suspects=[1, 2])),
     ],
 )
-def test_a_row_is_suspect_after_a_death_in_company_and_guilty_after_two_alone(notes, expected):
+def test_suspects_and_poisoned_rows(notes, expected):
     assert judge(notes, 4) == expected
 
 
-def test_what_an_engine_process_leaves_is_found_by_the_next_one(folder):
+def test_notes_are_read_by_the_next_process(folder):
     first = UnitNotes(folder, 7, "a")
     first.write(Note())
     first.write(died(1))
@@ -59,7 +59,7 @@ def test_what_an_engine_process_leaves_is_found_by_the_next_one(folder):
     assert not list(folder.iterdir())
 
 
-def test_units_that_waited_while_a_row_was_alone_are_not_suspect(folder):
+def test_waiting_units_are_not_suspect(folder):
     for session in ("a", "b"):
         UnitNotes(folder, 1, session).write(lost_alone(0))
         UnitNotes(folder, 2, session).write(LOST)
@@ -67,7 +67,7 @@ def test_units_that_waited_while_a_row_was_alone_are_not_suspect(folder):
     assert UnitNotes(folder, 1, "c").verdict(3) == verdict(poisoned=[0])
 
 
-def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
+def test_killed_driver_suspects_nothing(folder):
     UnitNotes(folder, 1, "a").write(LOST)
     UnitNotes(folder, 2, "a").write(died(0))
     UnitNotes(folder, 3, "a").write(lost_alone(0))
@@ -76,7 +76,7 @@ def test_a_killed_driver_says_nothing_of_rows_but_deaths_are_remembered(folder):
     assert sorted(path.name for path in forgotten) == ["unit-00000001.a.json", "unit-00000004.a.json"]
 
 
-def test_an_engine_that_dies_leaves_a_note_of_the_rows_in_it_and_clears_units_that_had_none(folder):
+def test_crash_notes_name_the_rows_in_the_engine(folder):
     rows = RowsInEngine()
     for unit in (1, 2, 3):
         rows.start(unit, UnitNotes(folder, unit, "a")).write(Note())

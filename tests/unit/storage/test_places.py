@@ -7,9 +7,9 @@ from peagle.storage import (
     atomic_file,
     is_remote,
     open_to_read,
-    place,
     remove_temporaries,
     require_usable,
+    storage_path,
     write_atomic,
     write_json,
     write_once,
@@ -99,10 +99,10 @@ def test_require_usable_leaves_no_file(folder):
 
 def test_place_parses_paths_and_urls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert place("run") == tmp_path / "run"
-    assert str(place("s3://bucket/runs/first/")) == "s3://bucket/runs/first"
-    assert place(place("s3://bucket/a")) == S3Path("bucket", "a")
-    assert [is_remote(place(name)) for name in ("s3://bucket/a", "s3/a")] == [True, False]
+    assert storage_path("run") == tmp_path / "run"
+    assert str(storage_path("s3://bucket/runs/first/")) == "s3://bucket/runs/first"
+    assert storage_path(storage_path("s3://bucket/a")) == S3Path("bucket", "a")
+    assert [is_remote(storage_path(name)) for name in ("s3://bucket/a", "s3/a")] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_place_parses_paths_and_urls(tmp_path, monkeypatch):
 )
 def test_invalid_places_are_refused(name):
     with pytest.raises(ConfigError, match="s3://"):
-        place(name)
+        storage_path(name)

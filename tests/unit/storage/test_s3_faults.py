@@ -12,18 +12,18 @@ from peagle.errors import ConfigError, StorageError
 from peagle.storage import (
     atomic_file,
     open_to_read,
-    place,
     remove_temporaries,
     require_usable,
     s3_client,
     s3_files,
     s3_path,
+    storage_path,
     write_atomic,
     write_once,
 )
 from peagle.storage import s3_files as s3_writing
 
-FOLDER = place("s3://bucket/run")
+FOLDER = storage_path("s3://bucket/run")
 EVERY_FAULT = [500, 503, 409, "cut", "lost"]
 
 
@@ -193,9 +193,9 @@ def test_access_denied_is_not_retried(s3):
 
 def test_missing_bucket(s3):
     with pytest.raises(ConfigError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
-        require_usable(place("s3://nowhere/run"))
+        require_usable(storage_path("s3://nowhere/run"))
     with pytest.raises(StorageError, match=r"s3://nowhere/run(.|\n)*create the bucket"):
-        (place("s3://nowhere/run") / "run.json").read_bytes()
+        (storage_path("s3://nowhere/run") / "run.json").read_bytes()
 
 
 def test_missing_credentials(s3, monkeypatch):

@@ -13,7 +13,7 @@ def config(**keys):
     return GenerateConfig(input="i", output="o", **keys)
 
 
-def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
+def test_schema_from_text_or_file(tmp_path):
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
     for value in (str(file), json.dumps(SCHEMA), SCHEMA):
@@ -33,12 +33,12 @@ def test_a_schema_is_what_it_holds_wherever_it_stands(tmp_path):
         ({"draw_on": "runs/serve"}, "draw_on needs tags"),
     ],
 )
-def test_sampling_keys_are_checked_before_anything_else(keys, message):
+def test_sampling_options_are_validated(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         config(**keys)
 
 
-def test_a_run_directory_is_a_folder_or_on_s3(tmp_path, monkeypatch):
+def test_output_is_a_folder_or_s3(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert GenerateConfig(input="i", output="run").output == tmp_path / "run"
     remote = GenerateConfig(input="i", output="s3://bucket/run")
@@ -54,7 +54,7 @@ FLOATS = [name for name, key in GenerateConfig.model_fields.items() if "float" i
 
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("value", ["inf", "nan"])
-def test_no_key_takes_a_number_that_run_json_cannot_hold(name, value):
+def test_non_finite_numbers_are_refused(name, value):
     assert {"budget_usd", "grace_s", "row_timeout_s", "engine_timeout_s", "cluster_wait_s"} < set(FLOATS)
     with pytest.raises(pydantic.ValidationError, match=name):
         config(**{name: value})
@@ -63,7 +63,7 @@ def test_no_key_takes_a_number_that_run_json_cannot_hold(name, value):
 @pytest.mark.parametrize(
     "deadline", ["9999999999d", "3000000d", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+14:00"]
 )
-def test_a_deadline_that_no_clock_can_show_is_refused(deadline):
+def test_unrepresentable_deadline_is_refused(deadline):
     with pytest.raises(pydantic.ValidationError, match="too far in the future"):
         config(deadline=deadline)
 
@@ -78,19 +78,19 @@ def test_a_deadline_that_no_clock_can_show_is_refused(deadline):
         ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "give one number"),
     ],
 )
-def test_an_engine_is_divided_over_nodes_in_equal_parts(keys, message):
+def test_nodes_per_engine_must_divide_ranks(keys, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         config(**keys)
     assert config(nodes_per_engine=3, tensor_parallel_size=2, pipeline_parallel_size=3).nodes_per_engine == 3
 
 
-def test_a_json_schema_may_begin_with_a_byte_order_mark(tmp_path):
+def test_schema_file_with_byte_order_mark(tmp_path):
     path = tmp_path / "schema.json"
     path.write_bytes(b'\xef\xbb\xbf{"type": "object"}')
     assert GenerateConfig(input="x", output="y", json_schema=str(path)).json_schema == '{"type": "object"}'
 
 
-def test_an_output_in_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path, monkeypatch):
+def test_output_path_must_be_utf_8(tmp_path, monkeypatch):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -25,9 +25,7 @@ def request_of(config):
         ),
     ],
 )
-def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_at(
-    monkeypatch, tmp_path, keys, expected
-):
+def test_accelerators_are_requested_before_inspection(monkeypatch, tmp_path, keys, expected):
     done = []
     keys = {"engines": "3:9"} | keys
     config = GenerateConfig(
@@ -52,7 +50,7 @@ def test_a_cluster_whose_engines_need_accelerators_has_them_before_it_is_looked_
 
 
 @pytest.mark.parametrize("kind", ["H100", "any"])
-def test_nodes_without_a_price_are_not_asked_for_and_those_that_are_there_say_theirs(monkeypatch, tmp_path, kind):
+def test_nodes_without_price_are_not_requested(monkeypatch, tmp_path, kind):
     config = GenerateConfig(input="i", output=tmp_path, engines="2", accelerator_type=kind)
     done = []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -67,12 +65,12 @@ def test_nodes_without_a_price_are_not_asked_for_and_those_that_are_there_say_th
     assert done == ["require", "inspect"]
 
 
-def test_a_run_says_its_price_and_how_it_is_known(decided):
+def test_run_describes_its_price(decided):
     _, run = decided(usd_per_hour=None, instance_type="c7a.large")
     assert run.describe().splitlines()[-1].endswith("(c7a.large, on-demand, aws us-east-1; stated)")
 
 
-def test_a_run_that_began_on_cpus_does_not_wait_for_accelerators(decided):
+def test_run_from_cpus_does_not_wait_for_accelerators(decided):
     request, run = decided()
     begin_or_continue(request, run)
     config = run.config.model_copy(update={"accelerator_type": "H100"})

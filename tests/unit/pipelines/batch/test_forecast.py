@@ -23,7 +23,7 @@ def foretold(tmp_path, speaking_target, write_jsonl):
     return foretold
 
 
-def test_a_run_on_this_machine_is_told_with_rows_tokens_and_its_assumed_price(foretold):
+def test_forecast_for_this_machine(foretold):
     found, lines = foretold(usd_per_hour=None)
     assert (found.is_here, found.num_rows_left, found.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
@@ -36,7 +36,7 @@ def test_a_run_on_this_machine_is_told_with_rows_tokens_and_its_assumed_price(fo
     assert "budget" not in lines
 
 
-def test_a_run_on_machines_that_are_not_here_has_their_memory_and_price(foretold):
+def test_forecast_for_other_machines(foretold):
     found, lines = foretold(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
     assert (found.is_here, found.num_nodes) == (False, 2)
     assert "8 x H100 80GB HBM3" in lines["machine"]
@@ -47,13 +47,13 @@ def test_a_run_on_machines_that_are_not_here_has_their_memory_and_price(foretold
     assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
 
 
-def test_a_cluster_that_is_not_asked_is_named(foretold, monkeypatch):
+def test_forecast_says_that_the_cluster_is_not_asked(foretold, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     assert "RAY_ADDRESS is not asked" in foretold(usd_per_hour=1)[1]["machine"]
     assert "RAY_ADDRESS" not in foretold(instance_type="p5.48xlarge")[1]["machine"]
 
 
-def test_a_known_speed_gives_time_and_dollars_at_most(foretold, monkeypatch):
+def test_known_speed_gives_maximum_time_and_cost(foretold, monkeypatch):
     from peagle.planning.expectation import Speed
 
     monkeypatch.setattr(
@@ -67,11 +67,11 @@ def test_a_known_speed_gives_time_and_dollars_at_most(foretold, monkeypatch):
     assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
 
 
-def test_the_data_is_json(foretold):
+def test_forecast_is_json(foretold):
     assert json.loads(json.dumps(foretold()[0].to_dict()))["rows"] == 20
 
 
-def test_a_run_that_is_there_is_continued(decided):
+def test_forecast_of_an_existing_run(decided):
     request, run = decided()
     begin_or_continue(request, run)
     found = forecast(request, print)
@@ -79,7 +79,7 @@ def test_a_run_that_is_there_is_continued(decided):
     assert run.directory.committed() == set()
 
 
-def test_what_would_refuse_a_run_refuses_its_dry_run(foretold, tmp_path, write_jsonl):
+def test_forecast_refuses_invalid_runs(foretold, tmp_path, write_jsonl):
     with pytest.raises(CapacityError, match="10000 engines need a CPU core each"):
         foretold(engines="10000")
     with pytest.raises(ConfigError, match="has no run whose failed rows"):
@@ -88,7 +88,7 @@ def test_what_would_refuse_a_run_refuses_its_dry_run(foretold, tmp_path, write_j
         foretold(prompt_column="text")
 
 
-def test_keys_that_are_left_open_are_settled_with_the_reason(speaking_target, tmp_path):
+def test_defaults_are_resolved_with_reasons(speaking_target, tmp_path):
     config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(speaking_target), precision="bf16")
     found = settled(config)
     assert found["drafter"][0] == "none"

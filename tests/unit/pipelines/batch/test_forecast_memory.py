@@ -18,18 +18,18 @@ KNOWN = footprint_from_config(
 )  # fmt: skip
 
 
-def test_the_parts_of_a_gpu_engine_are_told_with_what_there_is():
+def test_memory_of_a_gpu_engine():
     said = memory_in_words(EngineSpec(model="org/model", precision="bf16"), GPU, KNOWN)
     # 32 layers x 2 x 8 heads x 128 x 2 bytes x 8,192 tokens are 1 GiB.
     assert "of 71.7 GiB (weights 16.0, KV cache of one request 1.0, a step 2.0, CUDA graphs " in said
 
 
-def test_a_cpu_engine_has_its_cache_and_what_is_free():
+def test_memory_of_a_cpu_engine():
     spec = EngineSpec(model="org/model", precision="bf16", kv_cache_gib=1.5)
     assert memory_in_words(spec, CPU, KNOWN) == "fits by estimate, with a KV cache of 1.5 GiB; 20.0 GiB are free"
     shared = memory_in_words(replace(spec, kv_cache_gib=None), CPU, KNOWN, num_engines_on_node=2)
     assert "a KV cache of 2.5 GiB" in shared
 
 
-def test_a_model_of_which_too_little_is_known_says_so():
+def test_memory_of_an_unknown_model():
     assert memory_in_words(EngineSpec(model="org/model"), GPU, None).startswith("not known")

@@ -3,7 +3,7 @@ import asyncio
 from pipelines.batch.locks import SharedExclusiveLock, WeightedSemaphore
 
 
-def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
+def test_exclusive_holder_excludes_shared_holders():
     async def scene():
         lock, seen = SharedExclusiveLock(), []
 
@@ -30,7 +30,7 @@ def test_one_that_is_alone_waits_for_the_others_and_is_waited_for():
     assert asyncio.run(scene()) == ["a in", "a out", "x in", "x out", "y in", "y out", "b in", "b out"]
 
 
-def test_one_that_gives_up_waiting_lets_the_others_in():
+def test_cancelled_exclusive_waiter_lets_others_in():
     async def scene():
         lock = SharedExclusiveLock()
 
@@ -49,7 +49,7 @@ def test_one_that_gives_up_waiting_lets_the_others_in():
     assert asyncio.run(asyncio.wait_for(scene(), 5))
 
 
-def test_places_go_to_who_came_first_however_many_he_wants():
+def test_semaphore_is_fifo():
     async def scene():
         slots, seen = WeightedSemaphore(3), []
 
@@ -67,7 +67,7 @@ def test_places_go_to_who_came_first_however_many_he_wants():
     assert asyncio.run(asyncio.wait_for(scene(), 5)) == in_order
 
 
-def test_who_gives_up_waiting_for_places_leaves_them_to_the_next():
+def test_cancelled_semaphore_waiter_lets_others_in():
     async def scene():
         slots = WeightedSemaphore(2)
 

@@ -44,7 +44,7 @@ def beat(life_s):
     )  # fmt: skip
 
 
-def test_committed_units_are_counted_with_their_rows_dead_letters_tokens_and_acceptance(told, make):
+def test_metrics_of_committed_units(told, make):
     run = make()
     run.committed(unit(3, 1))
     run.committed(unit(4))
@@ -55,7 +55,7 @@ def test_committed_units_are_counted_with_their_rows_dead_letters_tokens_and_acc
     assert not any(name[0].startswith("gen_ai") for name in told)  # nobody knows when its requests began
 
 
-def test_a_look_tells_rows_dollars_engines_and_when_it_ends(told, make, monkeypatch):
+def test_gauges_of_a_run(told, make, monkeypatch):
     monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: 1000.0))
     run = make(budget_usd=20, deadline="2026-12-01T00:00:00Z")
     tally = Tally(num_rows_planned=12, num_rows=5, num_failed_rows=1, usd=3.0, num_engines=2, seconds_left=60.0)
@@ -71,7 +71,7 @@ def test_a_look_tells_rows_dollars_engines_and_when_it_ends(told, make, monkeypa
     assert told["peagle_engine_usd_total", *MODEL, "busy"] == pytest.approx(3.0)
 
 
-def test_a_run_without_limits_and_before_its_first_unit_tells_none(told, make):
+def test_no_gauges_for_missing_limits(told, make):
     make().look(Tally(num_rows_planned=12), [])
     assert ("peagle_run_usd", *RUN) in told
     limits = (
@@ -82,13 +82,13 @@ def test_a_run_without_limits_and_before_its_first_unit_tells_none(told, make):
     assert not any((name, *RUN) in told for name in limits)
 
 
-def test_a_batch_has_the_name_that_clients_know(told, make):
+def test_batch_metrics_use_the_served_name(told, make):
     make("mine").committed(unit(1))
     assert ("peagle_rows_total", "mine", "fake", "ok") in told
 
 
 @pytest.mark.parametrize(("break_even", "expected"), [({1: 1.2, 8: 2.0}, 2.0), ({}, None)])
-def test_the_acceptance_length_that_pays_is_told_where_it_is_known(told, decided, break_even, expected):
+def test_break_even_gauge(told, decided, break_even, expected):
     request, run = decided()
     engine = SimpleNamespace(
         break_even=lambda hardware: break_even, model=run.model, drafter=run.drafter,

@@ -83,7 +83,7 @@ def cluster(monkeypatch):
     cluster.join()
 
 
-def test_every_other_node_is_told_where_its_leader_is(cluster):
+def test_followers_get_the_leaders_address(cluster):
     others = cluster.lead()
     assert others.rank == NodeRank(number=0, host="10.0.0.1", leader=others.rank.leader)
     assert cluster.asked == [(1, others.rank.leader), (2, others.rank.leader)]
@@ -99,7 +99,7 @@ def test_every_other_node_is_told_where_its_leader_is(cluster):
         (EngineError("vLLM did not start: no memory"), "vLLM did not start: no memory", False),
     ],
 )
-def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, message, is_lost):
+def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
     told = queue.Queue()
     others = cluster.lead()
     others.started(told.put)
@@ -109,7 +109,7 @@ def test_a_leader_is_told_why_when_a_node_that_follows_ends(cluster, error, mess
     assert others.is_lost == is_lost
 
 
-def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
+def test_start_is_aborted_when_a_follower_ends(cluster):
     others = cluster.lead()
     cluster.end(EngineError("vLLM did not start: no memory"))
     for _ in range(3):  # vLLM may only be about to start its processes
@@ -117,7 +117,7 @@ def test_a_leader_that_waits_for_a_node_that_has_ended_is_made_to_fail(cluster):
     assert others.failure.message == "vLLM did not start: no memory"
 
 
-def test_an_engine_that_ends_of_its_own_accord_does_not_die_of_it(cluster):
+def test_released_followers_do_not_end_the_engine(cluster):
     told = []
     others = cluster.lead()
     others.started(told.append)
@@ -129,7 +129,7 @@ def test_an_engine_that_ends_of_its_own_accord_does_not_die_of_it(cluster):
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_places_are_on_other_nodes_and_those_of_a_process_that_died_are_given_back(monkeypatch, is_replaced):
+def test_placement_group_is_on_other_nodes_and_replaced(monkeypatch, is_replaced):
     done = []
     here = SimpleNamespace(
         get_actor_id=lambda: "a1", get_node_id=lambda: "n1", was_current_actor_reconstructed=is_replaced
@@ -146,7 +146,7 @@ def test_places_are_on_other_nodes_and_those_of_a_process_that_died_are_given_ba
     assert keys["bundle_label_selector"] == [{"ray.io/node-id": "!n1"}] * 2
 
 
-def test_a_node_follows_in_a_place_of_its_own_and_says_what_its_log_says(monkeypatch, tmp_path):
+def test_follower_claims_a_slot_and_reports_its_log(monkeypatch, tmp_path):
     started, logs = {}, []
 
     def follow(spec, **keys):

@@ -18,7 +18,7 @@ def ask(tmp_path):
     return make
 
 
-def test_a_time_of_day_that_passes_before_the_engines_start_is_not_tomorrow(monkeypatch, ask):
+def test_deadline_is_fixed_at_the_start(monkeypatch, ask):
     soon = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=90)
     request = ask(deadline=f"{soon:%H:%M:%S}", grace_s=1)
     request.require_time()
@@ -28,7 +28,7 @@ def test_a_time_of_day_that_passes_before_the_engines_start_is_not_tomorrow(monk
     assert stopped.value.hint == "the same command continues: peagle generate --output runs/a"
 
 
-def test_a_stop_that_was_asked_for_ends_the_wait_for_a_cluster(ask):
+def test_stop_ends_the_wait_for_a_cluster(ask):
     request, other = ask(), ask()
     request.require_time()
     request.stop.set()
@@ -37,5 +37,5 @@ def test_a_stop_that_was_asked_for_ends_the_wait_for_a_cluster(ask):
     other.require_time()
 
 
-def test_the_last_message_names_the_command_that_continues(ask):
+def test_last_message_has_the_resume_command(ask):
     assert ask().killed_message.endswith("the same command continues the run: peagle generate --output runs/a")

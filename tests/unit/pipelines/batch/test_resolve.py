@@ -19,14 +19,14 @@ def resolved(columns=("prompt",), *, is_batch=False, **keys):
     return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
-def test_a_column_named_sampling_holds_a_rows_own_parameters():
+def test_sampling_column():
     assert resolved(["prompt", "sampling"]).sampling.column == "sampling"
     assert resolved(["prompt", "sampling"], sampling_column="none").sampling.column is None
     assert resolved(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
     assert resolved().sampling.column is None
 
 
-def test_a_run_goes_on_with_the_lookup_that_it_began_with():
+def test_lookup_is_in_the_fingerprint():
     def drafter(**keys):
         return resolved(num_speculative_tokens=3, **keys).fingerprint("corpus")["drafter"]
 
@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_the_lookup_that_it_began_with():
     assert drafter(draft_lookup="off") == drafter()
 
 
-def test_only_a_run_with_a_drafter_watches_it():
+def test_drafter_watch_needs_a_drafter():
     assert resolved().drafter_watch() is None
     assert resolved(num_speculative_tokens=3).drafter_watch() is not None
 
@@ -47,7 +47,7 @@ def test_only_a_run_with_a_drafter_watches_it():
         (["prompt"], {"sampling_column": "mine"}, "input in.csv has no column 'mine'"),
     ],
 )
-def test_a_column_that_is_not_there_is_named_with_the_file(columns, keys, message):
+def test_missing_column_is_named_with_the_file(columns, keys, message):
     with pytest.raises(InputError, match=message):
         resolved(columns, **keys)
 
@@ -59,12 +59,12 @@ def test_a_column_that_is_not_there_is_named_with_the_file(columns, keys, messag
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
     ],
 )
-def test_what_the_engine_would_not_take_is_refused_before_it_starts(keys, message):
+def test_invalid_sampling_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         resolved(**keys)
 
 
-def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_target):
+def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
     def run(machine, **keys):
         config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
         return resolve_run(config, machine=machine)
@@ -81,7 +81,7 @@ def test_rows_without_drafts_are_taken_on_a_cpu_and_refused_on_a_gpu(embedded_ta
 
 
 @pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
-def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
+def test_seed_is_refused_on_cpus(embedded_target):
     config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
     with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
         resolve_run(config)
@@ -89,7 +89,7 @@ def test_a_seed_is_refused_on_a_cpu_before_an_engine_starts(embedded_target):
 
 
 @pytest.mark.skipif(HERE.platform != "cpu", reason="the placement is that of CPU nodes")
-def test_the_nodes_of_an_engine_are_in_its_spec_and_its_placement(embedded_target):
+def test_nodes_per_engine(embedded_target):
     config = GenerateConfig(
         input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
     )
@@ -98,7 +98,7 @@ def test_the_nodes_of_an_engine_are_in_its_spec_and_its_placement(embedded_targe
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
 
-def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
+def test_neighbours_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
     run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
@@ -107,13 +107,13 @@ def test_beside_engines_of_others_a_run_takes_what_was_left_to_it():
 
 
 @pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])
-def test_a_batch_says_itself_what_its_prompts_are(key):
+def test_prompt_options_are_refused_for_openai_batches(key):
     assert resolved(is_batch=True).prompts.body_column == "body"
     with pytest.raises(ConfigError, match=f"{key} cannot be used with an OpenAI batch"):
         resolved(is_batch=True, **{key: "body"})
 
 
-def test_a_run_with_models_in_a_store_is_the_run_with_their_copies(s3, speaking_target, tmp_path, monkeypatch):
+def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, speaking_target, tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     head = write_head(tmp_path / "head", transformer_layer_config={"hidden_size": 32, "vocab_size": 96})
     save_file({"midlayer.weight": np.zeros(4, np.float32)}, head / "model.safetensors")

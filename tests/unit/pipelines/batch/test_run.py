@@ -34,7 +34,7 @@ def started(config, **others):
     return run_module.generate(request, RunProgress(Console(quiet=True)))
 
 
-def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_that_are_written_down(decided):
+def test_stored_plan_replaces_a_concurrent_one(decided):
     (request, second), (_, first) = decided(rows_per_unit=5), decided(rows_per_unit=2)
     assert begin_or_continue(request, first) == first.plan
     opened = begin_or_continue(request, second)
@@ -42,14 +42,14 @@ def test_a_driver_that_planned_before_another_created_the_run_drives_the_units_t
     assert opened == second.directory.plan() == first.plan
 
 
-def test_a_run_remembers_what_its_model_is_called_by_who_began_it(decided):
+def test_served_name_is_stored(decided):
     begin_or_continue(*decided(served_name="plain"))
     request, other = decided(served_name="other")
     begin_or_continue(request, other)
     assert other.directory.manifest()["served_name"] == "plain"
 
 
-def test_a_run_that_an_older_peagle_began_goes_on_with_the_same_corpus_and_with_no_other(decided, tmp_path):
+def test_older_run_continues_only_with_the_same_corpus(decided, tmp_path):
     request, run = decided()
     older = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))
     assert begin_or_continue(request, replace(run, plan=older)) == older
@@ -86,7 +86,7 @@ def on_no_accelerator(decided, monkeypatch):
     return run, again
 
 
-def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_accelerator):
+def test_finished_run_needs_no_accelerators(on_no_accelerator):
     run, again = on_no_accelerator
     assert again().was_already_finished
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: it was 256, now it is 8"):
@@ -96,7 +96,7 @@ def test_a_finished_run_that_is_started_again_waits_for_no_accelerators(on_no_ac
         again()
 
 
-def test_failed_rows_are_what_nodes_are_waited_for_when_only_they_are_taken_up(on_no_accelerator):
+def test_retry_waits_for_accelerators_only_with_failed_rows(on_no_accelerator):
     run, again = on_no_accelerator
     assert again(retry_failed=True).was_already_finished  # none failed
     run.unit_path(0).unlink()
@@ -107,7 +107,7 @@ def test_failed_rows_are_what_nodes_are_waited_for_when_only_they_are_taken_up(o
         again(retry_failed=True)
 
 
-def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_accelerator, tmp_path):
+def test_invalid_run_does_not_wait_for_accelerators(on_no_accelerator, tmp_path):
     _, again = on_no_accelerator
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
@@ -117,7 +117,7 @@ def test_accelerators_are_not_waited_for_by_what_cannot_begin_or_go_on(on_no_acc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(decided, monkeypatch, number):
+def test_early_signal_names_the_resume_command(decided, monkeypatch, number):
     config = decided()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
@@ -125,12 +125,12 @@ def test_a_signal_before_engines_are_at_work_ends_with_the_command_that_goes_on(
     assert stopped.value.hint == "the same command continues: peagle generate"
 
 
-def test_a_price_by_the_accelerator_is_refused_for_engines_on_cpus(decided):
+def test_accelerator_price_is_refused_for_cpu_engines(decided):
     with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, but engines here are billed by the vcpu"):
         decided(usd_per_hour=None, instance_type="g5.xlarge")
 
 
-def test_a_run_that_is_continued_at_another_price_is_refused_and_the_same_or_none_is_not(decided):
+def test_price_of_a_run_cannot_change(decided):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
         begin_or_continue(*decided(**keys))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
@@ -162,7 +162,7 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     return start
 
 
-def test_a_run_is_on_one_commit_of_its_model_and_head_from_its_first_attempt_on(hub_run, moving_hub):
+def test_run_keeps_the_commits_of_its_models(hub_run, moving_hub):
     before = hub_run()
     assert before.commits == {"org/model": FIRST, "org/head": FIRST}
     moving_hub.push("org/model", SECOND, MODEL)
@@ -171,7 +171,7 @@ def test_a_run_is_on_one_commit_of_its_model_and_head_from_its_first_attempt_on(
     assert hub_run("another").commits == {"org/model": SECOND, "org/head": SECOND}
 
 
-def test_the_run_of_a_batch_is_on_the_commits_of_the_endpoint_and_stays_there(hub_run, moving_hub):
+def test_batch_uses_the_endpoints_commits(hub_run, moving_hub):
     endpoint = {"org/model": FIRST, "org/head": FIRST}
     moving_hub.push("org/model", SECOND, MODEL)
     moving_hub.push("org/head", SECOND, HEAD)
@@ -179,7 +179,7 @@ def test_the_run_of_a_batch_is_on_the_commits_of_the_endpoint_and_stays_there(hu
     assert hub_run(commits={"org/model": SECOND, "org/head": SECOND}).commits == endpoint
 
 
-def test_an_engine_on_several_nodes_needs_a_cluster(monkeypatch, tmp_path):
+def test_nodes_per_engine_needs_a_cluster(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = GenerateConfig(input="i", output=tmp_path / "run", tensor_parallel_size=2, nodes_per_engine=2)
     with pytest.raises(ConfigError, match=r"nodes_per_engine 2: RAY_ADDRESS names no cluster(.|\n)*RAY_ADDRESS to a"):

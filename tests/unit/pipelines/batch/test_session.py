@@ -52,32 +52,32 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
     ).wait(run)
 
 
-def test_below_the_smallest_number_an_engine_loads_whatever_is_left(slept):
+def test_engines_below_the_minimum_load(slept):
     wait(Run([BEFORE]))
     wait(Run([BEFORE, SESSION]), num_engines=2)
     wait(Run([BEFORE, replace(SESSION, ended=True)]))
     assert slept == []
 
 
-def test_with_much_left_one_more_loads_at_once(slept):
+def test_engine_loads_immediately_with_much_work(slept):
     wait(Run([BEFORE, SESSION]), num_units=1000)
     assert slept == []
 
 
-def test_with_little_left_it_waits_until_an_engine_fell_silent(slept):
+def test_engine_waits_with_little_work(slept):
     later = replace(SESSION, last_seen_at=165.0, busy_s=105.0)
     wait(Run([SESSION], [later], [later]))
     assert slept == [15.0, 15.0]
 
 
-def test_units_that_are_left_count_by_their_work_however_many_they_are(slept):
+def test_remaining_work_counts_not_units(slept):
     with pytest.raises(IndexError):
         wait(Run([SESSION]), work=(100,) * 10 + (1,) * 50)
     assert slept == [15.0]
     wait(Run([SESSION]), work=(1,) * 10 + (100,))
 
 
-def test_the_work_of_a_unit_is_found_by_its_number_and_is_its_rows_where_it_was_not_guessed():
+def test_work_by_unit():
     def unit(number, num_rows, work):
         return WorkUnit(
             unit=number, first_id=0, span=Span(path="a", format="jsonl", first_row=0, num_rows=num_rows, work=work)
@@ -90,7 +90,7 @@ def test_the_work_of_a_unit_is_found_by_its_number_and_is_its_rows_where_it_was_
     assert work_by_unit(plan) == (700, 3, 0, 5)
 
 
-def test_nothing_loads_while_the_run_is_being_stopped(slept):
+def test_no_engine_loads_in_a_stopping_run(slept):
     run = Run([], [SESSION])
     run.stopping = True
     with pytest.raises(IndexError):  # it looks again and again, until there is no look left

@@ -55,14 +55,14 @@ def stream(monkeypatch):
     return start
 
 
-def test_a_run_has_ended_when_every_unit_of_its_plan_is_committed(stream):
+def test_stream_ends_with_the_last_unit(stream):
     stream(Directory(0, 1))
     for run in (Directory(0), Directory(0, 7)):  # a unit that no plan has stands for none that is missing
         with pytest.raises(EngineError, match="before its last unit"):
             stream(run)
 
 
-def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes_on(monkeypatch):
+def test_losing_drafter_is_reported_once(monkeypatch):
     monkeypatch.setattr(streaming, "_POLL_S", 0.0)
     supervisor, said = Supervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
@@ -74,7 +74,7 @@ def test_a_drafter_that_costs_more_than_it_saves_is_told_once_while_the_run_goes
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
-def test_a_driver_that_cannot_look_leaves_ray_alone_until_its_end(monkeypatch, error):
+def test_failed_observation_abandons_ray(monkeypatch, error):
     def observe():
         raise error
 
@@ -86,7 +86,7 @@ def test_a_driver_that_cannot_look_leaves_ray_alone_until_its_end(monkeypatch, e
 
 
 @pytest.mark.parametrize(("ending", "continues_segment"), [(StoppedEarly, True), (EngineError, False), (None, False)])
-def test_what_breaks_off_in_a_stop_ends_with_the_stop(monkeypatch, ending, continues_segment):
+def test_broken_stream_during_a_stop_is_the_stop(monkeypatch, ending, continues_segment):
     """A signal to all processes of a machine ends Ray too."""
 
     def receipts():

@@ -64,7 +64,7 @@ def start(tmp_path):
     return make
 
 
-def test_what_engines_warned_of_when_they_started_is_told_once(start):
+def test_start_warnings_are_reported_once(start):
     run, supervisor = start()
     run.write_session(replace(session("a"), start_warnings="no libtcmalloc\nno cards"))
     supervisor.observe()
@@ -76,7 +76,7 @@ def test_what_engines_warned_of_when_they_started_is_told_once(start):
     assert supervisor.new_warnings() == []
 
 
-def test_a_run_within_its_limits_goes_on(start):
+def test_run_within_limits_continues(start):
     run, supervisor = start(budget_usd=100, deadline="2h", max_failed_rows="2")
     supervisor.require_room()
     supervisor.observe()
@@ -85,7 +85,7 @@ def test_a_run_within_its_limits_goes_on(start):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), StorageError("503")])
-def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, monkeypatch, error):
+def test_stop_signal_is_retried(start, monkeypatch, error):
     run, supervisor = start(grace_s=0)
     supervisor._request.stop.set()
     monkeypatch.setattr(supervision, "GIVE_UP_S", 0.0)
@@ -103,7 +103,7 @@ def test_a_stop_that_cannot_be_written_is_tried_again_and_its_time_runs(start, m
     assert run.stop.grace_s() == 0
 
 
-def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
+def test_signal_stops_the_run_with_a_summary(start):
     run, supervisor = start(grace_s=7)
     supervisor._request.stop.set()
     supervisor.observe()
@@ -116,7 +116,7 @@ def test_a_signal_becomes_a_stop_with_the_grace_and_a_summary(start):
     assert error.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
-def test_rows_left_are_those_of_units_that_are_not_committed_whatever_the_driver_has_heard(start):
+def test_rows_left_are_counted_from_commits(start):
     run, supervisor = start()
     supervisor._request.stop.set()
     supervisor.observe()
@@ -125,7 +125,7 @@ def test_rows_left_are_those_of_units_that_are_not_committed_whatever_the_driver
     assert "6 of 12 rows are left" in supervisor.error().message
 
 
-def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_larger_one(start):
+def test_budget_counts_earlier_attempts(start):
     _, supervisor = start("--budget-usd", "0.001", budget_usd=0.001)
     with pytest.raises(StoppedEarly) as stopped:
         supervisor.require_room()
@@ -136,21 +136,21 @@ def test_a_budget_counts_earlier_attempts_and_the_command_that_continues_has_a_l
     assert float(words[-1]) >= 0.001 + 2 * supervisor._limits.reserve_usd
 
 
-def test_a_timestamp_that_is_near_is_left_out_of_the_command_that_continues(start):
+def test_passed_timestamp_is_not_in_the_resume_command(start):
     _, supervisor = start("--deadline", "2020-01-01T00:00:00Z", deadline="2020-01-01T00:00:00Z")
     with pytest.raises(StoppedEarly, match="the deadline 20") as stopped:
         supervisor.require_room()
     assert stopped.value.hint.endswith("--output runs/a --deadline none")
 
 
-def test_a_duration_counts_anew(start):
+def test_duration_deadline_restarts(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
     with pytest.raises(StoppedEarly, match="ending may take 37 s") as stopped:
         supervisor.require_room()
     assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
 
 
-def test_too_many_dead_letters_are_an_error_with_reasons_and_an_example(start):
+def test_too_many_dead_letters(start):
     _, supervisor = start(max_failed_rows="1")
     with pytest.raises(TooManyFailedRows) as stopped:
         supervisor.require_room()
@@ -159,7 +159,7 @@ def test_too_many_dead_letters_are_an_error_with_reasons_and_an_example(start):
     assert stopped.value.hint.endswith("--output runs/a --retry-failed")
 
 
-def test_engines_that_die_without_finishing_a_row_end_the_run(start):
+def test_repeated_crashes_end_the_run(start):
     run, supervisor = start()
     for number in range(5):
         run.write_session(session(f"s{number}"))
@@ -172,7 +172,7 @@ def test_engines_that_die_without_finishing_a_row_end_the_run(start):
     assert "engines died 5 times without finishing a single row" in error.message
 
 
-def test_engines_that_start_again_on_other_hosts_have_died_all_the_same(start):
+def test_crashes_count_across_hosts(start):
     run, supervisor = start(engines="1:2")
     for number in range(7):
         assert supervisor.ending is None
@@ -181,7 +181,7 @@ def test_engines_that_start_again_on_other_hosts_have_died_all_the_same(start):
     assert "engines died 5 times" in supervisor.error().message
 
 
-def test_what_a_run_may_cost_can_grow_while_it_is_at_work(start):
+def test_budget_can_grow(start):
     allowance = Allowance(usd=100)
     _, supervisor = start(budget_usd=0.001, allowance=allowance)
     supervisor.require_room()
@@ -192,7 +192,7 @@ def test_what_a_run_may_cost_can_grow_while_it_is_at_work(start):
     assert "the budget of $0.00200 is reached" in supervisor.ending.message
 
 
-def test_what_may_start_at_once_has_to_fit_into_the_budget(start):
+def test_budget_reserves_for_starting_engines(start):
     _, supervisor = start(engines="1:3")
     assert supervisor._limits.reserve_usd == pytest.approx(3 * one_engine_usd(supervisor))
     supervisor.observe()
@@ -213,7 +213,7 @@ def one_engine_usd(supervisor):
         (None, None),
     ],
 )
-def test_a_finished_run_has_failed_if_too_many_of_its_rows_have(start, allowed, message):
+def test_finished_run_with_too_many_failures(start, allowed, message):
     run, supervisor = start(max_failed_rows=allowed)
     report = {"account": {"num_rows": 1, "num_failed_rows": 2}}
     if message is None:
@@ -225,7 +225,7 @@ def test_a_finished_run_has_failed_if_too_many_of_its_rows_have(start, allowed, 
     assert "--output runs/a --retry-failed; the report" in stopped.value.hint
 
 
-def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
+def test_crashes_with_progress_do_not_end_the_run(start):
     run, supervisor = start(engines="1:5")
     for number in range(12):
         run.write_session(session(f"s{number}", num_output_tokens=number % 3))
@@ -236,7 +236,7 @@ def test_deaths_between_which_rows_are_finished_do_not_end_a_run(start):
     assert supervisor.ending is None
 
 
-def test_a_stop_that_was_asked_for_ends_the_wait_for_engines(start):
+def test_stop_ends_the_wait_for_engines(start):
     _, supervisor = start()
     supervisor.require_room()
     supervisor._request.stop.set()
@@ -259,7 +259,7 @@ class Draw:
         raise OSError(28, "No space left on device")
 
 
-def test_a_run_stops_for_its_tags_budget_and_tells_what_it_cost_at_its_end(start):
+def test_run_stops_for_a_tag_budget(start):
     draw = Draw()
     run, supervisor = start(draw=draw)
     supervisor.observe()

@@ -20,21 +20,21 @@ class Watched:
         return self.clock.look(is_busy=is_busy)
 
 
-def test_silence_is_counted_until_the_next_sign_of_life():
+def test_silence_ends_with_a_sign_of_life():
     watched = Watched()
     assert [watched.look(1) for _ in range(3)] == [1, 2, 3]
     watched.signs += 1
     assert [watched.look(1) for _ in range(2)] == [0, 1]
 
 
-def test_an_engine_without_rows_has_nothing_to_say():
+def test_idle_engine_is_not_silent():
     watched = Watched()
     watched.look(4)
     assert watched.look(1, is_busy=False) == 0
     assert watched.look(1) == 1
 
 
-def test_time_in_which_nobody_looked_is_no_silence():
+def test_gaps_between_observations_count_little():
     watched = Watched()
     watched.look(1)
     assert watched.look(3600) == 6
@@ -67,21 +67,21 @@ def in_time(answer_s, silent_s, limit_s=0.05):
     return asyncio.run(asyncio.wait_for(scene(), 5))
 
 
-def test_a_row_is_out_of_time_once_the_engine_has_worked_since():
+def test_row_times_out_at_the_next_step():
     assert in_time(answer_s=0.01, silent_s=0) == "answer"
     assert in_time(answer_s=3, silent_s=0) == [True]
     assert in_time(answer_s=3, silent_s=0.3) == [True]
 
 
-def test_a_row_gets_little_more_than_its_limit_from_an_engine_that_works():
+def test_time_limit_is_noticed_soon():
     assert in_time(answer_s=1.6, silent_s=0, limit_s=1) == [True]
 
 
-def test_a_row_that_ends_with_the_step_that_was_longer_than_its_limit_is_done():
+def test_row_that_ends_with_a_long_step_is_done():
     assert in_time(answer_s=0.3, silent_s=5) == "answer"
 
 
-def test_what_an_engine_raises_comes_through_with_a_limit_and_without():
+def test_engine_errors_pass_through():
     async def refuse():
         raise ValueError("no")
 
@@ -115,7 +115,7 @@ def watched_loop(monkeypatch):
     return watched
 
 
-def test_an_event_loop_that_answers_is_left_alone_and_so_is_one_that_has_ended(watched_loop):
+def test_responsive_event_loop_is_not_killed(watched_loop):
     async def works(_):
         for _ in range(50):
             await asyncio.sleep(0.02)
@@ -123,7 +123,7 @@ def test_an_event_loop_that_answers_is_left_alone_and_so_is_one_that_has_ended(w
     assert watched_loop(works, pytest.fail) == []
 
 
-def test_a_process_whose_event_loop_stands_still_ends_and_says_where_it_stands(watched_loop, capfd):
+def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
     gone, reasons = threading.Event(), []
 
     def die(why):
@@ -138,7 +138,7 @@ def test_a_process_whose_event_loop_stands_still_ends_and_says_where_it_stands(w
     assert "in stands_in_the_way" in capfd.readouterr().err
 
 
-def test_a_process_that_cannot_say_why_it_ends_ends_all_the_same(watched_loop, monkeypatch):
+def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
     monkeypatch.setattr(watchdog, "_LAST_WORDS_S", 0.05)
     released = threading.Event()
 
@@ -151,7 +151,7 @@ def test_a_process_that_cannot_say_why_it_ends_ends_all_the_same(watched_loop, m
     assert watched_loop(holds_what_the_last_words_need, lambda why: released.wait(20)) == ["left", "left"]
 
 
-def test_the_limit_of_a_standstill_is_ten_seconds_at_least(monkeypatch, watched_loop):
+def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
     monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 10.0)
 
     async def is_late(_):
@@ -209,12 +209,12 @@ def finished(dog, delay_s):
     return asyncio.run(scene())
 
 
-def test_work_of_an_engine_that_works_or_has_nothing_to_do_is_waited_for(watch):
+def test_working_engine_is_awaited(watch):
     assert finished(watch(), 0.3) == (True, False)
     assert finished(watch(works=False, is_busy=False), 0.3) == (True, False)
 
 
-def test_work_under_way_has_the_grace_of_a_stop_and_no_more(watch):
+def test_running_work_gets_the_grace_period(watch):
     dog = watch(grace_s=0.1)
     assert dog.is_stopping()
     assert finished(dog, 0.02) == (True, False)
@@ -222,12 +222,12 @@ def test_work_under_way_has_the_grace_of_a_stop_and_no_more(watch):
     assert not watch().is_stopping()
 
 
-def test_an_engine_that_is_silent_with_rows_in_it_ends_its_process(watch):
+def test_silent_engine_ends_its_process(watch):
     with pytest.raises(Ended, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
         finished(watch(works=False), 30)
 
 
-def test_an_engine_that_is_silent_in_its_self_check_is_refused(watch):
+def test_silent_self_check_is_an_error(watch):
     assert asyncio.run(watch().checked(after(0.3))) == "done"
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.1 s"):
         asyncio.run(watch(works=False).checked(after(30)))

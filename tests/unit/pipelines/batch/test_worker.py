@@ -103,13 +103,13 @@ class Gone(BaseException):
 
 
 @pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
-def test_a_rows_time_limit_does_not_pass_while_others_have_the_slots(scene, keys):
+def test_time_limit_excludes_waiting_for_slots(scene, keys):
     one = scene(**keys)
     asyncio.run(one.call(one.worker(Slotted(row_s=0.3), row_timeout_s=0.55), 0))
     assert one.counts(0) == (8, 0)
 
 
-def test_rows_without_a_limit_wait_in_the_engine(scene):
+def test_rows_without_limit_wait_in_the_engine(scene):
     class Counting(Slotted):
         most = now = 0
 
@@ -140,7 +140,7 @@ def until_done(one, make_engine, unit, **job):
 
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
-def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, row_timeout_s):
+def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
     one, killed = scene(), []
 
     class Hanging(FakeEngine):
@@ -162,7 +162,7 @@ def test_a_row_that_hangs_engines_is_a_dead_letter_and_no_other_row_is(scene, ro
     assert not list(one.run.suspects.iterdir())
 
 
-def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(scene, monkeypatch):
+def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
     monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
     one, killed, ends, gone = scene(), [], [], threading.Event()
@@ -189,13 +189,13 @@ def test_an_actor_whose_event_loop_stands_still_ends_as_one_whose_engine_hangs(s
     assert session.ended
 
 
-def test_an_engine_that_is_slow_but_takes_steps_is_left_alone(scene):
+def test_slow_engine_is_not_killed(scene):
     one = scene()
     asyncio.run(one.call(one.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
     assert one.counts(0) == (8, 0)
 
 
-def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
+def test_duplicate_unit_is_committed_once(scene):
     one = scene()
     actor = one.worker(Slotted(row_s=0.05))
 
@@ -208,7 +208,7 @@ def test_a_unit_that_one_actor_has_twice_is_committed_once(scene):
     assert not list(one.run.suspects.iterdir())
 
 
-def test_an_engine_is_checked_once_and_before_it_has_a_row(scene):
+def test_self_check_runs_once_before_the_first_row(scene):
     class Counting(FakeEngine):
         def __init__(self, *, is_wrong=False):
             super().__init__(FakeTraits(is_wrong=is_wrong))
@@ -246,7 +246,7 @@ def test_an_engine_is_checked_once_and_before_it_has_a_row(scene):
     ), "the check's tokens are nobody's output"
 
 
-def test_an_engine_that_hangs_in_its_check_ends_the_run(scene):
+def test_hanging_self_check_ends_the_run(scene):
     class Hanging(FakeEngine):
         def signs_of_life(self):
             return 0
@@ -261,7 +261,7 @@ def test_an_engine_that_hangs_in_its_check_ends_the_run(scene):
 
 
 @pytest.mark.parametrize(("is_lost", "ends_with"), [(True, Gone), (False, EngineError)])
-def test_a_node_that_is_lost_while_an_engine_starts_has_it_started_again(scene, monkeypatch, is_lost, ends_with):
+def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
         raise EngineError("vLLM did not start: its core ended")
@@ -295,7 +295,7 @@ class Lender:
         return Billing()
 
 
-def test_a_run_with_a_lent_engine_pays_for_what_its_rows_took_and_for_nothing_else(scene):
+def test_lent_engine_is_billed_per_row(scene):
     one = scene()
     made = one.worker(None, lender=Lender())
     asyncio.run(one.call(made, 0))

@@ -35,7 +35,7 @@ def test_cpu_engines_leave_room_for_preparation(num_cpus, engines, nodes, logica
     assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
 
 
-def test_more_engines_than_cores():
+def test_more_engines_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
         place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
 

@@ -38,7 +38,7 @@ def rewrite(run, unit, change=lambda table: table, **usage):
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
-def test_a_finished_run_is_all_right(finished):
+def test_finished_run_is_clean(finished):
     make_report(finished)
     audit = audited(finished)
     assert (audit.findings, audit.notes, audit.is_finished) == ([], [], True)
@@ -47,7 +47,7 @@ def test_a_finished_run_is_all_right(finished):
     assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished.usages())
 
 
-def test_an_unfinished_run_has_a_note_and_no_finding(start_run):
+def test_unfinished_run_has_only_a_note(start_run):
     run = start_run().do(0, 2)
     (run.data / ".unit-00000001.parquet.0.tmp").touch()
     (run.failed / "unit-00000001.cafe.jsonl").touch()
@@ -59,7 +59,7 @@ def test_an_unfinished_run_has_a_note_and_no_finding(start_run):
     ]
 
 
-def test_what_an_attempt_left_in_a_finished_run_is_found_and_the_same_command_clears_it(finished):
+def test_leftovers_are_found_and_removed_by_the_run(finished):
     (finished.data / ".unit-00000001.parquet.0.tmp").touch()
     (finished.failed / "unit-00000001.cafe.jsonl").touch()
     with hold_lease(finished.root, expiry_s=30, command=["peagle"], announce=print):
@@ -69,7 +69,7 @@ def test_what_an_attempt_left_in_a_finished_run_is_found_and_the_same_command_cl
     assert kinds(finished) == []
 
 
-def test_a_row_that_is_gone_is_lost(finished):
+def test_missing_row_is_lost(finished):
     usage = finished.usage(1)
     rewrite(finished, 1, lambda table: table.slice(0, 1))
     found = audited(finished).findings
@@ -78,12 +78,12 @@ def test_a_row_that_is_gone_is_lost(finished):
     assert usage == finished.usage(1)
 
 
-def test_an_id_that_is_there_twice_is_doubled(finished):
+def test_duplicate_id_is_doubled(finished):
     rewrite(finished, 1, lambda table: table.take([0, 0]))
     assert {"doubled", "lost"} <= set(kinds(finished))
 
 
-def test_a_row_of_another_unit_is_foreign(finished):
+def test_row_of_another_unit_is_foreign(finished):
     shutil.copy(finished.unit_path(0), finished.unit_path(1))
     found = {finding.kind: finding.message for finding in audited(finished).findings}
     assert found["foreign"] == "000000000, 000000001: not in this unit"
@@ -91,7 +91,7 @@ def test_a_row_of_another_unit_is_foreign(finished):
 
 
 @pytest.mark.parametrize("name", ["num_output_tokens", "num_prompt_tokens", "num_rows", "num_failed_rows"])
-def test_usage_that_is_not_the_sum_of_the_rows_is_found(finished, name):
+def test_wrong_usage_is_found(finished, name):
     value = getattr(finished.usage(1), name)
     rewrite(finished, 1, **{name: value - 1 if value else 1})
     finding = the_finding(finished)
@@ -99,12 +99,12 @@ def test_usage_that_is_not_the_sum_of_the_rows_is_found(finished, name):
     assert finding.message.startswith(f"{name} is ")
 
 
-def test_drafts_that_are_not_the_sum_of_the_rows_are_found(finished):
+def test_wrong_draft_counts_are_found(finished):
     rewrite(finished, 1, speculation=finished.usage(1).speculation + finished.usage(1).speculation)
     assert kinds(finished) == ["usage", "usage", "usage"]
 
 
-def test_dead_letters_that_are_gone_damaged_or_of_another_unit_are_found(finished):
+def test_wrong_dead_letters_are_found(finished):
     path = finished.failed / finished.letters_name(3)
     letter = json.loads(path.read_text())
     path.write_text(json.dumps({**letter, "id": "000000000"}) + "\n")
@@ -118,28 +118,28 @@ def test_dead_letters_that_are_gone_damaged_or_of_another_unit_are_found(finishe
 
 
 @pytest.mark.parametrize("keep", [0, 100, -10])
-def test_a_unit_that_is_cut_off_is_damaged(finished, keep):
+def test_truncated_unit_is_damaged(finished, keep):
     path = finished.unit_path(1)
     path.write_bytes(path.read_bytes()[:keep])
     finding = the_finding(finished)
     assert (finding.kind, finding.where) == ("damaged", UNIT_1)
 
 
-def test_damage_within_a_column_is_found_though_the_footer_is_whole(finished):
+def test_damaged_column_is_found(finished):
     data = bytearray(finished.unit_path(1).read_bytes())
     data[4:200] = bytes(196)
     finished.unit_path(1).write_bytes(data)
     assert the_finding(finished).kind == "damaged"
 
 
-def test_columns_that_are_not_those_of_the_plan_are_found(finished):
+def test_wrong_columns_are_found(finished):
     rewrite(finished, 1, lambda table: table.drop_columns(["ttft_s"]))
     assert the_finding(finished).message == "its columns are not those of the plan: ttft_s"
     rewrite(finished, 0, lambda table: table.set_column(0, table.column_names[0], table["num_output_tokens"]))
     assert "column 'prompt' is int32, but string in the plan" in [f.message for f in audited(finished).findings]
 
 
-def test_a_row_of_another_model_is_found(finished):
+def test_row_of_another_model_is_found(finished):
     def other(table):
         return table.set_column(table.column_names.index("model"), "model", [["other"] * 2])
 
@@ -147,7 +147,7 @@ def test_a_row_of_another_model_is_found(finished):
     assert the_finding(finished).message == "column 'model' has 'other', but the run used 'fake'"
 
 
-def test_files_that_are_not_of_a_run_are_found(finished):
+def test_foreign_files_are_found(finished):
     for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
         (finished.root / name).touch()
     shutil.copy(finished.unit_path(0), finished.unit_path(9))
@@ -162,14 +162,14 @@ def plan_file(run):
     return run.root / run.manifest()["plan"]
 
 
-def test_a_plan_that_lost_is_left_over_in_a_finished_run(finished):
+def test_orphaned_plan_is_found(finished):
     (finished.root / "plan.0123456789ab.parquet").write_bytes(b"")
     assert (the_finding(finished).kind, the_finding(finished).where) == ("leftover", "plan.0123456789ab.parquet")
     assert finished.remove_leftovers() == 1
     assert audited(finished).findings == []
 
 
-def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
+def test_wrong_or_damaged_plan_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
     shutil.copy(plan_file(other), plan_file(finished))
     assert any(
@@ -179,7 +179,7 @@ def test_a_plan_of_another_run_or_a_damaged_one_is_found(finished, start_run):
     assert kinds(finished) == ["damaged"]
 
 
-def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
+def test_ledger_must_have_every_engine(finished):
     path = finished.ledger / "session-engine.parquet"
     session = replace(finished.sessions()[0], num_output_tokens=1)
     finished.write_session(session)
@@ -196,7 +196,7 @@ def test_the_ledger_must_know_every_engine_and_what_it_generated(finished):
     assert kinds(finished) == ["damaged", *["ledger"] * 4]
 
 
-def test_a_retry_answers_for_the_dead_letters_of_its_unit_and_for_no_other_row(start_run):
+def test_retry_must_match_dead_letters(start_run):
     fake = start_run()
     run = fake.do(refusing={"000000003"})
     plan_retry(run, run.plan())
@@ -220,7 +220,7 @@ def start_retried(start_run, retry):
     return run
 
 
-def test_a_unit_that_was_done_again_without_the_rows_of_its_retry_is_right_and_with_them_they_are_doubled(start_run):
+def test_repeated_unit_must_skip_retried_rows(start_run):
     fake = start_run(rows_per_unit=4)
     run = fake.do(refusing={"000000001", "000000002"})
     plan = plan_retry(run, run.plan())
@@ -242,7 +242,7 @@ def test_a_unit_that_was_done_again_without_the_rows_of_its_retry_is_right_and_w
     assert "doubled" in kinds(run)
 
 
-def test_units_that_vanish_from_a_run_that_was_complete_are_lost(finished):
+def test_missing_units_of_a_complete_run_are_lost(finished):
     make_report(finished)
     finished.unit_path(2).unlink()
     assert the_finding(finished).kind == "lost"
@@ -250,7 +250,7 @@ def test_units_that_vanish_from_a_run_that_was_complete_are_lost(finished):
     assert the_finding(finished).where == "report.json"
 
 
-def test_a_unit_that_vanishes_is_lost_whatever_was_retried_and_whether_or_not_the_run_was_complete(start_run):
+def test_missing_retried_unit_is_lost(start_run):
     fake = start_run()
     run = fake.do(0, 1, refusing={"000000003"})
     make_report(run)
@@ -264,7 +264,7 @@ def test_a_unit_that_vanishes_is_lost_whatever_was_retried_and_whether_or_not_th
     assert the_finding(run).message == "1 units that were committed when report.json was written are gone"
 
 
-def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished, tmp_path):
+def test_changed_input_is_found_and_missing_input_is_a_note(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     data = corpus.read_bytes()
     corpus.write_bytes(data.replace(b"say 1", b"say 9"))
@@ -277,7 +277,7 @@ def test_an_input_that_changed_is_found_and_one_that_is_gone_is_a_note(finished,
     assert "the input was not compared" in audit.notes[0]
 
 
-def test_the_input_of_a_run_that_an_older_peagle_began_is_compared_as_that_did(finished):
+def test_input_of_older_runs_is_compared_with_their_fingerprint(finished):
     plan = finished.plan()
     older = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
     plan_file(finished).write_bytes(plan_to_bytes(older))
@@ -286,7 +286,7 @@ def test_the_input_of_a_run_that_an_older_peagle_began_is_compared_as_that_did(f
     assert audited(finished).findings == []
 
 
-def test_a_file_without_a_row_belongs_to_the_corpus_too(start_run, tmp_path):
+def test_empty_file_belongs_to_the_corpus(start_run, tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n\n")
@@ -295,7 +295,7 @@ def test_a_file_without_a_row_belongs_to_the_corpus_too(start_run, tmp_path):
     assert kinds(run) == []
 
 
-def test_the_command_ends_with_1_and_names_what_is_wrong(finished, capsys):
+def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 0
     assert capsys.readouterr().out.endswith("all right\n")
     finished.unit_path(1).write_bytes(b"")
@@ -315,6 +315,6 @@ def test_the_command_ends_with_1_and_names_what_is_wrong(finished, capsys):
     ("flags", "message"),
     [(["--sample", "0"], "--sample 0"), (["--max-tie", "-1"], "--max-tie -1"), ([], "not a run directory")],
 )
-def test_bad_usage_ends_with_2(tmp_path, capsys, flags, message):
+def test_bad_usage_exits_with_2(tmp_path, capsys, flags, message):
     assert cli.run(["audit", str(tmp_path), *flags]) == 2
     assert message in capsys.readouterr().err

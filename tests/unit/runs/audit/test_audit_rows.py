@@ -32,7 +32,7 @@ def change_response(run, unit, text):
     pq.write_table(table.set_column(column, "response", [[text] * table.num_rows]), path)
 
 
-def test_the_fake_engine_says_the_same_again_also_when_it_is_asked_to_sample(start_run):
+def test_fake_engine_rows_are_regenerated(start_run):
     rows = [{"prompt": f"say {n}", "sampling": {"max_tokens": 1 + n, "n": 1 + n % 2}} for n in range(5)]
     run = start_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").do()
     before = sorted(run.root.rglob("*"))
@@ -40,7 +40,7 @@ def test_the_fake_engine_says_the_same_again_also_when_it_is_asked_to_sample(sta
     assert sorted(run.root.rglob("*")) == before
 
 
-def test_a_response_that_was_changed_is_different(finished, capsys):
+def test_changed_response_is_different(finished, capsys):
     change_response(finished, 1, "something else")
     assert cli.run(["audit", str(finished), "--json", "-"]) == 1
     result = json.loads(capsys.readouterr().out)
@@ -56,12 +56,12 @@ def test_a_response_that_was_changed_is_different(finished, capsys):
     assert "NOT ALL RIGHT" in said
 
 
-def test_a_damaged_unit_is_left_out_of_the_sample(finished):
+def test_damaged_unit_is_not_sampled(finished):
     finished.unit_path(1).write_bytes(b"")
     assert [row.id for row in audited(finished).rows] == ["000000000", "000000001", "000000004", "000000005"]
 
 
-def test_rows_of_retries_and_of_units_in_any_order_find_their_prompts(start_run):
+def test_retried_rows_find_their_prompts(start_run):
     fake = start_run()
     run = fake.do(3, 2, 0, 1, refusing={"000000003", "000000004"})
     plan_retry(run, run.plan())
@@ -70,7 +70,7 @@ def test_rows_of_retries_and_of_units_in_any_order_find_their_prompts(start_run)
     assert set(outcomes(run)) == {"same"}
 
 
-def test_rows_whose_input_is_gone_or_gives_another_prompt_are_skipped_with_the_reason(finished, tmp_path):
+def test_rows_without_their_input_are_skipped(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     corpus.write_bytes(corpus.read_bytes().replace(b'"say 1"', b'"hey"  ').replace(b'"say 2"', b"1234567"))
     skipped = {row.id: row.skipped for row in audited(finished).rows if row.skipped}
@@ -79,7 +79,7 @@ def test_rows_whose_input_is_gone_or_gives_another_prompt_are_skipped_with_the_r
     assert all("cannot be read" in row.skipped for row in audited(finished).rows)
 
 
-def test_a_sample_is_seeded_and_without_repetition():
+def test_sample_is_seeded_without_repetition():
     rows_of = {0: 3, 4: 0, 7: 5}
     first = choose(rows_of, 4, seed=1)
     assert first == choose(rows_of, 4, seed=1)
@@ -146,9 +146,7 @@ def toss(monkeypatch):
 
 
 @pytest.mark.parametrize(("margin", "outcome", "code"), [(0.125, "tie", 0), (0.9, "different", 1)])
-def test_the_target_runs_without_the_drafter_on_the_same_settings_and_ties_are_no_difference(
-    real_run, toss, capsys, margin, outcome, code
-):
+def test_target_runs_without_drafter_and_ties_are_accepted(real_run, toss, capsys, margin, outcome, code):
     started = toss(margin)
     change_response(real_run, 0, "tails")
     change_response(real_run, 1, "heads")
@@ -167,14 +165,14 @@ def test_the_target_runs_without_the_drafter_on_the_same_settings_and_ties_are_n
     assert engine.asked[-1] == "shutdown"
 
 
-def test_a_tie_is_what_the_user_says_it_is(real_run, toss, capsys):
+def test_max_tie_option(real_run, toss, capsys):
     toss(0.125)
     change_response(real_run, 0, "tails")
     assert cli.run(["audit", str(real_run), "--max-tie", "0.1"]) == 1
     assert "at most 0.1 apart" in capsys.readouterr().out
 
 
-def test_another_precision_or_model_is_refused_before_an_engine_starts(real_run, monkeypatch):
+def test_other_precision_or_model_is_refused(real_run, monkeypatch):
     manifest = real_run.manifest()
     assert require_target(manifest, None).max_tie > 0
     monkeypatch.setattr(module, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="other"))
@@ -185,6 +183,6 @@ def test_another_precision_or_model_is_refused_before_an_engine_starts(real_run,
         require_target(manifest, None)
 
 
-def test_hardware_is_looked_at_only_for_a_real_engine(finished, monkeypatch):
+def test_fake_engine_needs_no_hardware_check(finished, monkeypatch):
     monkeypatch.setattr(hardware, "detect", lambda: pytest.fail("not for the fake engine"))
     assert set(outcomes(finished)) == {"same"}

@@ -13,7 +13,7 @@ from ray.serve.llm.openai_api_models import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 from pipelines.online.replica.fake import FakeServeEngine
 from pipelines.online.wire import AnswerTally, events
 
@@ -26,7 +26,7 @@ def answer(kind="chat", engine=None, **body):
     """Return all parts of an answer."""
 
     async def scene():
-        one = engine or FakeServeEngine(ServedModelKeys(engine="fake", num_speculative_tokens=3), CONFIG)
+        one = engine or FakeServeEngine(ServedModelOptions(engine="fake", num_speculative_tokens=3), CONFIG)
         if engine is None:
             await one.start()
         request = ChatCompletionRequest(**body) if kind == "chat" else CompletionRequest(**body)
@@ -36,8 +36,8 @@ def answer(kind="chat", engine=None, **body):
 
 
 def test_served_name_of_a_fake_model():
-    assert ServedModelKeys(engine="fake").served_name == "fake"
-    assert ServedModelKeys(engine="fake", name="a").served_name == "a"
+    assert ServedModelOptions(engine="fake").served_name == "fake"
+    assert ServedModelOptions(engine="fake", name="a").served_name == "a"
 
 
 def test_stream_equals_the_whole_answer():
@@ -114,7 +114,7 @@ def test_invalid_request_is_refused(changes, message):
 
 def test_crash_in_a_stream_is_an_error_event():
     async def scene():
-        engine = FakeServeEngine(ServedModelKeys(engine="fake", fake={"token_s": 0.01, "has_core": True}), CONFIG)
+        engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"token_s": 0.01, "has_core": True}), CONFIG)
         await engine.start()
         stream = engine.chat(ChatCompletionRequest(**CHAT, **STREAM, ignore_eos=True))
         first = await anext(stream)
@@ -134,7 +134,7 @@ def test_crash_in_a_stream_is_an_error_event():
 
 def test_dead_engine_raises_vllms_error():
     async def scene():
-        engine = FakeServeEngine(ServedModelKeys(engine="fake", fake={"has_core": True}), CONFIG)
+        engine = FakeServeEngine(ServedModelOptions(engine="fake", fake={"has_core": True}), CONFIG)
         await engine.start()
         await engine.check_health()
         os.kill(engine._engine.core_pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 from pipelines.online.serve.deployment import (
     ReplicaJob,
     RequestCounts,
@@ -28,7 +28,7 @@ FACTS = EngineFacts(model="m", drafter=None, num_devices=2, device="vcpu", usd_p
 
 def job(max_replicas=1, queued=8, lends=False, **spec):
     return ReplicaJob(
-        app_id="app", state="state", keys=ServedModelKeys(name="m", min_replicas=0, max_replicas=max_replicas),
+        app_id="app", state="state", keys=ServedModelOptions(name="m", min_replicas=0, max_replicas=max_replicas),
         spec=EngineSpec(model="m", **spec), engine=FACTS, placement=PLACEMENT,
         counts=RequestCounts(target=5.6, admitted=9, queued=queued), lends=lends,
     )  # fmt: skip
@@ -88,18 +88,18 @@ def test_cpu_engine_uses_only_its_bundle():
 
 
 def test_parser_arguments():
-    keys = ServedModelKeys(tool_call_parser="hermes", reasoning_parser="qwen3")
+    keys = ServedModelOptions(tool_call_parser="hermes", reasoning_parser="qwen3")
     assert keys.parsers == {
         "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     }  # fmt: skip
     check_parsers(keys.parsers)
-    assert ServedModelKeys().parsers == {}
+    assert ServedModelOptions().parsers == {}
 
 
 @pytest.mark.parametrize("key", ["tool_call_parser", "reasoning_parser"])
 def test_unknown_parser_is_refused(key):
     with pytest.raises(ConfigError, match=f"{key} 'hermess': vLLM does not have this parser") as info:
-        check_parsers(ServedModelKeys(**{key: "hermess"}).parsers)
+        check_parsers(ServedModelOptions(**{key: "hermess"}).parsers)
     assert "qwen3" in info.value.hint
 
 

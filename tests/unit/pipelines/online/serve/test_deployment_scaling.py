@@ -5,7 +5,7 @@ import pytest
 from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
-from pipelines.online.config import ServedModelKeys
+from pipelines.online.config import ServedModelOptions
 from pipelines.online.serve.deployment import decode_slots, pieces_per_s, request_counts, target_ongoing_requests
 
 CPU = Hardware(platform="cpu", memory_gib=16, free_memory_gib=16, num_cpus=2)
@@ -31,13 +31,13 @@ def test_small_step_has_fewer_slots():
 
 
 def test_default_request_counts():
-    counts = request_counts(ServedModelKeys(max_replicas=3), spec(max_num_seqs=16), CPU)
+    counts = request_counts(ServedModelOptions(max_replicas=3), spec(max_num_seqs=16), CPU)
     assert (counts.admitted, counts.queued) == (18, 48)
-    assert request_counts(ServedModelKeys(), spec(max_num_seqs=1), CPU).admitted == 2
+    assert request_counts(ServedModelOptions(), spec(max_num_seqs=1), CPU).admitted == 2
 
 
 def test_configured_request_counts():
-    keys = ServedModelKeys(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
+    keys = ServedModelOptions(max_replicas=3, target_ongoing_requests=2.5, max_queued_requests=0)
     counts = request_counts(keys, spec(max_num_seqs=16), CPU)
     assert (counts.target, counts.queued) == (2.5, 0)
 
