@@ -249,9 +249,9 @@ def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threa
     """Wait for the stop event; meanwhile warn of drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
-    from pipelines.online.serve.parts import watch_parts
+    from pipelines.online.serve.process_watch import watch_processes
 
-    watch_parts(stopped, partial(print, flush=True))
+    watch_processes(stopped, partial(print, flush=True))
     watches = {}
     for model in served:
         name = model.keys.served_name

@@ -92,12 +92,12 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
 
     @field_validator("limit_mm_per_prompt", mode="before")
     @classmethod
-    def _limits_as_text(cls, value: Any) -> Any:
+    def _parse_limits(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
 
     @field_validator("limit_mm_per_prompt")
     @classmethod
-    def _modalities_are_known(cls, value: dict[str, int]) -> dict[str, int]:
+    def _check_modalities(cls, value: dict[str, int]) -> dict[str, int]:
         if unknown := sorted(value.keys() - set(MODALITIES)):
             raise ValueError(f"there is no modality {unknown[0]!r}: {', '.join(MODALITIES)}")
         if any(most < 0 for most in value.values()):
@@ -106,11 +106,11 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
 
     @field_validator("allowed_media_domains", mode="before")
     @classmethod
-    def _domains_as_text(cls, value: Any) -> Any:
+    def _parse_domains(cls, value: Any) -> Any:
         return [name.strip().lower() for name in value.split(",")] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _domains_are_for_media(self) -> Self:
+    def _require_media_for_domains(self) -> Self:
         if self.allowed_media_domains and not self.limit_mm_per_prompt:
             raise ValueError(
                 "allowed_media_domains requires limit_mm_per_prompt: without it, the model only takes text"
@@ -118,7 +118,7 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
         return self
 
     @model_validator(mode="after")
-    def _replicas_are_ordered(self) -> Self:
+    def _check_replicas(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError(f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}")
         return self
@@ -200,7 +200,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_models_have_in_common(cls, values: Any) -> Any:
+    def _merge_common_options(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("models"), list | tuple):
             return values
         common = {key: value for key, value in values.items() if key in ServedModelOptions.model_fields}
@@ -209,42 +209,42 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     @field_validator("state", "keys", "tls_cert", "tls_key")
     @classmethod
-    def _home_is_meant(cls, path: Path | None) -> Path | None:
+    def _expand_home(cls, path: Path | None) -> Path | None:
         return path and user_path(path)
 
     @field_validator("batch_engines", mode="before")
     @classmethod
-    def _engines_are_a_range(cls, value: Any) -> Any:
+    def _parse_engine_range(cls, value: Any) -> Any:
         return value if value == ENDPOINT else str(EngineRange.parse(str(value)))
 
     @field_validator("idle_timeout", mode="before")
     @classmethod
-    def _timeout_is_a_duration(cls, value: Any) -> Any:
+    def _parse_timeout(cls, value: Any) -> Any:
         return parse_duration_s(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _timeout_sees_requests(self) -> Self:
+    def _check_timeout(self) -> Self:
         if self.idle_timeout is not None and self.idle_timeout < 2 * self.heartbeat_s:
             raise ValueError(f"idle_timeout must be at least twice heartbeat_s ({self.heartbeat_s:g} s)")
         return self
 
     @field_validator("models")
     @classmethod
-    def _names_are_unique(cls, models: tuple[ServedModelOptions, ...]) -> tuple[ServedModelOptions, ...]:
+    def _require_unique_names(cls, models: tuple[ServedModelOptions, ...]) -> tuple[ServedModelOptions, ...]:
         names = [model.served_name for model in models]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several models have the name {', '.join(repeated)}: give each one a different name")
         return models
 
     @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
+    def _require_certificate_key(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
             raise ValueError(f"{given} is given without {missing}: https needs both")
         return self
 
     @model_validator(mode="after")
-    def _names_have_no_colon(self) -> Self:
+    def _refuse_colons(self) -> Self:
         if wrong := [model.served_name for model in self.served if ":" in model.served_name]:
             raise ValueError(
                 f"the model name {wrong[0]} contains a colon: Ray would read the part after it as the id of "

@@ -119,7 +119,7 @@ class CostView:
         return {"account": total.to_dict(), "self_checks": counted(session.self_check for session in sessions)}
 
 
-def asked_period(
+def requested_period(
     start: date | None, end: date | None, by: str | None, window_s: float | None
 ) -> tuple[tuple[str, ...], Days]:
     """Return the requested dimensions and days, or raise 400."""

@@ -31,7 +31,7 @@ from pipelines.online.batches.routes import BatchRoutes
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.work import Runner
-from pipelines.online.cost import CostView, asked_period
+from pipelines.online.cost import CostView, requested_period
 from pipelines.online.errors import ApiError, from_exception, from_validation, is_engine_death, is_engine_unavailable
 from pipelines.online.gateway.budget_watch import BudgetWatch
 from pipelines.online.gateway.crashes import SETTLE_S, Attempt, EngineCrashes
@@ -159,7 +159,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         With `start`, `end` (UTC days, inclusive) or `by`, return a statement like `peagle cost`.
         """
         asks = any(one is not None for one in (start, end, by))
-        period = asked_period(start, end, by, window_s) if asks else None
+        period = requested_period(start, end, by, window_s) if asks else None
         key = key_of(request)
         name = None if key.is_operator else key.name
         await self._cost.require()

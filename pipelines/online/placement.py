@@ -13,7 +13,7 @@ from pipelines.online.batches.settings import num_engines
 from pipelines.online.config import ServeConfig, ServedModelOptions
 
 _FAKE_CPUS = 0.05  # fake engines need no CPU, so that any number fits on a node
-_ASK_FOR_FEWER = (
+_CAPACITY_HINT = (
     "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
 )
 
@@ -56,7 +56,7 @@ def _placement(
         most_engines=num_replicas + batches[1],
         accelerators_per_engine=size_of(keys),
         num_nodes=num_nodes,
-        ask_for_fewer=_ASK_FOR_FEWER,
+        ask_for_fewer=_CAPACITY_HINT,
     )
 
 

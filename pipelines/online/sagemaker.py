@@ -38,14 +38,14 @@ class SageMakerConfig(ServeConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_a_model(cls, values: Any) -> Any:
+    def _require_model_name(cls, values: Any) -> Any:
         """Require a model: the embedded one, which is the default elsewhere, is a toy."""
         if isinstance(values, dict) and not {"model", "models", "profile"} & values.keys():
             raise ValueError(f"no model: set SM_VLLM_MODEL or HF_MODEL_ID, or provide model data in {MODEL_FOLDER}")
         return values
 
     @model_validator(mode="after")
-    def _keeps_the_contract(self) -> Self:
+    def _check_contract(self) -> Self:
         if any(model.drain_s > _MOST_DRAIN_S or model.min_replicas < 1 for model in self.models):
             raise ValueError(
                 f"models: each needs drain_s of at most {_MOST_DRAIN_S} and min_replicas of at least 1 here"

@@ -4,7 +4,7 @@ Each record is read once, by whichever thread reads next, and passed to the foll
 per hour and day, so memory grows with time and keys, not with requests: a year of twenty keys needs some tens of
 thousands of sums. From time to time all is saved with the read positions, and the next process continues from there:
 
-    head      version, marks (read position per file with a checksum), spend, prices
+    head      format, marks (read position per file with a checksum), spend, prices
     cells     one per line
     sha256    of everything before it
 
@@ -110,10 +110,8 @@ class TokenPrice:
 
     def shared_price(self, *, prompt_tokens: int, output_tokens: int) -> float | None:
         """Return the expected cost in US dollars while other requests run at the same time, or None if unknown."""
-        alone_usd, wall_s = (
-            self.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens),
-            self.prefill_s + self.decode_s,
-        )
+        alone_usd = self.of(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        wall_s = self.prefill_s + self.decode_s
         return alone_usd and (alone_usd * min(self.busy_s / wall_s, 1.0) if wall_s else alone_usd)
 
 
@@ -186,7 +184,7 @@ def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, S
     return result
 
 
-_VERSION = 3
+_FORMAT = [4, *(list(kind.__slots__) for kind in (RequestGroup, Sums, UnitUsage, SpeculationStats, TokenPrice))]
 _log = logging.getLogger("ray.serve")
 
 
@@ -211,7 +209,7 @@ def write_checkpoint(path: Path, checkpoint: TotalsCheckpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
-    """Read a checkpoint, or return None if it is missing, damaged or of another version."""
+    """Read a checkpoint, or return None if it is missing, damaged or of another format."""
     try:
         with path.open("rb") as file:
             return _read(file)
@@ -224,7 +222,7 @@ def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
 
 def _lines(checkpoint: TotalsCheckpoint) -> Iterator[bytes]:
     head = {
-        "version": _VERSION,
+        "format": _FORMAT,
         "marks": checkpoint.marks,
         "spent_by_day": checkpoint.spent_by_day,
         "batches": sorted(checkpoint.batches),
@@ -232,7 +230,7 @@ def _lines(checkpoint: TotalsCheckpoint) -> Iterator[bytes]:
     }
     yield json.dumps(head).encode() + b"\n"
     for cell, sums in checkpoint.cells.items():
-        yield json.dumps(_row(cell, sums)).encode() + b"\n"
+        yield json.dumps([astuple(cell), astuple(sums)]).encode() + b"\n"
 
 
 def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
@@ -240,8 +238,8 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     first = next(lines, b"")
     digest.update(first)
     head = json.loads(first)
-    if head["version"] != _VERSION:
-        raise ValueError(f"its version is {head['version']!r}")
+    if head["format"] != _FORMAT:
+        raise ValueError("it has another format")
     cells: dict[RequestGroup, Sums] = {}
     for line in lines:
         row = json.loads(line)
@@ -264,39 +262,12 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     raise ValueError("it ends early")
 
 
-def _row(cell: RequestGroup, sums: Sums) -> list[Any]:
-    usage = sums.usage
-    speculation = usage.speculation
-    return [
-        [cell.minute, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags],
-        [sums.num_requests, sums.num_cut, sums.usd, sums.request_s, sums.shares_s],
-        [usage.num_rows, usage.num_failed_rows, usage.num_prompt_tokens, usage.num_cached_tokens],
-        [usage.num_output_tokens, usage.busy_s, usage.started_at, usage.finished_at, speculation.num_lookup_tokens],
-        [speculation.num_drafts, speculation.num_draft_tokens, *speculation.accepted_per_position],
-    ]
-
-
 def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
-    names, counts, rows, made, drafts = row
-    cell = RequestGroup(*names)
-    usage = UnitUsage(
-        session_id=cell.session_id,
-        num_rows=rows[0],
-        num_failed_rows=rows[1],
-        num_prompt_tokens=rows[2],
-        num_cached_tokens=rows[3],
-        num_output_tokens=made[0],
-        busy_s=made[1],
-        started_at=made[2],
-        finished_at=made[3],
-        speculation=SpeculationStats(
-            num_drafts=drafts[0],
-            num_draft_tokens=drafts[1],
-            accepted_per_position=tuple(drafts[2:]),
-            num_lookup_tokens=made[4],
-        ),
-    )
-    return cell, Sums(usage, *counts)
+    group, (usage, *counts) = row
+    fields = dict(zip(UnitUsage.__slots__, usage, strict=True))
+    drafts = dict(zip(SpeculationStats.__slots__, fields["speculation"], strict=True))
+    drafts["accepted_per_position"] = tuple(drafts["accepted_per_position"])
+    return RequestGroup(*group), Sums(UnitUsage(**fields | {"speculation": SpeculationStats(**drafts)}), *counts)
 
 
 CHECKPOINT_NAME = "totals.jsonl"
@@ -305,7 +276,6 @@ _CELLS_PER_LINE = 4  # per new record: writing takes about as long as reading
 _RETRY_S = 5.0
 _SOON_S = 2.0
 _POLL_S = 0.02
-_log = logging.getLogger("ray.serve")
 
 
 class LedgerFollower(Protocol):

@@ -24,7 +24,7 @@ from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 from peagle.requests.fields import CHAT_URL
 from peagle.speculation import SpeculationStats
-from pipelines.online.cost import CostView, asked_period
+from pipelines.online.cost import CostView, requested_period
 from pipelines.online.errors import ApiError, from_exception, overloaded
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.gate import Gate, GateSettings
@@ -151,7 +151,7 @@ class StandIn:
         if not asked:
             return JSONResponse(await asyncio.to_thread(self._report))
         days = (date.fromisoformat(asked[name]) for name in ("start", "end"))
-        period = asked_period(*days, asked["by"], None)
+        period = requested_period(*days, asked["by"], None)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     def _report(self) -> dict[str, Any]:

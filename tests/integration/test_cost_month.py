@@ -49,7 +49,7 @@ def write_month(root):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_a_month_of_a_million_records_takes_seconds_and_little_memory(tmp_path):
+def test_month_of_a_million_records(tmp_path):
     write_month(tmp_path)
     command = [sys.executable, "-m", "jobs.cli", "cost", "serve", "bulk", "--month", "2026-11", "--by", "day,key"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

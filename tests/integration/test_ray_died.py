@@ -74,7 +74,7 @@ def serving(tmp_path, port):
     ("name", "said"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
 )
 @pytest.mark.parametrize("what", ["generate", "serve"])
-def test_command_names_the_part_of_ray_that_died(tmp_path, free_port, what, name, said):
+def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, said):
     words, ready = (
         (generating(tmp_path), "output tokens/s")
         if what == "generate"
@@ -97,7 +97,7 @@ def test_command_names_the_part_of_ray_that_died(tmp_path, free_port, what, name
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0
 
 
-def test_endpoint_reports_loss_and_return_of_parts_of_serve(tmp_path, free_port):
+def test_endpoint_reports_crashes_and_restarts_of_serve(tmp_path, free_port):
     with command(tmp_path, serving(tmp_path, free_port), "http://127") as (process, printed):
         for name, kind in (("ray::ServeController", "controller"), ("ray::ProxyActor", "proxy")):
             find(process, name).kill()

@@ -9,8 +9,8 @@ from fastapi import Query, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from peagle.errors import shown
+from pipelines.online.batches.creation import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.downloads import Download, attachment, no_such_file
-from pipelines.online.batches.ordering import MAX_FIELD_BYTES, NewBatch, read_form, require_form, upload_bytes
 from pipelines.online.batches.records import FILE_PREFIX, INPUT, Batch, StoredFile, new_id
 from pipelines.online.batches.service import Batches
 from pipelines.online.batches.store import BatchStore, in_thread

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from peagle.errors import RunInUse
 from peagle.runs.lease import Holding, hold_lease
+from pipelines.online.batches.creation import BatchCreator, Quota
 from pipelines.online.batches.downloads import TransferLimit
-from pipelines.online.batches.ordering import BatchCreator, Quota
 from pipelines.online.batches.scheduler import Scheduler
 from pipelines.online.batches.settings import BatchSettings
 from pipelines.online.batches.store import BatchStore

@@ -64,7 +64,7 @@ from pipelines.online.batches.records import (
     created_at_of,
 )
 
-BELIEVED_AFTER_S = 24 * 3600.0
+TRUST_AFTER_S = 24 * 3600.0
 _KEEP_S = 24 * 3600.0
 _PRESIGNED_S = 300
 _FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
@@ -118,7 +118,7 @@ class SteadyClock:
                 self._offset, self._doubted = offset, None
             elif self._doubted is None or not _is_near(offset, self._doubted[0]):
                 self._doubted = offset, now
-            elif now - self._doubted[1] >= BELIEVED_AFTER_S:
+            elif now - self._doubted[1] >= TRUST_AFTER_S:
                 self._offset, self._doubted = offset, None
             return now + self._offset
 

@@ -49,16 +49,16 @@ class WatchedFile(Generic[T]):
         self._records: tuple[T, ...] = ()
         self._version: tuple[int, int] | None = None
         self._refused: tuple[int, int] | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def now(self) -> tuple[T, ...]:
         """Return the records, at most a second old. Raises ConfigError if the file could never be read."""
-        if time.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = time.monotonic() + _RELOAD_S
+        if time.monotonic() >= self._next_check:
+            self._reload()
+            self._next_check = time.monotonic() + _RELOAD_S
         return self._records
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         version = _version(self._path)
         if version == self._version:
             return
@@ -228,22 +228,19 @@ class KeyRing:
         self._fixed = tuple(fixed)
 
     def find(self, key: str) -> KeyRecord | None:
-        return find(key, self._records())
+        return find(key, self.all())
 
     def all(self) -> tuple[KeyRecord, ...]:
-        return self._records()
+        return self._fixed + (self._file.now() if self._file else ())
 
     def current(self, key: KeyRecord) -> KeyRecord | None:
         """Return the key of this name with its current limits and without its hash, or None if revoked or expired."""
         if key == LOCAL:
             return LOCAL  # from when the endpoint had no keys; cannot be revoked
-        for record in self._records():
+        for record in self.all():
             if record.name == key.name and not record.is_expired():
                 return record.without_hash()
         return None
-
-    def _records(self) -> tuple[KeyRecord, ...]:
-        return self._fixed + (self._file.now() if self._file else ())
 
 
 def _record(values: Any, *, where: str) -> KeyRecord:

@@ -20,7 +20,7 @@ from peagle.engine.vllm_internals import generation_error, refusal_of
 from peagle.errors import EngineError
 from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
-from pipelines.online.serve.ray_names import refusal, told_refusal
+from pipelines.online.serve.ray_names import event_refusal, refusal
 from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ async def convert_errors(
     *,
     constraint: str | None = None,
     refusal: Callable[[Exception], Any] = refusal,
-    told_refusal: Callable[[Mapping[str, Any]], Any] = told_refusal,
+    event_refusal: Callable[[Mapping[str, Any]], Any] = event_refusal,
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on; raise failures that are events of a stream, and convert early refusals into answers.
 
@@ -125,7 +125,7 @@ async def convert_errors(
         check_health: raises if the engine is dead.
         constraint: the field of the request that constrains its response, if any.
         refusal: converts an exception; returns None if it is not a refusal.
-        told_refusal: converts an error event.
+        event_refusal: converts an error event.
     """
     has_begun = False
     try:
@@ -135,8 +135,8 @@ async def convert_errors(
                     if any(map(_is_failure, answer)):
                         await check_health()
                         raise _failure(constraint)
-                    if not has_begun and (told := _told_error(answer)):
-                        yield told_refusal(told)
+                    if not has_begun and (error_event := _error_event(answer)):
+                        yield event_refusal(error_event)
                         return
                 has_begun = True
                 yield answer
@@ -176,7 +176,7 @@ async def relay(
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 if _is_text(answer):
-                    yield _pass_on(answer, request, shown_usage)
+                    yield _forward_events(answer, request, shown_usage)
                 elif getattr(answer, "usage", None) is not None:
                     yield _with_summary(answer, request)
                 else:
@@ -232,7 +232,7 @@ def _is_text(answer: Any) -> bool:
     return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
 
 
-def _told_error(texts: list[str]) -> Mapping[str, Any] | None:
+def _error_event(texts: list[str]) -> Mapping[str, Any] | None:
     """Return the error in the first event, if it has a status."""
     if not texts or '"error"' not in texts[0]:
         return None
@@ -249,7 +249,7 @@ def _is_failure(text: str) -> bool:
     return any(isinstance(code, int) and code >= _MIN_ERROR_STATUS for code in codes)
 
 
-def _pass_on(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
+def _forward_events(texts: list[str], request: RequestAccount, shown_usage: ShownUsage) -> list[str] | StreamEnd:
     forwarded, reported = [], None
     for event in itertools.chain.from_iterable(map(events, texts)):
         if isinstance(event, dict):

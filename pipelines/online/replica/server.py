@@ -35,7 +35,7 @@ from pipelines.online.replica.lending import IdleSlots, lend
 from pipelines.online.replica.relay import Pace, convert_errors, in_pieces, relay
 from pipelines.online.serve.deployment import ReplicaJob, decode_slots, make_llm_config, pieces_per_s
 from pipelines.online.serve.ray_names import engine_client, hide_python_errors
-from pipelines.online.serve.sequences import tell_sequences
+from pipelines.online.serve.sequences import report_sequences
 from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
 _POLL_S = 0.25
@@ -67,7 +67,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
             await super().__init__(config, **kwargs)
         if not self._is_fake:
             client = engine_client(self.engine)
-            tell_sequences(client)
+            report_sequences(client)
             hide_python_errors(self.engine)
             self._trials = trials_of(client, is_shared=True, cpu_s=job.keys.max_grammar_s)
             guard_engine(client, self._trials)

@@ -17,8 +17,8 @@ import contextlib
 
 from starlette.types import Message, Receive, Send
 
-_TAKEN = "peagle.taken"  # message key: bytes of the answer that the client has received
-_IS_TOLD = "peagle.is_told"  # message key: the sender waits for acknowledgements
+_ACK = "peagle.ack"  # message key: bytes of the answer that the client has received
+_EXPECTS_ACKS = "peagle.expects_acks"  # message key: the sender waits for acknowledgements
 _READ = "peagle.read"  # message type: bytes of the body that were read
 UPLOAD_WINDOW_BYTES = 1 << 21
 _PATIENCE_S = 1.0
@@ -33,7 +33,7 @@ class DownloadAckSender:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._num_taken = 0
+        self._num_acked = 0
         self._news = asyncio.Event()
         self._news.set()
         self._leaving: asyncio.Task[None] | None = None
@@ -41,24 +41,24 @@ class DownloadAckSender:
 
     async def send(self, message: Message) -> None:
         await self._send(message)
-        self._num_taken += len(message.get("body", b""))
+        self._num_acked += len(message.get("body", b""))
         self._news.set()
 
     async def receive(self) -> Message:
         if self._leaving is None:
-            self._leaving = asyncio.create_task(self._wait_until_it_leaves())
+            self._leaving = asyncio.create_task(self._wait_for_disconnect())
         await self._news.wait()
         self._news.clear()
         if self._disconnect is not None:
             self._news.set()  # repeated for every call
             return self._disconnect
-        return {"type": "http.request", "body": b"", "more_body": False, _TAKEN: self._num_taken}
+        return {"type": "http.request", "body": b"", "more_body": False, _ACK: self._num_acked}
 
     def close(self) -> None:
         if self._leaving is not None:
             self._leaving.cancel()
 
-    async def _wait_until_it_leaves(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (message := await self._receive())["type"] != "http.disconnect":
             pass  # drop the body
         self._disconnect = message
@@ -75,13 +75,13 @@ class UploadThrottle:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._num_passed = self._num_read = 0
-        self._is_answered = self._is_told = False
+        self._is_answered = self._has_acks = False
         self._news = asyncio.Event()
 
     async def send(self, message: Message) -> None:
         """Send a message to the client, or handle an acknowledgement."""
         if message["type"] == _READ:
-            self._is_told = True
+            self._has_acks = True
             self._num_read = message["num_bytes"]
         else:
             self._is_answered = True  # nothing waits for the rest of the body
@@ -96,11 +96,11 @@ class UploadThrottle:
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._news.wait()
             except TimeoutError:
-                if not self._is_told:
+                if not self._has_acks:
                     self._num_read = self._num_passed
         message = await self._receive()
         self._num_passed += len(message.get("body", b""))
-        return {**message, _IS_TOLD: True}
+        return {**message, _EXPECTS_ACKS: True}
 
 
 class UploadAckReceiver:
@@ -108,13 +108,13 @@ class UploadAckReceiver:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._num_read = self._num_told = 0
+        self._num_read = self._num_acked = 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
         self._num_read += len(message.get("body", b""))
-        if _IS_TOLD in message and self._num_read - self._num_told >= UPLOAD_WINDOW_BYTES // 4:
-            self._num_told = self._num_read
+        if _EXPECTS_ACKS in message and self._num_read - self._num_acked >= UPLOAD_WINDOW_BYTES // 4:
+            self._num_acked = self._num_read
             await self._send({"type": _READ, "num_bytes": self._num_read})
         return message
 
@@ -130,7 +130,7 @@ class DownloadWindow:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._num_taken = 0
+        self._num_acked = 0
         self.has_acks = self.has_left = False
 
     async def open(self, timeout_s: float) -> None:
@@ -141,7 +141,7 @@ class DownloadWindow:
 
     async def wait(self, num_sent: int, max_bytes: int) -> None:
         """Wait until at most `max_bytes` of the sent bytes are unacknowledged, or the client disconnected."""
-        while not self.has_left and num_sent - self._num_taken > max_bytes:
+        while not self.has_left and num_sent - self._num_acked > max_bytes:
             await self._read()
 
     async def wait_for_end(self) -> None:
@@ -152,6 +152,6 @@ class DownloadWindow:
     async def _read(self) -> None:
         message = await self._receive()
         self.has_left = message["type"] == "http.disconnect"
-        if _TAKEN in message:
+        if _ACK in message:
             self.has_acks = True
-            self._num_taken = message[_TAKEN]
+            self._num_acked = message[_ACK]

@@ -95,10 +95,10 @@ def hide_python_errors(engine: Any) -> None:
     """
     for serving in (engine._oai_serving_chat, engine._oai_serving_completion):
         if serving is not None:
-            serving.create_error_response = _telling_clients(serving.create_error_response)
+            serving.create_error_response = _with_error_event(serving.create_error_response)
 
 
-def _telling_clients(create: Callable[..., Any]) -> Callable[..., Any]:
+def _with_error_event(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_for_client(message: Any, *arguments: Any, **options: Any) -> Any:
         return _for_client(create(message, *arguments, **options), message)
@@ -114,7 +114,7 @@ def _for_client(answer: Any, error: Any) -> Any:
     return answer
 
 
-def told_refusal(error: Mapping[str, Any]) -> Any:
+def event_refusal(error: Mapping[str, Any]) -> Any:
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate({"error": error})

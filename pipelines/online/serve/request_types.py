@@ -64,7 +64,7 @@ def fail_fast(schema: Any) -> None:
             fail_fast(part)
 
 
-def leave_tags_to_trials() -> None:
+def skip_tag_validation() -> None:
     """Disable the compilation of structural tags in vLLM's request types."""
     protocol.validate_structural_tag_payload = _take
 
@@ -72,7 +72,7 @@ def leave_tags_to_trials() -> None:
 def _take(payload: Any, *, parameter: str) -> None: ...
 
 
-leave_tags_to_trials()
+skip_tag_validation()
 
 
 class Chat(ChatCompletionRequest):  # type: ignore[misc]  # Ray's classes are untyped

@@ -84,15 +84,15 @@ def _output_tokens(states: Iterable[Any]) -> int:
 _LISTENER: ContextVar[Sequences | None] = ContextVar("listener", default=None)
 
 
-def tell_sequences(client: Any) -> None:
+def report_sequences(client: Any) -> None:
     """Make an `AsyncLLM` report each sequence that it starts."""
     processor = client.output_processor
     add_request = processor.add_request
 
-    def add_and_tell(request: Any, *arguments: Any, **options: Any) -> None:
+    def add_and_notify(request: Any, *arguments: Any, **options: Any) -> None:
         add_request(request, *arguments, **options)
         if (listener := _LISTENER.get()) is not None:
             states = processor.request_states
             listener.add(states[request.request_id], states)
 
-    processor.add_request = add_and_tell
+    processor.add_request = add_and_notify

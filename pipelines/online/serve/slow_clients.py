@@ -28,7 +28,7 @@ READER_LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # of all answers to one API key, and to one address
 SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # of unread answers, after which freed memory is returned
 
 
@@ -47,7 +47,7 @@ class SlowReaders(asyncio.Protocol):
     holders: tuple[str, ...] = ()
     queued_bytes = 0
     paused_at: float | None = None
-    _reading: asyncio.TimerHandle | None = None
+    _check_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -59,14 +59,14 @@ class SlowReaders(asyncio.Protocol):
         super().pause_writing()
         self.paused_at = self.loop.time()
         _UNREAD.watch(self)
-        self._look_again()
+        self._schedule_check()
 
     def resume_writing(self) -> None:
-        self._stop_looking()
+        self._cancel_check()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_looking()
+        self._cancel_check()
         if self.client is not None:
             _CONNECTIONS.pop(self.client, None)
         super().connection_lost(exc)
@@ -82,12 +82,12 @@ class SlowReaders(asyncio.Protocol):
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _look_again(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-        self._reading = self.loop.call_later(READER_LIMIT_S, self._look, self.transport.get_write_buffer_size())
+    def _schedule_check(self) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+        self._check_timer = self.loop.call_later(READER_LIMIT_S, self._check, self.transport.get_write_buffer_size())
 
-    def _look(self, before: int) -> None:
+    def _check(self, before: int) -> None:
         """Close the connection if the client read too little.
 
         Nothing was added in the meantime, since uvicorn waits while the buffer is full.
@@ -95,13 +95,13 @@ class SlowReaders(asyncio.Protocol):
         if before - self.transport.get_write_buffer_size() < LEAST_BYTES:
             self.abort()
         else:
-            self._look_again()
+            self._schedule_check()
 
-    def _stop_looking(self) -> None:
+    def _cancel_check(self) -> None:
         self.paused_at = None
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
 
 
 _CONNECTIONS: dict[tuple[str, int], SlowReaders] = {}
@@ -114,7 +114,7 @@ def connection_of(scope: Mapping[str, Any]) -> SlowReaders | None:
 
 
 class _Unread:
-    """Looks at connections with unread answers once a second, while there are any."""
+    """Checks connections with unread answers once a second, while there are any."""
 
     def __init__(self) -> None:
         self._watched: set[SlowReaders] = set()
@@ -122,10 +122,10 @@ class _Unread:
 
     def watch(self, connection: SlowReaders) -> None:
         if not self._watched:
-            connection.loop.call_later(_LOOK_S, self._look, connection.loop)
+            connection.loop.call_later(_CHECK_S, self._check, connection.loop)
         self._watched.add(connection)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         self._watched = {connection for connection in self._watched if connection.paused_at is not None}
         self._peak_bytes = max(self._peak_bytes, sum(connection.unread_bytes for connection in self._watched))
         slow = [
@@ -141,10 +141,10 @@ class _Unread:
                     unread_bytes -= connection.unread_bytes
                     connection.abort()
         if self._watched:
-            loop.call_later(_LOOK_S, self._look, loop)
+            loop.call_later(_CHECK_S, self._check, loop)
         elif self._peak_bytes > _TRIM_BYTES:
             self._peak_bytes = 0
-            loop.call_later(_LOOK_S, trim_malloc)
+            loop.call_later(_CHECK_S, trim_malloc)
 
 
 _UNREAD = _Unread()

@@ -12,7 +12,7 @@ from peagle.economics.statement import statement
 from peagle.economics.usage import EngineFacts
 from peagle.engine.interface import SelfCheck
 from peagle.runs.ledgers import find_ledgers
-from pipelines.online.cost import CostView, asked_period
+from pipelines.online.cost import CostView, requested_period
 from pipelines.online.errors import ApiError
 from pipelines.online.replica.account import EngineAccount
 from pipelines.online.totals import totals_of
@@ -213,5 +213,5 @@ def test_statement_survives_a_restart(tmp_path, monkeypatch):
 )
 def test_invalid_period_is_refused(period, param):
     with pytest.raises(ApiError) as caught:
-        asked_period(*period)
+        requested_period(*period)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -101,7 +101,7 @@ def shorten_and_grow(folder):
         damage(lambda data: data[:-2]),
         damage(lambda data: data[: len(data) // 2]),
         damage(lambda data: data.replace(b"alice", b"clive", 1)),
-        damage(lambda data: data.replace(b'"version": 3', b'"version": 2')),
+        damage(lambda data: data.replace(b'"format": [4', b'"format": [3')),
         damage(lambda data: b""),
         damage(lambda data: b"[]\n" + data),
         damage(lambda data: b"\xff" + data),

@@ -187,11 +187,11 @@ def test_clients_cannot_forge_acks(room):
             if self.leaves.is_set():
                 return {"type": "http.disconnect"}
             await asyncio.sleep(0)
-            return {"type": "http.request", "body": b'{"peagle.taken": 99999999}', "more_body": True}
+            return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
 
     async def run():
         source, client = Source(), Talker(most=2)
-        download = Download(file_of(), lambda: source, {"peagle.taken": "99999999"}, room)
+        download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, room)
         task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
         await settle()
         assert source.num_read <= len(client.body) + WINDOW_BYTES

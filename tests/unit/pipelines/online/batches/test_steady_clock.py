@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.online.batches.store import BELIEVED_AFTER_S, SteadyClock
+from pipelines.online.batches.store import TRUST_AFTER_S, SteadyClock
 
 YEAR_S = 365 * 24 * 3600.0
 START = 1.8e9
@@ -31,8 +31,8 @@ def test_clock_jump_is_trusted_after_a_day(machine, make_clock, jump_s):
     machine.uptime += 10
     machine.ahead = jump_s
     assert clock() == before + 10
-    machine.uptime += BELIEVED_AFTER_S - 1
-    assert clock() == before + 10 + BELIEVED_AFTER_S - 1
+    machine.uptime += TRUST_AFTER_S - 1
+    assert clock() == before + 10 + TRUST_AFTER_S - 1
     machine.uptime += 1
     assert clock() == START + machine.uptime + jump_s
 
@@ -42,7 +42,7 @@ def test_jump_that_is_corrected_within_a_day_is_ignored(machine, make_clock):
     for _ in range(5):
         for ahead in (YEAR_S, -YEAR_S, 0.0):
             machine.ahead = ahead
-            machine.uptime += BELIEVED_AFTER_S / 2
+            machine.uptime += TRUST_AFTER_S / 2
             assert clock() == START + machine.uptime
 
 
@@ -58,13 +58,13 @@ def test_clock_continues_in_the_next_process(machine, make_clock):
     clock = make_clock()
     machine.ahead = YEAR_S
     clock()
-    machine.uptime += BELIEVED_AFTER_S / 2
+    machine.uptime += TRUST_AFTER_S / 2
     note = clock.state()
     machine.uptime += 3600  # no process in the meantime
     later = make_clock()
     later.resume(note)
     assert later() == START + machine.uptime
-    machine.uptime += BELIEVED_AFTER_S / 2 - 3600
+    machine.uptime += TRUST_AFTER_S / 2 - 3600
     assert later() == START + machine.uptime + YEAR_S  # believed: the same for a day, a restart in between
 
 
@@ -75,7 +75,7 @@ def test_clock_continues_from_the_saved_time_after_a_reboot(machine, make_clock,
     later = make_clock(boot)
     later.resume(note)
     assert later() == note["now"]
-    machine.uptime += BELIEVED_AFTER_S
+    machine.uptime += TRUST_AFTER_S
     assert later() == START + machine.uptime + YEAR_S
 
 

@@ -971,10 +971,10 @@ def test_large_body_is_acknowledged(settings, keys):
         totals_of.cache_clear()
         gate = Gate(Engine(), GateSettings(**settings | {"max_body_bytes": 8 << 20}), ROUTES)
         messages = [
-            {"type": "http.request", "body": b" " * (1 << 20), "more_body": True, "peagle.is_told": True}
+            {"type": "http.request", "body": b" " * (1 << 20), "more_body": True, "peagle.expects_acks": True}
             for _ in range(pieces)
         ]
-        messages.append({"type": "http.request", "body": b"{}", "more_body": False, "peagle.is_told": True})
+        messages.append({"type": "http.request", "body": b"{}", "more_body": False, "peagle.expects_acks": True})
 
         async def receive():
             return messages.pop(0)

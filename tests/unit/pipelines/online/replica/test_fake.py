@@ -100,8 +100,8 @@ def test_completion_has_sixteen_tokens_by_default():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_tokens": 9}, "min_tokens: 9 are more than max_tokens, 8"),
-        ({"messages": [{"role": "user", "content": "x" * 300}]}, "the context holds 200"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "the limit is 200"),
     ],
 )
 def test_invalid_request_is_refused(changes, message):

@@ -384,7 +384,7 @@ def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
         raise AssertionError
 
     async def read():
-        answers = convert_errors(generate(items), check_health, told_refusal=lambda told: ("refused", told["code"]))
+        answers = convert_errors(generate(items), check_health, event_refusal=lambda told: ("refused", told["code"]))
         return [item async for item in answers]
 
     assert asyncio.run(read()) == expected

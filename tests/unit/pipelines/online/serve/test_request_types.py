@@ -58,7 +58,7 @@ def test_structural_tags_are_not_compiled_in_the_ingress(kind, where):
 
 
 def test_vllm_compiles_structural_tags():
-    """If this fails, `leave_tags_to_trials` can be removed."""
+    """If this fails, `skip_tag_validation` can be removed."""
     from vllm.entrypoints.generate.base import protocol
     from vllm.v1.structured_output import backend_xgrammar
 

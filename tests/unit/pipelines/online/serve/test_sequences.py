@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import IterationStats, RequestSpecDecodeMetrics
 
 from peagle.economics.ledger import RequestReader
 from pipelines.online.replica.relay import Pace, in_pieces, relay
-from pipelines.online.serve.sequences import Sequences, tell_sequences
+from pipelines.online.serve.sequences import Sequences, report_sequences
 from pipelines.online.wire import Context
 
 PAST_S = 100.0  # age of the requests
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self):
         self.processor = OutputProcessor(None, log_stats=True)
-        tell_sequences(SimpleNamespace(output_processor=self.processor))
+        report_sequences(SimpleNamespace(output_processor=self.processor))
 
     def add(self, name, n=1, kind=RequestOutputKind.FINAL_ONLY):
         """Like `AsyncLLM.add_request`."""

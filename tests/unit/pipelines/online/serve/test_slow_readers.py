@@ -117,7 +117,7 @@ def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connection
     unread, loop = slow_readers._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
     slow = [Slow(*one) for one in connections]
     unread._watched = set(slow)
-    unread._look(loop)
+    unread._check(loop)
     aborted = [one for one in slow if one.is_aborted]
     assert len(aborted) == num_aborted
     assert all(one.paused_at == 0.0 for one in aborted)  # the slowest
@@ -129,10 +129,10 @@ def test_memory_is_returned_after_slow_readers(monkeypatch):
     unread = slow_readers._Unread()
     reader = Slow(("a",), slow_readers._TRIM_BYTES + 1, 0.0)
     unread._watched = {reader}
-    unread._look(loop)
+    unread._check(loop)
     reader.paused_at = None
-    unread._look(loop)
-    assert calls == [unread._look, slow_readers.trim_malloc]
+    unread._check(loop)
+    assert calls == [unread._check, slow_readers.trim_malloc]
 
 
 def test_application_does_not_wait_for_a_slow_client(server):

@@ -11,27 +11,27 @@ from pipelines.online.serve.ray_names import serve_processes
 
 _POLL_S = 2.0
 _TOO_LONG_S = 60.0
-_LOST = {
+_CONSEQUENCES = {
     "controller": "requests go on, only scaling waits; Ray starts another one",
     "proxy": "its connections were cut, and new ones are refused until Serve has started another one",
 }
 
 
-class PartsWatch:
+class ProcessWatch:
     """Compares Serve's processes, by kind, with those of the previous check."""
 
     def __init__(
         self,
         processes: Callable[[], Mapping[Hashable, str]],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._processes, self._say, self._monotonic = processes, say, monotonic
+        self._processes, self._report, self._monotonic = processes, report, monotonic
         self._known = dict(processes())
         self._died_at: dict[str, float] = {}
-        self._is_told: set[str] = set()
+        self._is_reported: set[str] = set()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Report processes that ended or came back since the previous check."""
         now, processes = self._monotonic(), dict(self._processes())
         ended = [self._known[process] for process in self._known.keys() - processes.keys()]
@@ -39,25 +39,25 @@ class PartsWatch:
         self._known = processes
         for kind in ended:
             self._died_at[kind] = now
-            self._say(f"Serve's {kind} died: {_LOST[kind]}. Nothing has to be done")
+            self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. Nothing has to be done")
         for kind in new:
             if (died_at := self._died_at.pop(kind, None)) is not None:
-                self._is_told.discard(kind)
-                self._say(f"Serve's {kind} is back after {now - died_at:.0f} s")
+                self._is_reported.discard(kind)
+                self._report(f"Serve's {kind} is back after {now - died_at:.0f} s")
         for kind, died_at in self._died_at.items():
-            if now - died_at >= _TOO_LONG_S and kind not in self._is_told:
-                self._is_told.add(kind)
-                self._say(
+            if now - died_at >= _TOO_LONG_S and kind not in self._is_reported:
+                self._is_reported.add(kind)
+                self._report(
                     f"Serve's {kind} is not back after {_TOO_LONG_S:g} s: stop this command and start it again; usage, "
                     "files and batches are saved"
                 )
 
 
-def watch_parts(stopped: threading.Event, say: Callable[[str], None]) -> None:
-    watch = PartsWatch(serve_processes, say)
+def watch_processes(stopped: threading.Event, report: Callable[[str], None]) -> None:
+    watch = ProcessWatch(serve_processes, report)
 
     def run() -> None:
         while not stopped.wait(_POLL_S):
-            watch.look()
+            watch.check()
 
-    threading.Thread(target=run, name="serve-parts", daemon=True).start()
+    threading.Thread(target=run, name="serve-processes", daemon=True).start()

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.requests.fields import CHAT_URL
-from pipelines.online.batches.ordering import BatchCreator, NewBatch, Quota
+from pipelines.online.batches.creation import BatchCreator, NewBatch, Quota
 from pipelines.online.batches.records import BatchProgress
 from pipelines.online.batches.settings import KeyQuota
 from pipelines.online.batches.store import BatchStore
