@@ -6,7 +6,7 @@ import pytest
 from tests.faults.endpoint import MODEL, Size, serving
 
 SIZE = Size(queued=2, token_s=0.01, tokens=4)
-PROMPTS = ["def add(a, b):\n" * 40, [1, 2, 3], list(range(900))]
+PROMPTS = ["def add(a, b):\n" * 40, [1, 2, 3], [n % 256 for n in range(900)]]
 REFUSED_PROMPTS = [[[1, 2], [3]], ["one", "two"]]  # refused by the fake engine, so they were routed
 CONTENTS = ["", [{"type": "text", "text": ""}], [{"type": "text", "text": "add " * 200}]]
 
