@@ -443,9 +443,9 @@ def read_rows(path: StoragePath, columns: frozenset[str] | None) -> Generator[pa
         PeagleError: the file is damaged.
     """
     try:
-        with open_to_read(path) as file, pq.ParquetFile(file) as parquet:
+        with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             names = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
                 yield plain(batch.replace_schema_metadata(None))
     except (OSError, pa.ArrowException) as error:
         raise _damaged(path, error) from error
