@@ -76,7 +76,7 @@ def test_kept_modules_are_unchanged(tmp_path, head):
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     assert torch.equal(tensors["lm_head.weight"], load_file(head / "model.safetensors")["lm_head.weight"])
     assert "lm_head.weight_scale" not in tensors
-    assert done.kept["lm_head.weight"] == "asked for"
+    assert done.kept["lm_head.weight"] == "--keep"
     with pytest.raises(ConfigError, match="--keep q_proj: unknown module"):
         quantize_head(head, tmp_path / "other", keep=["q_proj"])
 

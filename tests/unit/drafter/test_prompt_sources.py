@@ -104,7 +104,7 @@ def test_own_evaluation_sets_are_dropped_and_reported(write_jsonl):
     [
         ("", "the file is empty"),
         ("\n", "has no rows"),
-        ('{"promt": "x"}', "no column 'prompt' or 'messages'"),
+        ('{"promt": "x"}', "has neither a column 'prompt' nor 'messages'"),
         ("{", "not valid JSON"),
     ],
 )
