@@ -17,7 +17,7 @@ from peagle.engine.precision import Precision, PrecisionName
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
