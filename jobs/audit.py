@@ -5,23 +5,23 @@ import sys
 from typing import Any
 
 HELP = """\
-Audit a run: compare its files with its plan, and a sample of its rows with answers of the target without a drafter.
+Audit a run: compare its files with its plan, and a sample of its rows with what the target generates without a drafter.
 
-Files: every unit is there, every id is in exactly one row or dead letter, usage is the sum of the rows, the ledger
+Files: every unit exists, every id is in exactly one row or dead letter, usage is the sum of the rows, the ledger
 agrees, nothing is left over and the input is unchanged. Rows: the sample is generated again without the drafter, on the
-same engine settings, and compared token by token: that is the lossless promise.
+same engine settings, and compared token by token. This verifies that speculative decoding did not change the text.
 
   peagle audit runs/first
   peagle audit runs/first --sample 64 --seed 1
-  peagle audit runs/first --no-regenerate      files only: no engine is started
-  peagle audit runs/first --json -             as data, and nothing else
+  peagle audit runs/first --no-regenerate      check only files; start no engine
+  peagle audit runs/first --json -             print only JSON
 
 Where two texts differ, the log-probabilities of the two tokens decide: nearly equal ones are a rounding tie (how near
 depends on the precision), anything else is a difference. Rows at a temperature above 0 cannot be compared and are
 skipped. The engine runs in this process, without Ray; nothing is written into the run directory.
 """
 EPILOG = """\
-exit codes: 0 all right, 1 a file that is not as planned or a text that differs by more than a tie, 2 bad usage
+exit codes: 0 clean, 1 a file does not match the plan or a text differs by more than a tie, 2 bad usage
 """
 
 

@@ -26,7 +26,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> Non
         "--name", metavar="TEXT", help="name of the created resources (default: peagle- and the file's name)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to this file instead of standard output")
-    parser.add_argument("--apply", action="store_true", help=f"also run it: {client}")
+    parser.add_argument("--apply", action="store_true", help=f"also apply the output with: {client}")
 
 
 def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Workload:
@@ -63,7 +63,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
     return Workload(
         name=label_of(name or f"peagle-{path.stem}", max_length=max_name_length),
         command=command,
-        # A profile has already set its keys, and its file is not on the other machines.
+        # The profile's values are already merged in, and the profile file does not exist on the other machines.
         keys=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,

@@ -1,4 +1,4 @@
-"""`peagle prompts`: write shipped prompts, whose answers by a target are a drafter's training data."""
+"""`peagle prompts`: write built-in prompts; a target's answers to them become a drafter's training data."""
 
 import argparse
 import json

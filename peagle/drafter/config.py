@@ -15,7 +15,7 @@ from peagle.economics.tags import TagOptions
 from peagle.storage import on_disk
 from peagle.storage.s3_path import SCHEME
 
-WAYS = ("greedy", "sampled")
+DECODING_MODES = ("greedy", "sampled")
 
 
 class TrainConfig(PriceOptions, TagOptions):
@@ -30,18 +30,18 @@ class TrainConfig(PriceOptions, TagOptions):
         " stdlib, package:NAME, content (see `peagle prompts`)",
     )
     output: Path = Field(
-        description="folder for features, checkpoint, metrics and the head; a training that is already there is resumed"
+        description="folder for features, checkpoint, metrics and the head; an existing training run is resumed"
     )
     features: Path | None = Field(
         None,
-        description="folder of the target's hidden states, to share them between trainings; default: OUTPUT/features",
+        description="folder of the target's hidden states, to share them between training runs; default: OUTPUT/features",
     )
     on_the_fly: bool = Field(
         False, description="do not store hidden states: run the target in each pass; for small disks"
     )
     verifier: str | None = Field(
         None,
-        description="public name of the target to write into the head, by which `vllm serve HEAD` loads it; default:"
+        description="public name of the target to write into the head; `vllm serve HEAD` loads the target by this name; default:"
         " its hub id or the folder's name",
     )
 
@@ -89,14 +89,14 @@ class TrainConfig(PriceOptions, TagOptions):
         None, description="target layers whose inputs the head reads; default: 2, L/2, L-1"
     )
     draft_vocab_size: int = Field(8192, ge=1, description="size of the draft vocabulary: the most frequent tokens")
-    mask_token_id: int = Field(0, ge=0, description="token that represents unknown tokens")
+    mask_token_id: int = Field(0, ge=0, description="token that stands for positions not drafted yet")
     init: str = Field(
         "warm",
         description="initial weights: warm (the target's last layers), random, or a head to continue (its folder or "
         "catalog name); added layers start as the identity",
     )
     num_frozen_layers: int = Field(
-        0, ge=0, description="do not train the first N layers of the head in --init, nor their inputs"
+        0, ge=0, description="do not train the first N layers of the head in --init, nor `fc` and the mask state, their inputs"
     )
     train_lm_head: bool = Field(True, description="train lm_head; otherwise it keeps the target's rows")
     train_embeddings: bool = Field(
@@ -111,7 +111,13 @@ class TrainConfig(PriceOptions, TagOptions):
         description="maximum tokens to compute together, to save memory; longer documents are computed in parts;"
         " default: a whole step",
     )
-    cod_ratio: float = Field(0.8, gt=0, le=1, description="share of chains that continue from one depth to the next")
+    cod_ratio: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="conditional-on-distribution (COD) sampling: share of the draft chains (one per position) that"
+        " continue from one depth to the next",
+    )
     depth_decay: float = Field(
         1.0, gt=0, le=1, description="the weight of depth d in the loss is this value to the power of d"
     )
@@ -176,6 +182,6 @@ class TrainConfig(PriceOptions, TagOptions):
     def response_sources(self) -> list[str]:
         if self.responses == "given":
             return self.prompts
-        runs = [self.answers(way) for way in WAYS]
+        runs = [self.answers(way) for way in DECODING_MODES]
         existing = [run for run in runs if run.is_dir()]
         return [str(run) for run in existing or runs]

@@ -60,8 +60,8 @@ class FakeEngine:
 
     Args:
         traits: the caller waits for `start_s`; this constructor returns immediately.
-        num_speculative_tokens: K of a pretended drafter; 0 for none.
-        max_num_seqs: concurrent requests; others wait, which counts in their latency. None for no limit.
+        num_speculative_tokens: K of a simulated drafter; 0 for no drafter.
+        max_num_seqs: concurrent requests; the time that others wait counts toward their latency. None for no limit.
     """
 
     compile_s = 0.0
@@ -110,7 +110,7 @@ class FakeEngine:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
                 await asyncio.sleep(self._traits.token_s)
                 await self._hang()
-                self.require_life()
+                self.check_alive()
                 first_token = time.monotonic() if num_tokens == 1 else first_token
                 if num_tokens < longest:
                     yield [_beginning(completion, num_tokens) for completion in completions], None
@@ -145,13 +145,13 @@ class FakeEngine:
         """Return the complete responses."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
-        self._meet_poison(prompt_token_ids)
+        self._apply_failure_triggers(prompt_token_ids)
         return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
 
     def _end(
         self, prompt_token_ids: list[int], completions: list[CompletionOutput], ttft_s: float, latency_s: float
     ) -> Generation:
-        self.require_life()
+        self.check_alive()
         num_tokens = sum(c.num_output_tokens for c in completions)
         speculation = self._speculation(num_tokens)
         self._totals += speculation or SpeculationStats.empty()
@@ -167,18 +167,18 @@ class FakeEngine:
             completions=tuple(completions) if len(completions) > 1 or completions[0].logprobs is not None else (),
         )
 
-    def _meet_poison(self, prompt_token_ids: list[int]) -> None:
+    def _apply_failure_triggers(self, prompt_token_ids: list[int]) -> None:
         if _contains(prompt_token_ids, self._traits.kill_on):
             os.kill(os.getpid(), signal.SIGKILL)
         self._hangs = self._hangs or _contains(prompt_token_ids, self._traits.hang_on)
         self._is_dead = self._is_dead or _contains(prompt_token_ids, self._traits.die_on)
-        self.require_life()
+        self.check_alive()
 
     async def _hang(self) -> None:
         while self._hangs:
             await asyncio.sleep(_HANGING_S)
 
-    def require_life(self) -> None:
+    def check_alive(self) -> None:
         """Check that the engine is alive.
 
         Raises:

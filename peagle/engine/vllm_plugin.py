@@ -35,9 +35,9 @@ def register() -> None:
 
     vLLM calls this in each of its processes, before a worker loads kernels and compiles.
     """
-    end_with_starter()
+    exit_with_parent()
 
-    compile_behind_steps()
+    lower_grammar_compile_priority()
 
     cut_at_stop_strings()
     count_drafts_toward_min_tokens()
@@ -54,7 +54,7 @@ def register() -> None:
         probe_before_loading()
 
 
-def end_with_starter() -> None:
+def exit_with_parent() -> None:
     """End this process when its parent process is gone, also by kill -9.
 
     A core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children of a lost
@@ -219,7 +219,7 @@ class _Launched:
 NICE = 10  # about a tenth of a core next to busy threads
 
 
-def compile_behind_steps() -> None:
+def lower_grammar_compile_priority() -> None:
     """Lower the priority of the threads in which vLLM's core compiles grammars.
 
     They would slow down the steps of every request. xgrammar's own threads inherit the priority.

@@ -114,7 +114,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 def _documents(documents: Any) -> list[dict[str, str]]:
     is_list = isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
     if not is_list or not all(isinstance(text, str) for document in documents for text in document.values()):
-        raise _Wrong(f"documents: must be a list of objects of texts, not {shown(documents)}")
+        raise _Wrong(f"documents: must be a list of objects with string values, not {shown(documents)}")
     return list(documents)
 
 
@@ -158,7 +158,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
-    """Return a response format as sampling parameters."""
+    """Return the sampling parameters for a response format."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return {}
@@ -221,7 +221,7 @@ def _key(run_id: str, row_id: str) -> str:
 
 
 def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> dict[str, Any]:
-    """Return a complete answer to a row of `output_line`; `key` makes its id unique."""
+    """Return the complete response for a row (as in `output_line`); `key` makes its id unique."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -233,7 +233,7 @@ def answer(row: Mapping[str, Any], key: str, *, is_chat: bool, created: int) -> 
 
 
 def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, created: int, model: str) -> dict[str, Any]:
-    """Return an event of a streamed answer, with choices of `added`; the last event has none, only usage."""
+    """Return an event of a streamed answer, with choices made by `chunk_choice`. The last event has only usage."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
         "object": "chat.completion.chunk" if is_chat else "text_completion",
@@ -255,7 +255,7 @@ def added(
     """Return a choice of a `chunk`: its new text, and the finish reason if it ended.
 
     Args:
-        logprobs: of the new tokens, as in an output row; None if not requested.
+        logprobs: logprobs of the new tokens, as in an output row; None if not requested.
         offset: number of characters in earlier chunks.
     """
     content = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
@@ -264,7 +264,7 @@ def added(
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int | None = None) -> dict[str, Any]:
-    """Return the usage of an answer or a choice; None cached is unknown."""
+    """Return the usage of an answer or a choice. `num_cached_tokens` is None if unknown."""
     details = None if num_cached_tokens is None else {"cached_tokens": num_cached_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,

@@ -54,7 +54,7 @@ class EngineWorker:
             started = start_engine(run, self._session)
         finally:
             self._session.keep_log()
-        self._engine, self._checkable, self._others = started.engine, started.checkable, started.others
+        self._engine, self._checkable, self._other_nodes = started.engine, started.checkable, started.others
         self._session.meter.ready(started.compile_s)
         self._session.beat()
         slots = run.num_slots
@@ -72,8 +72,8 @@ class EngineWorker:
         )
         self._check: asyncio.Task[None] | None = None
         atexit.register(self._close)
-        if self._others is not None:
-            self._others.started(self._die)
+        if self._other_nodes is not None:
+            self._other_nodes.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Generate and commit one prepared unit; while the run stops, return without doing so."""
@@ -208,8 +208,8 @@ class EngineWorker:
     # --- the end of the process
 
     def _close(self) -> None:
-        if self._others is not None:
-            self._others.release()
+        if self._other_nodes is not None:
+            self._other_nodes.release()
         self._session.end()
         self._engine.shutdown()
 

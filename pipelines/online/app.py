@@ -1,4 +1,4 @@
-"""Builds the Serve application from a configuration, for `peagle serve` and for `serve run`/`serve deploy`.
+"""Build the Serve application from a configuration, for `peagle serve` and for `serve run`/`serve deploy`.
 
 config -> hardware, price -> an engine for each model -> replicas, ingress
 """
@@ -36,8 +36,8 @@ from pipelines.online.placement import num_accelerators, placements
 from pipelines.online.serve.deployment import ReplicaJob, request_counts
 
 INGRESS_CPUS = 0.25  # must fit next to an engine on two cores
-INGRESS_ONGOING = 10_000  # requests wait here for engines; other limits apply
-_MACHINES_WAIT_S = 1200.0  # minutes until a machine starts, then the image download
+INGRESS_ONGOING = 10_000  # effectively unlimited: requests wait in the ingress for engines; other limits apply
+_MACHINES_WAIT_S = 1200.0  # a machine takes minutes to start, then it downloads the image
 _POLL_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -120,7 +120,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     ledger = _state(config) / "ledger"
     if others := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
-            f"{ledger}: its engines are billed by the {others.pop()}, but the price of "
+            f"{ledger}: this ledger bills engines by the {others.pop()}, but the price of "
             f"{price.instance_type} is per {price.device}",
             hint="use another folder with --state: a ledger supports one kind of device",
         )
@@ -152,7 +152,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         num_replicas=1,  # key limits are counted in its memory
         max_ongoing_requests=INGRESS_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        logging_config={"enable_access_log": False},  # the ledger has answered requests, the gate logs refusals
+        logging_config={"enable_access_log": False},  # the ledger records answered requests, the gate logs refusals
         graceful_shutdown_timeout_s=max(model.keys.drain_s for model in served),
     )
     return ingress.bind(
@@ -249,9 +249,9 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
 
 
 def _parsers_of(model: Served) -> frozenset[str]:
-    """Return the keys of the parsers that vLLM has for a model."""
+    """Return the options whose parsers are configured for a model."""
     names = ("tool_call_parser", "reasoning_parser")
-    if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM reads harmony without a parser
+    if model.engine.model.config.get("model_type") == "gpt_oss":  # vLLM parses harmony without an option
         return frozenset(names)
     configured = {name for name in names if getattr(model.keys, name)}
     return frozenset(configured | ({"reasoning_parser"} if "reasoning_config" in model.keys.engine_args else set()))

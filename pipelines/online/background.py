@@ -2,8 +2,8 @@
 
     $PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
 
-They outlive the command that started them. `peagle serve` writes to its state folder when it is up and what its machine
-costs (`record_up`).
+The processes outlive the command that started them. When it is up, `peagle serve` records that and the price of its
+machine in its state folder (`record_up`).
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint that was started in the background. It may have ended.
+    """An endpoint that was started in the background. It may have exited since.
 
     Attributes:
         folder: contains its record, configuration and log.
@@ -63,7 +63,7 @@ class Endpoint:
         return self.folder / _LOG
 
     def process(self) -> psutil.Process | None:
-        """Return its process, or None if it has ended."""
+        """Return the endpoint's process, or None if it has exited."""
         try:
             process = psutil.Process(self.pid)
             is_alive = process.create_time() == self.born_at and process.status() != psutil.STATUS_ZOMBIE
@@ -77,7 +77,7 @@ class Endpoint:
         return "up" if self._price() else "starting"
 
     def usd(self) -> float | None:
-        """Return the cost of its engines in US dollars since its start, or None if it is not up yet."""
+        """Return the cost of the engines in US dollars since the start, or None if the endpoint is not up yet."""
         price = self._price()
         return None if price is None else engines_usd(self.state / "ledger", price, since=self.started_at)
 
@@ -169,7 +169,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
 
 
 def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
-    """Wait until it is up, and print its output. Raises EngineError if it ends instead."""
+    """Wait until the endpoint is up, and print its output. Raises EngineError if it exits instead."""
     lines = _new_lines(endpoint.log)
     while (status := endpoint.status()) == "starting":
         for line in next(lines):
@@ -182,7 +182,7 @@ def wait_until_up(endpoint: Endpoint, say: Callable[[str], None]) -> None:
 
 
 def end(endpoint: Endpoint) -> None:
-    """Stop it like Ctrl-C, and wait until it has ended."""
+    """Stop the endpoint as Ctrl-C would, and wait until it has exited."""
     process = endpoint.process()
     if process is not None:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended in the meantime

@@ -1,4 +1,4 @@
-"""Usage and cost of the endpoint: by key, by model and in total, from its ledger.
+"""Usage and cost of the endpoint: by key, by model and in total, from the ledger.
 
 A request costs its share of an engine's busy seconds. The cost of starting and idle engines belongs to no request; it
 appears in the account of the whole endpoint.
@@ -64,7 +64,7 @@ class CostView:
         """Return the spend of some days as JSON, like `peagle cost`.
 
         Args:
-            key: only what this key was billed; None for all, including overhead and losses.
+            key: only what this key was billed; None for everything, including overhead and losses.
         """
         with self.totals.snapshot():
             ledger = Ledger(run="endpoint", sessions=self._sessions.all(), work=self._work(), then=self._sessions.then)
@@ -81,7 +81,7 @@ class CostView:
         return work
 
     async def require(self) -> None:
-        """Wait shortly for the first read of the ledger; raise 503 if it takes longer."""
+        """Wait briefly for the first read of the ledger; raise 503 if it takes longer."""
         if not await self.totals.wait_until_loaded():
             raise overloaded("the ledger is being read; try again")
 
@@ -106,7 +106,7 @@ class CostView:
         }
 
     def _since_minute(self, window_s: float | None) -> float:
-        """Return the first minute of the window. Long ago it is rounded to an hour or a day."""
+        """Return the first minute of the window, rounded to an hour or a day if it is long ago."""
         if window_s is None:
             return -math.inf
         now = self._now()
@@ -124,7 +124,7 @@ def requested_period(
 ) -> tuple[tuple[str, ...], Days]:
     """Return the requested dimensions and days, or raise 400."""
     if window_s is not None:
-        raise ApiError(400, "window_s goes with neither start, end nor by", code="invalid_value", param="window_s")
+        raise ApiError(400, "window_s cannot be combined with start, end or by", code="invalid_value", param="window_s")
     try:
         days = Days(None if start is None else day_number(start), None if end is None else day_number(end))
     except ValueError as error:
@@ -140,8 +140,8 @@ def totals(cells: Iterable[Sums]) -> dict[str, Any]:
 
     Tokens per dollar use busy time only: requests do not pay for idle engines.
 
-    `requests_at_once` is the requests' time over their shares of busy time. For a single key this requires that no
-    request had several choices, which count in the shares. Batches with their own engines are excluded.
+    `requests_at_once` is the requests' total time divided by their shares of busy time. For a single key it is exact
+    only if no request had several choices, since shares count choices. Batches with their own engines are excluded.
     """
     cells = list(cells)
     units = [sums.usage for sums in cells]

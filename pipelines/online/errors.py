@@ -22,14 +22,14 @@ _TYPES = {
 }
 _OF_A_REQUEST_UNDER_WAY = (408, 413, 415, 431)
 _OVERLOADED_RETRY_S = 5
-_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not return a MiB from the request
+_MOST_CHARS, _MOST_PARAM_CHARS = 2000, 200  # an error must not echo a MiB of the request
 
 
 class ApiError(Exception):
     """An error response.
 
     Args:
-        code: for programs, such as "model_not_found".
+        code: machine-readable code, such as "model_not_found".
         param: the invalid field of the request.
         retry_after_s: when to retry; 0 if unknown.
         is_retryable: if False, OpenAI's clients do not retry even if the status alone would make them.
@@ -102,7 +102,7 @@ _UNAVAILABLE = (
 _ENGINE_DEATHS = ("ActorDiedError", "EngineDeadError")
 
 
-class EngineUnavailable(Exception):  # noqa: N818 - it says nothing about the request
+class EngineUnavailable(Exception):  # noqa: N818 - not an error of the request
     """The engine was already dead when the request arrived, so the request cannot be the cause."""
 
 
@@ -117,7 +117,7 @@ def is_engine_unavailable(error: BaseException) -> bool:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """Return the API error for an exception. Contains its text only if it is meant for clients."""
+    """Return the API error for an exception. It includes the exception's text only if that is meant for clients."""
     if isinstance(error, ApiError):
         return error
     names = _names(error)
@@ -132,7 +132,7 @@ def from_exception(error: BaseException) -> ApiError:
     text = getattr(error, "detail", None) or getattr(error, "message", None)
     if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
         return ApiError(status, text, code="not_found" if status == 404 else None)
-    return ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+    return ApiError(500, "internal server error; the request can be retried", code="internal_error")
 
 
 def _names(error: BaseException) -> list[str]:

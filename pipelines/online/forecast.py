@@ -1,7 +1,7 @@
 """The forecast of `peagle serve --dry-run`.
 
-Uses the same functions as the endpoint, for the configured machine or this one. Starts and writes nothing, and does not
-use Ray.
+Uses the same functions as the endpoint, for the configured machine or this machine. Starts and writes nothing, and
+does not use Ray.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class EndpointForecast:
         if self.config.is_behind_sagemaker:
             return (
                 f"none; anyone who can connect to {self.config.host}:{self.config.port} can send requests, "
-                "which on SageMaker means everyone whom IAM allows"
+                "which on SageMaker means everyone whom IAM authorizes"
             )
         return "none; only this machine can connect"
 
@@ -102,7 +102,7 @@ def forecast(config: ServeConfig, announce: Callable[[str], None]) -> EndpointFo
 
 
 def settled(config: ServeConfig) -> ResolvedDefaults:
-    """Return the values of options that the configuration leaves open.
+    """Return the values of options that the configuration does not set.
 
     With several models, names are prefixed by the model: "plain.drafter".
     """

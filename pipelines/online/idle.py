@@ -1,7 +1,7 @@
-"""Stops an endpoint without requests, and reports what it cost.
+"""Stop an endpoint that gets no requests, and report its cost.
 
-Only the work of engines counts (`busy_s` and starts in the ledger), not requests that the gate answers itself, such as
-the web page's polling.
+Only the work of engines counts as activity (`busy_s` and starts in the ledger), not requests that the gate answers
+itself, such as the web page's polling.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ _CHECK_S = 5.0
 
 
 class IdleWatch:
-    """Measures how long all engines have been idle.
+    """A measure of how long all engines have been idle.
 
     Args:
-        has_batches: returns whether a batch is running, since its engines are not in the ledger.
+        has_batches: returns whether a batch is running; the engines of batches are not in the ledger.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class IdleWatch:
 def ended_when_idle(
     config: ServeConfig, price: Price, stopped: threading.Event, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Set `stopped` once the endpoint was idle for its `idle_timeout`, and report its cost at the end."""
+    """Set `stopped` when the endpoint has been idle for its `idle_timeout`, and report its cost at the end."""
     if config.idle_timeout is None:
         yield
         return
@@ -91,7 +91,7 @@ def _watch(
         try:
             idle_s = watch.idle_s()
         except (PeagleError, OSError) as error:
-            say(f"cannot check for requests now: {error}")
+            say(f"cannot check whether the endpoint is idle: {error}")
             continue
         if idle_s >= timeout_s:
             say(f"no requests for {format_duration(timeout_s)}: stopping the endpoint")

@@ -2,7 +2,7 @@
 
 Ray's own FastAPI application answers wrong types with 400, sends internal exceptions to clients and allows every web
 page with credentials. So only its handlers are used, through `make_fastapi_ingress(app=)`. Embeddings, scores and
-transcriptions are omitted: no supported model has them.
+transcriptions are omitted: no supported model offers them.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, batches: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
-        if batches.lends:  # with Serve's names of the endpoint and its engines
+        if batches.lends:  # add Serve's names of the endpoint and its engines
             app_name = serve.get_replica_context().app_name
             batches = replace(batches, application=app_name, deployments=self._deployments)
         return Batches(batches, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
@@ -154,12 +154,12 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         end: datetime.date | None = None,
         by: str | None = None,
     ) -> JSONResponse:
-        """Return usage and cost: of all keys for an operator, otherwise of the client's key.
+        """Return usage and cost: for all keys if the client is an operator, otherwise for its key.
 
         With `start`, `end` (UTC days, inclusive) or `by`, return a statement like `peagle cost`.
         """
-        asks = any(one is not None for one in (start, end, by))
-        period = requested_period(start, end, by, window_s) if asks else None
+        is_statement = any(value is not None for value in (start, end, by))
+        period = requested_period(start, end, by, window_s) if is_statement else None
         key = key_of(request)
         name = None if key.is_operator else key.name
         await self._cost.require()
@@ -175,7 +175,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def live(
         self, request: Request, window_s: int = Query(60, ge=60, le=MAX_WINDOW_S, multiple_of=60)
     ) -> JSONResponse:
-        """Return figures of the last minutes: of everything for an operator, otherwise of the client's key."""
+        """Return metrics of the last minutes: for all keys if the client is an operator, otherwise for its key."""
         key = key_of(request)
         await self._cost.require()
         if not key.is_operator:
@@ -216,7 +216,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
 
 async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request) -> Response:
-    """Return an engine's answer; any failure is an ApiError.
+    """Return an engine's answer. Any failure is raised as an ApiError.
 
     A request whose engine crashed before the first output is retried once, unless it may have caused the crash.
     """
@@ -232,7 +232,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         except Exception as error:
             if not is_engine_death(error):
                 raise
-        # The second engine does not bill what the first one has billed.
+        # The second engine does not bill a request that the first engine has billed.
         headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
         again = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
@@ -252,7 +252,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 async def _until_started(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
-    """Call engines until one is alive. A dead one may stay in Serve's table for a moment."""
+    """Call engines until one is alive. A dead engine may stay in Serve's table for a moment."""
     for _ in range(_MAX_DEAD_ENGINES):
         try:
             return await handler(body, request)
@@ -268,7 +268,7 @@ def make_ingress(settings: GateSettings) -> Any:
 
 
 def make_app(settings: GateSettings) -> FastAPI:
-    """Return an application behind the gate without routes, with OpenAI's errors."""
+    """Return an application behind the gate, with OpenAI's errors and without routes."""
 
     def count_crash(suspect: Attempt) -> None:
         _crash_counter().inc(1, {"model_name": suspect.model})

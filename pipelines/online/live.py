@@ -1,4 +1,4 @@
-"""Figures of the last minutes, for the web page and `/v1/live`, and notes on drafters that do not pay.
+"""Metrics of the last minutes for the web page and `/v1/live`, and notes on drafters that cost more than they save.
 
 Requests are read from the ledger through `CostView`. Speeds, percentiles and time series are added here.
 
@@ -25,7 +25,7 @@ from pipelines.online.cost import CostView, totals
 from pipelines.online.totals import Sums, Totals
 
 STEP_S = 2
-NUM_POINTS = 30  # of a series, whatever its window
+NUM_POINTS = 30  # of a time series, for any window
 MAX_WINDOW_S = 900
 _FRESH_S = 1.0
 _NEEDED_WINDOW_S = 300
@@ -69,7 +69,7 @@ class LiveView:
         cost.totals.add_follower(self)
 
     def report(self, key: str | None = None, window_s: int = 60) -> dict[str, Any]:
-        """Return the figures as JSON, at most one second old.
+        """Return the metrics as JSON, at most one second old.
 
         Args:
             key: only the requests of this key, without the endpoint's account; None for all.
@@ -77,7 +77,7 @@ class LiveView:
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
-            account = self._cost.report(key, window_s).get("account")  # reads the ledger, and tells `on_ledger_record`
+            account = self._cost.report(key, window_s).get("account")  # reads the ledger, which calls `on_ledger_record`
             with self._lock:
                 report = self._report(key, window_s)
             report |= {} if account is None else {"account": account}
@@ -173,7 +173,7 @@ class LiveView:
 
 
 def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, float]]:
-    """The steps that an interval touches, with shares that sum to 1.
+    """Yield the steps that an interval touches, with shares that sum to 1.
 
     >>> list(spread_over_steps(3.0, 7.0)), list(spread_over_steps(5.0, 5.0))
     ([(1, 0.25), (2, 0.5), (3, 0.25)], [(2, 1.0)])
@@ -212,7 +212,7 @@ def watch_engines(
         try:
             by_model = view.report(window_s=_WINDOW_S)["by_model"]
         except PeagleError as error:
-            say(f"cannot read the ledger, so drafters are not checked now: {error}")
+            say(f"cannot read the ledger, so drafters were not checked: {error}")
             continue
         for name in watches.keys() & by_model.keys():
             figures = by_model[name]
@@ -226,7 +226,7 @@ def watch_engines(
 
 def publish_break_even_forever(view: LiveView, publish: Callable[[str, float], None], *, every_s: float = 15.0) -> None:
     while True:
-        with contextlib.suppress(PeagleError, OSError):  # the ledger cannot be read now; the thread must not end
+        with contextlib.suppress(PeagleError, OSError):  # a temporarily unreadable ledger must not end the thread
             for model, length in view.needed().items():
                 publish(model, length)
         time.sleep(every_s)

@@ -12,7 +12,7 @@ from pipelines.cluster.placement import Placement, on_accelerators, place
 from pipelines.online.batches.settings import num_engines
 from pipelines.online.config import ServeConfig, ServedModelOptions
 
-_FAKE_CPUS = 0.05  # fake engines need no CPU, so that any number fits on a node
+_FAKE_CPUS = 0.05  # fake engines use almost no CPU, so that any number fits on a node
 _CAPACITY_HINT = (
     "at most {} fit: --max-replicas of all models, and with --batches --batch-engines times --batches-at-once, together"
 )
@@ -88,6 +88,6 @@ def size_of(keys: ServedModelOptions) -> int:
 
 
 def _fake_placement(hardware: Hardware) -> Placement:
-    """Return a fake engine's placement. It is billed for one device like a real engine."""
+    """Return a fake engine's placement. Like a real engine, a fake engine is billed for one device."""
     device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
     return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)

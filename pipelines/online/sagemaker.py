@@ -2,7 +2,7 @@
 
 SageMaker runs `docker run IMAGE serve`, passes settings in variables, and only uses port 8080: `GET /ping` and
 `POST /invocations`. With ENTRYPOINT ["peagle"] that runs `peagle serve`, and PEAGLE_SAGEMAKER=true selects this mode.
-It is a variable since containers get nothing else. A script named `serve` would conflict with Ray's command.
+The mode is selected by a variable because SageMaker passes nothing else to a container. A script named `serve` would conflict with Ray's command.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_keys, switch
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
-_MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the rest is to stop Serve and Ray
+_MOST_DRAIN_S = 20  # of the 30 s between SIGTERM and SIGKILL; the remaining time is for stopping Serve and Ray
 
 
 class SageMakerConfig(ServeConfig):
@@ -58,20 +58,20 @@ class SageMakerConfig(ServeConfig):
 
 
 def is_meant(env: Mapping[str, str]) -> bool:
-    """Return whether the variables say that SageMaker runs this container."""
+    """Return whether the environment selects the SageMaker mode."""
     return switch(VARIABLE, env.get(VARIABLE, ""))
 
 
 def ignored_variables(env: Mapping[str, str]) -> str | None:
-    """Return a note on SageMaker's variables that are set and not read, or None."""
-    # The mode is not inferred from them, or from /opt/ml: it opens the port to everyone, without keys.
+    """Return a note about SageMaker variables that are set but not read, or None."""
+    # The mode is not inferred from these variables or from /opt/ml, since it opens the port to everyone, without keys.
     names = sorted(name for name in env if name.startswith(PREFIX))
     if env.get(VARIABLE, "").strip() or not names:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"{names[0]}{more} ignored: {PREFIX}* variables are read only with {VARIABLE}=true, which listens on "
-        f"0.0.0.0:8080 and lets in everyone unless there are keys; {VARIABLE}=false hides this note"
+        f"0.0.0.0:8080 and admits everyone unless there are keys; {VARIABLE}=false hides this note"
     )
 
 

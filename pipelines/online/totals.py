@@ -1,15 +1,16 @@
-"""Totals of a growing ledger: requests by time, engine, key and model; spend of keys; token prices.
+"""Running totals of a ledger: requests by time, engine, key and model; spend of keys; token prices.
 
 Each record is read once, by whichever thread reads next, and passed to the followers. Sums are kept per minute, later
 per hour and day, so memory grows with time and keys, not with requests: a year of twenty keys needs some tens of
-thousands of sums. From time to time all is saved with the read positions, and the next process continues from there:
+thousands of sums. From time to time the totals are saved with the read positions, from which the next process
+continues:
 
     head      format, marks (read position per file with a checksum), spend, prices
     cells     one per line
     sha256    of everything before it
 
 The checkpoint is written atomically and covers exactly the records before its marks. So it stays valid when records are
-appended, and whichever of two processes writes it last. The reader checks whether the files still match.
+appended, and no matter which of two processes writes it last. The reader checks whether the files still match.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class TokenPrice:
     """The token prices of one model, estimated from recent requests; the latest fifty have most of the weight.
 
     A request costs its share of an engine's busy seconds, so it is cheaper the more requests run at the same time and
-    the more drafts are accepted. Its maximum cost is that of running alone with one step per token.
+    the more drafts are accepted. Its maximum cost is the cost of running alone with one step per token.
 
         prefill     seconds until the first token, per uncached prompt token
         decode      seconds after it, per step: the tokens of one choice minus those from drafts
@@ -89,7 +90,7 @@ class TokenPrice:
 
     @property
     def usd_per_output_token(self) -> float:
-        """0 if unknown. If no request continued after its first token, that bounds a step."""
+        """0 if unknown. If no request continued after its first token, the prefill time is used as an upper bound."""
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests
@@ -97,7 +98,7 @@ class TokenPrice:
 
     @property
     def usd_per_prompt_token(self) -> float:
-        """At most an output token's price, since a step computes many prompt tokens."""
+        """At most the price of an output token, since a step computes many prompt tokens."""
         if not self.prompt_tokens:
             return self.usd_per_output_token
         return min(self.prefill_s / self.prompt_tokens * self.usd / self.busy_s, self.usd_per_output_token)
@@ -146,7 +147,7 @@ class Sums:
             self.request_s += request.usage.finished_at - request.usage.started_at
             self.shares_s += request.usage.busy_s
         self.usage = self.usage + request.usage if self.num_requests else request.usage
-        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # one, but of a batch
+        self.num_requests += request.usage.num_rows + request.usage.num_failed_rows  # 1, except for a batch
         self.num_cut += request.outcome == "cut"
         self.usd += request.usd
 
@@ -239,13 +240,13 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
     digest.update(first)
     head = json.loads(first)
     if head["format"] != _FORMAT:
-        raise ValueError("it has another format")
+        raise ValueError("the format is different")
     cells: dict[RequestGroup, Sums] = {}
     for line in lines:
         row = json.loads(line)
         if isinstance(row, dict):
             if row["sha256"] != digest.hexdigest():
-                raise ValueError("it is damaged")
+                raise ValueError("the file is damaged")
             return TotalsCheckpoint(
                 marks={name: (position, mark) for name, (position, mark) in head["marks"].items()},
                 cells=cells,
@@ -259,7 +260,7 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
         digest.update(line)
         cell, sums = _from_row(row)
         cells[cell] = sums
-    raise ValueError("it ends early")
+    raise ValueError("the file is truncated")
 
 
 def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
@@ -289,7 +290,7 @@ class LedgerFollower(Protocol):
 
 
 class Totals:
-    """The totals of a ledger. Read them inside `snapshot`, or as a follower. `budgets` include every record."""
+    """The totals of a ledger. Read them inside `snapshot`, or as a follower. `budgets` includes every record."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -423,7 +424,7 @@ class Totals:
 def totals_of(folder: Path) -> Totals:
     """Return the totals of a ledger, one instance per process.
 
-    Ray creates the gate and the other parts of the ingress from pickled arguments, so they cannot share an object
-    otherwise.
+    Ray creates the gate and the other parts of the ingress from pickled arguments, so the parts can only share an
+    object through this function.
     """
     return Totals(folder)

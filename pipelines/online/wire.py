@@ -5,7 +5,7 @@ A stream is a sequence of texts, each with whole events, as Ray passes them on.
     usage                           prompt, cached and output tokens; at the end of a stream, and in each event if
                                     requested: there it covers only that event's choice and its prompt
     metrics.speculative_decoding    drafts of the request; next to the last usage
-    peagle                          our summary with the request's cost; next to the last usage
+    peagle                          peagle's summary with the request's cost; next to the last usage
 """
 
 import json
@@ -25,7 +25,7 @@ BATCHES_URL = "/v1/batches"
 INVOCATIONS_URL = "/invocations"
 PING_URL = "/ping"
 REQUEST_ID_HEADER = "x-peagle-request-id"  # in every answer
-OURS = "peagle"
+PEAGLE_KEY = "peagle"
 ShownUsage = Literal["never", "last", "each"]
 """Which events of a stream show usage to the client."""
 _CONTEXT_HEADER = "x-peagle-context"
@@ -37,18 +37,18 @@ _END = "\n\n"
 class Context:
     """The gate's information about a request, for the replica.
 
-    It travels in one header, since Ray only passes headers to a replica. Clients cannot set it: the gate drops all
-    client headers that begin with x-.
+    The context is sent in one header, since Ray only passes headers to a replica. Clients cannot set it: the gate drops
+    all client headers that begin with x-.
 
     Attributes:
-        request_id: in the ledger. Ray and vLLM read it from their own header.
-        key, account: of the API key.
-        tags: of the endpoint, the key and the request, as JSON.
-        num_choices: over all prompts.
+        request_id: id in the ledger. Ray and vLLM read it from their own header.
+        key, account: name and account of the API key.
+        tags: merged tags of the endpoint, the key and the request, as JSON.
+        num_choices: number of choices of all prompts.
         cap_tokens: maximum output tokens of a chat without max_tokens; None is unlimited.
         shown_usage: which events of the stream show usage.
-        first_asked_at: Unix time at which an earlier engine, which crashed, received the request; None if there was
-            none.
+        first_asked_at: Unix time at which an earlier engine, which crashed, received the request; None on the first
+                attempt.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class Context:
 class WholeAnswer:
     """A non-streaming answer from a replica, which is not parsed again: the client's JSON, and its usage.
 
-    `reported` has `usage`, `metrics` and our summary.
+    `reported` has `usage`, `metrics` and peagle's summary.
     """
 
     body: bytes
@@ -95,8 +95,8 @@ class BorrowedRequest:
     """A row of a batch, for an engine of the endpoint with an idle slot.
 
     Attributes:
-        context: its request id is that of this attempt.
-        cache_salt: of its key; None if keys share the prefix cache.
+        context: the row's context; its request id identifies this attempt.
+        cache_salt: salt of the batch's key; None if keys share the prefix cache.
         sampling: as for `Engine.generate`.
     """
 
@@ -129,7 +129,7 @@ class AnswerTally:
     """Usage of an answer so far. Later values replace earlier ones.
 
     Attributes:
-        choices_per_prompt: of a completion with several prompts, whose choices are numbered consecutively.
+        choices_per_prompt: choices for each prompt of a completion with several prompts, numbered consecutively.
     """
 
     num_prompt_tokens: int = 0
@@ -192,8 +192,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def header(scope: Scope, name: str) -> str | None:
-    wanted = name.encode()
-    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == wanted), None)
+    encoded_name = name.encode()
+    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == encoded_name), None)
 
 
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

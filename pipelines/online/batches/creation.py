@@ -1,7 +1,7 @@
 """Creation of batches and files within the limits of a key.
 
 A request with an `Idempotency-Key` creates at most one batch: the request is stored under the hash of the key before
-the batch is created, and the first one wins. A retry returns the same batch, also after a crash in between.
+the batch is created, and the first request wins. A retry returns the same batch, also after a crash in between.
 
 Uploads count toward the quota before their bytes arrive, so that concurrent uploads cannot exceed it together. Outputs
 of batches count when they are written, and may exceed the quota; then nothing new is accepted.
@@ -38,7 +38,7 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve room for a file until its record is written or the upload has failed. Raises 413 if there is none.
+        """Reserve space for a file until its record is written or the upload has failed. Raises 413 over quota.
 
         Yields a function that writes the record in a thread. If the client disconnects, the thread continues and keeps
         the reservation.
@@ -144,7 +144,7 @@ def _expiry(form: Mapping[str, Any]) -> int | None:
 def require_form(content_type: str) -> None:
     """Refuse bodies other than UTF-8 multipart forms (400 or 415).
 
-    Other bodies would be held in memory as a whole, and some of Python's encodings take minutes to decode.
+    Other bodies would be read into memory as a whole, and some of Python's encodings take minutes to decode.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -169,7 +169,7 @@ _RETRY_S = 60.0
 
 
 class BatchCreator:
-    """Creates batches. Thread-safe."""
+    """Create batches. Thread-safe."""
 
     def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
         self._store, self._quota, self._limits = store, quota, limits
@@ -201,9 +201,9 @@ class BatchCreator:
             if first is None:
                 self._store.save_idempotent(name, self._request(body, key), fields)
                 first = self._store.load_idempotent(name)
-            assert first is not None, "it was written"
+            assert first is not None, "it was just written"
             if first["asked"] != fields:
-                message = "Idempotency-Key: already used for a different request; use a new one for each request"
+                message = "Idempotency-Key: already used for a different request; use a new key for each request"
                 raise ApiError(422, message, code="idempotency_key_reused")
             request = BatchRequest.from_dict(first["order"])
             return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)

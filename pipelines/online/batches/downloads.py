@@ -24,7 +24,7 @@ from pipelines.online.serve.flow import DownloadWindow
 
 WINDOW_BYTES = 1 << 21
 _PIECE_BYTES = 1 << 19
-_BODY_TIMEOUT_S = 10.0  # the request's body, which is ignored
+_BODY_TIMEOUT_S = 10.0  # to receive the request's body, which is ignored
 _RETRY_S = 1.0
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
@@ -42,7 +42,7 @@ class ByteRange:
 
 
 class TransferLimit:
-    """Limits the bytes of concurrent uploads and downloads, per key and in total."""
+    """A limit for the bytes of concurrent uploads and downloads, per key and in total."""
 
     def __init__(self, *, max_bytes: int, max_bytes_per_key: int) -> None:
         self._max_bytes, self.max_per_key = max_bytes, min(max_bytes, max_bytes_per_key)
@@ -70,8 +70,8 @@ class Download(Response):
 
     Args:
         open_source: opens the file.
-        headers: of the request.
-        read_ahead_bytes: memory of the open file in addition to the window.
+        headers: the request's headers.
+        read_ahead_bytes: the open file's read buffer, in addition to the window.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Download(Response):
                 400,
                 f"the file has {self._file.num_bytes} bytes, but this endpoint sends at most {limit} per response: "
                 "fetch it in parts with the header Range "
-                "(it has no such limit where Ray's nodes are started with deploy/ray.env)",
+                "(no limit if Ray's nodes are started with deploy/ray.env)",
                 code="range_needed",
             )
         return num_bytes + self._read_ahead_bytes
@@ -169,7 +169,7 @@ def span_of(header: str | None, num_bytes: int) -> ByteRange:
 
 
 def attachment(filename: str) -> str:
-    """Return a `Content-Disposition` with which browsers store the file, for any filename.
+    """Return a `Content-Disposition` that makes browsers save the file, for any filename.
 
     >>> attachment('a "b".jsonl')
     "attachment; filename*=UTF-8''a%20%22b%22.jsonl"

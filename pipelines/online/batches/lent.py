@@ -1,7 +1,7 @@
-"""Runs the rows of a batch in idle slots of the endpoint's engines.
+"""Run the rows of a batch in idle slots of the endpoint's engines.
 
-A row is sent through Serve, one at a time, until an engine has an idle slot for it. If interactive requests need the
-slot, the engine returns the row, and it is sent again. The engines bill the rows (`replica/lending.py`).
+Rows are sent through Serve one at a time; each is sent repeatedly until an engine has an idle slot. If interactive
+requests need the slot, the engine returns the row, and the row is sent again. The engines bill the rows (`replica/lending.py`).
 """
 
 import asyncio
@@ -28,9 +28,9 @@ class EndpointLender:
 
     Attributes:
         deployment, application: Serve's names of the model's engines.
-        context: of the batch; its request id is the prefix of those of rows.
+        context: the batch's context; its request id is the prefix of the rows' request ids.
         cache_salt: as in `BorrowedRequest`.
-        num_slots: of all possible engines of the model.
+        num_slots: slots of the model's engines at maximum scale.
     """
 
     deployment: str
@@ -88,7 +88,7 @@ class LentEngine:
         raise AssertionError("unreachable")
 
     def signs_of_life(self) -> int:
-        """Implement `Engine.signs_of_life`: every reply of an engine counts, also refusals."""
+        """Implement `Engine.signs_of_life`: every reply of an engine counts, including refusals."""
         return self._num_replies
 
     def shutdown(self) -> None:

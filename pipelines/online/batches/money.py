@@ -24,7 +24,7 @@ from pipelines.online.totals import TokenPrice, totals_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The expected cost of a batch in US dollars: of all tokens, and of starting and stopping engines."""
+    """The expected cost of a batch in US dollars: its tokens, and starting and stopping its engines."""
 
     tokens_usd: float
     overhead_usd: float
@@ -32,7 +32,7 @@ class BatchEstimate:
     def wanted_usd(self, spent_usd: float) -> float:
         """Return the amount to reserve after `spent_usd` were spent.
 
-        A run stops when the rest no longer covers its shutdown. Reserving twice the spend keeps it away from that point
+        A run stops when the unspent rest no longer covers its shutdown. Reserving twice the spend prevents that
         between two ticks.
         """
         return max(self.tokens_usd, 2 * spent_usd) + self.overhead_usd
@@ -43,11 +43,11 @@ def estimate(
 ) -> BatchEstimate | None:
     """Return the expected cost of a validated batch.
 
-    None if the model has not answered requests yet, or none of its engines has started.
+    Returns None if the model has not answered requests yet, or none of its engines has started.
 
     Args:
-        price: of the model's tokens.
-        sessions: of the endpoint's engines.
+        price: token prices of the model.
+        sessions: sessions of the endpoint's engines.
     """
     tokens_usd = price and price.shared_price(
         prompt_tokens=progress.prompt_tokens, output_tokens=progress.output_tokens
@@ -81,7 +81,7 @@ class BatchMoney:
         self._shared = SharedBudgets(settings.ledger)
 
     def payers(self, batch: Batch) -> list[Payer]:
-        """Return the batch's key, tags and endpoint as far as they have budgets."""
+        """Return those of the batch's key, its tags and the endpoint that have budgets."""
         key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
         own: list[Payer] = [key] if key.budget_usd is not None else []
         return [*own, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
@@ -117,6 +117,6 @@ class BatchMoney:
         return min((self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers), default=0.0)
 
     def settle(self, batch_id: str, record: RequestUsage | None) -> None:
-        """Replace the reservations of an ended batch by its cost; `record` is None if nothing ran."""
+        """Replace the reservations of an ended batch with its cost; `record` is None if nothing ran."""
         accounts = accounts_of(account_of(record), record.tags, is_batch=True) if record else ()
         self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)

@@ -38,7 +38,7 @@ class StoredFile:
     """A file of a key.
 
     Attributes:
-        owner: name of the key.
+        owner: name of the API key.
         at: path of the contents, relative to the batch folder.
         batch_id: the batch that wrote it; None for uploads.
     """

@@ -3,8 +3,8 @@
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> failed, expired, cancelled
 
-`tick` compares the store with running work and does the next steps. Every step is idempotent: the next scheduler
-continues from what is stored.
+`tick` compares the store with running work and does the next steps. Every step is idempotent: after a restart, the
+next scheduler continues from the stored state.
 """
 
 import logging
@@ -53,7 +53,7 @@ _STATUS: Mapping[Reason | None, Status] = {
     MODEL_WITHDRAWN: "failed",
 }
 _OF_THE_KEY = (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN)
-"""These reasons also become errors of the batch itself, since the client did not ask for its end."""
+"""These reasons also become errors of the batch itself, since the client did not cancel it."""
 
 
 def fault(code: str, message: str) -> Errors:
@@ -73,8 +73,8 @@ def ended(
     """Return the final progress of a batch.
 
     Args:
-        reason: why it ended early, or None.
-        result: None if nothing was run.
+        reason: why the batch ended early, or None.
+        result: the run's result; None if nothing was run.
         files: ids of the output and error files.
     """
     before, status = batch.progress, _STATUS[reason]
@@ -160,11 +160,11 @@ def _run_config(request: BatchRequest, settings: BatchSettings, model: str) -> d
 def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[str, int]) -> list[Batch]:
     """Return the batches in the order in which the scheduler handles them.
 
-    Running ones first, since they may free capacity. Then batches of the keys with the fewest running ones, of the key
-    that has waited longest, and the oldest.
+    Running batches come first, since they may free capacity. The others are sorted by the number of running batches of
+    their key, by how long their key has waited, and by age.
 
     Args:
-        batches: unfinished ones, oldest first.
+        batches: unfinished batches, oldest first.
         running: ids of batches with running work.
         began: sequence number of each key's latest start.
     """
@@ -183,7 +183,7 @@ def in_turn(batches: Sequence[Batch], running: Container[str], began: Mapping[st
 
 _LIGHT_AT_ONCE = 2  # processes that validate or collect
 _ATTEMPTS = 3
-_COLLECT_ATTEMPTS = 10  # over 7.5 minutes, since results exist
+_COLLECT_ATTEMPTS = 10  # over 7.5 minutes; many, since the results already exist
 _RETRY_S = 10.0
 _SWEEP_S = 60.0
 _log = logging.getLogger("ray.serve")
@@ -194,9 +194,9 @@ class _Work:
     """Running work for a batch.
 
     Attributes:
-        has_engines: whether it counts toward `at_once`.
+        has_engines: whether the work counts toward `at_once`.
         estimate: set if the run reserves its expected cost rather than the rest of a budget.
-        reason: why it was stopped, or why its results are only collected.
+        reason: why the run was stopped, or why its results are only collected.
     """
 
     handle: Handle[Any]
@@ -207,7 +207,7 @@ class _Work:
 
 
 class Scheduler:
-    """Drives all batches of a store.
+    """Drive all batches of a store.
 
     Args:
         spent_usd: as for `BatchMoney`.
@@ -276,7 +276,7 @@ class Scheduler:
             if batch.id in self._works:
                 self._start_numbers[batch.request.key.name] = 1 + max(self._start_numbers.values(), default=0)
 
-    # --- beginning
+    # --- start
 
     def _begin(self, batch: Batch) -> None:
         if batch.id in self._ends:
@@ -312,7 +312,7 @@ class Scheduler:
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
         """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
 
-        Returns the reserved US dollars, 0 if the batch must wait; and the estimate.
+        Returns the reserved US dollars (0 if the batch must wait) and the estimate.
         """
         if not self._is_its_turn(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return 0.0, None
@@ -332,7 +332,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as it spends, while its budgets last. Lent engines' cost is in the ledger."""
+        """Increase a run's reservation as it spends, while budgets last. The ledger has the cost of borrowed engines."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0
@@ -351,7 +351,7 @@ class Scheduler:
             self._works[batch.id] = _Work(self._runner.collect(task, reason), reason=reason, errors=errors)
 
     def _has_room(self) -> bool:
-        """Return whether another process without engines may start. If not, the next tick tries again."""
+        """Return whether another process without engines may start."""
         return sum(not work.has_engines for work in self._works.values()) < _LIGHT_AT_ONCE
 
     def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
@@ -359,12 +359,12 @@ class Scheduler:
 
         The cost of a batch is only known at its end, so two batches could each spend the rest.
         """
-        # Lazy, oldest first: usually the first decides, and each check may be a network request.
+        # Lazy, oldest first: usually the first batch decides, and each check may be a network request.
         begun = (other.id for other in self._unfinished if self._has_begun(other, payers))
         return next(begun, batch.id) == batch.id
 
     def _has_begun(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Return whether a batch shares a budget and has started, even if it waits for a retry."""
+        """Return whether a batch shares a budget with `payers` and has started, even if it waits for a retry."""
         own = self._money.payers(batch)
         names = {batch.request.key.name, *(payer.name for payer in own)}
         if names.isdisjoint(payer.name for payer in payers):
@@ -380,7 +380,7 @@ class Scheduler:
             return MODEL_WITHDRAWN
         return "batch_expired" if self._store.clock() >= batch.request.expires_at else None
 
-    # --- going on
+    # --- running and finished work
 
     def _watch(self, batch: Batch, work: _Work) -> None:
         if work.has_engines and work.reason is None and (reason := self._reason_to_end(batch)):
@@ -430,7 +430,7 @@ class Scheduler:
         self._store.save(batch.id, progress)
 
     def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
-        """Publish the files, record the cost, and save the final status last, so that a crash repeats all of it."""
+        """Publish the files, record the cost, and save the final status last, so that everything is repeated after a crash."""
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)

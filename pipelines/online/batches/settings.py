@@ -35,14 +35,13 @@ class KeyQuota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchModel:
-    """How batches of a model are run.
+    """How a model's batches run.
 
     Attributes:
         config: configuration of the bulk run: engine, price and number of engines, as for the endpoint.
         neighbours: other engines on the nodes: the endpoint's and those of other batches.
         commits: model revisions that the endpoint's engines loaded, by hub id.
-        lent_slots: slots of all the endpoint's engines, if batches use their idle ones; 0 if batches have their own
-            engines.
+        lent_slots: slots of all the endpoint's engines, if batches use idle slots; 0 if batches have their own engines.
     """
 
     model: ServedModel
@@ -59,11 +58,11 @@ class BatchSettings:
     Attributes:
         folder: shared by all nodes, or `s3://`.
         models: by served name.
-        at_once: batches that have engines at the same time.
+        at_once: maximum number of batches with their own engines at the same time.
         max_transfers_bytes, max_transfers_bytes_of_key: limits of concurrent uploads and downloads together.
         presigns: whether clients download from S3 directly.
-        max_upload_bytes: of the request that uploads a file.
-        max_line_bytes: of one request in a file.
+        max_upload_bytes: limit for a request that uploads a file.
+        max_line_bytes: limit for one request in a file.
         quota: the default limits of keys.
         cache_salt: returns a key's salt for the endpoint's engines.
         application, deployments: Serve's names of the endpoint, and of its engines by model, if they lend slots.
@@ -90,13 +89,13 @@ class BatchSettings:
         return any(batch_model.lent_slots for batch_model in self.models.values())
 
     def tags(self, model: str | None, key: KeyRecord) -> dict[str, str]:
-        """Return the tags of a batch. The key's take precedence over the endpoint's."""
+        """Return the tags of a batch. Tags of the key override those of the endpoint."""
         batch_model = self.models.get(model or "")
         return {**(batch_model.config.get("tags", {}) if batch_model else {}), **key.tags}
 
 
 _LENT_CPUS = 0.05  # for a process that only forwards rows to the endpoint's engines
-_ENVELOPE_BYTES = 4096  # what a batch line contains besides the body
+_ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
 _ENGINE_KEYS = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
 
 
@@ -160,7 +159,7 @@ def batch_settings(
 
 
 def _neighbours(config: ServeConfig, hardware: Hardware, placement: Placement, app_id: str) -> Neighbours:
-    """Return what else runs on the nodes. A batch on lent slots needs only a fraction of a core."""
+    """Return the other engines on the nodes. A batch on borrowed slots needs only a fraction of a core."""
     if not config.lends_engines:
         return Neighbours(slot_group=app_id, hardware=hardware, placement=placement)
     lent = replace(placement, num_cpus=_LENT_CPUS, num_gpus=0)

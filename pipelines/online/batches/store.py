@@ -108,7 +108,7 @@ class SteadyClock:
         self._wall, self._monotonic, self._boot = wall, monotonic, boot
         self._lock = threading.Lock()
         self._offset = wall() - monotonic()
-        self._doubted: tuple[float, float] | None = None  # a different offset, and since when it has been stable
+        self._doubted: tuple[float, float] | None = None  # a different offset, and when it became stable
 
     def __call__(self) -> float:
         with self._lock:
@@ -123,7 +123,7 @@ class SteadyClock:
             return now + self._offset
 
     def after(self, seconds: float) -> float:
-        """Return the expiry time of something with this lifetime; rather late than early if clocks disagree."""
+        """Return the time when this lifetime ends. If clocks disagree, it is too late rather than too early."""
         return max(self(), self._wall()) + seconds
 
     def state(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class BatchStore:
         self._files.pop(file.id, None)
 
     def _drop_orphans(self) -> None:
-        """Delete uploads without a record, left by a crash a day ago."""
+        """Delete uploads without a record that a crash left more than a day ago."""
         folder = self.root / "files"
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
@@ -266,7 +266,7 @@ class BatchStore:
         """Record the output files of a batch and return their ids.
 
         Args:
-            output: path in the run directory and size in bytes of the output.
+            output: path of the output file in the run directory, and its size in bytes.
             errors_bytes: size of the error file.
         """
         life_s = batch.request.output_expires_s
@@ -340,7 +340,7 @@ class BatchStore:
         return Batch(request=request, progress=BatchProgress())
 
     def save_idempotent(self, name: str, request: BatchRequest, body: Mapping[str, Any]) -> None:
-        """Store a request and the HTTP body under its idempotency hash for a day. The first of several wins."""
+        """Store a request and the HTTP body under its idempotency hash for a day. The first writer wins."""
         stored = {"asked": body, "order": request.to_dict(), "until": self.clock.after(_KEEP_S)}
         write_once(self.root / "ordered" / f"{name}.json", json.dumps(stored).encode())
 
@@ -351,7 +351,7 @@ class BatchStore:
         """Delete the record of the oldest batch that ended a day ago and whose files are deleted, if there is one.
 
         Args:
-            batches: of a key, newest first.
+            batches: a key's batches, newest first.
         """
         for batch in reversed(batches):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)

@@ -25,7 +25,7 @@ _MAX_MESSAGE_CHARS = 400  # per error message, which may contain text from the c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the requests of a batch must satisfy.
+    """The limits and settings that a batch's requests are checked against.
 
     Attributes:
         max_line_bytes: per request; parsed JSON takes many times that memory.

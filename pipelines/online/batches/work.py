@@ -52,9 +52,9 @@ UNEXECUTED: Mapping[Reason, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
     "batch_failed": "This request was not executed: the batch failed.",
-    BUDGET: "This request was not executed: a budget that pays for it is spent.",
+    BUDGET: "This request was not executed: a budget that it counts toward is spent.",
     KEY_REVOKED: "This request was not executed: the key of the batch was revoked, or has expired.",
-    MODEL_WITHDRAWN: "This request was not executed: the key of the batch may not use its model any more.",
+    MODEL_WITHDRAWN: "This request was not executed: the key of the batch may no longer use its model.",
 }
 
 
@@ -64,10 +64,10 @@ class Task:
 
     Attributes:
         owner, account: name and account of the key.
-        model: its served name.
-        config, commits: of a new run; a resumed run keeps its own.
-        lender: provides lent engines; None if the run starts its own.
-        budget_usd: limit of the additional cost; None is unlimited.
+        model: served name of the model.
+        config, commits: configuration and model revisions of a new run; a resumed run keeps its own.
+        lender: provides the endpoint's engines; None if the run starts its own.
+        budget_usd: limit for the additional cost; None is unlimited.
     """
 
     batch_id: str
@@ -89,11 +89,11 @@ class Result:
     """The result of a batch.
 
     Attributes:
-        reason: why it ended early, or None.
+        reason: why the batch ended early, or None.
         output: path and size in bytes of the output file; None if empty.
         errors: size in bytes of the error file.
-        usage: of all requests; None if nothing ran.
-        record: usage and cost of its own engines for the endpoint's ledger; None if nothing ran.
+        usage: usage of all requests; None if nothing ran.
+        record: usage and cost of the batch's own engines for the endpoint's ledger; None if nothing ran.
     """
 
     reason: Reason | None
@@ -219,7 +219,7 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 def _record(task: Task, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
     """Return the run's usage and cost as one record of the key.
 
-    It covers all seconds of engines that were started for the batch. Lent engines write their own records.
+    The record covers all seconds of engines that were started for the batch. Borrowed engines write their own records.
     """
     make_report(directory)
     manifest = directory.manifest()
@@ -253,14 +253,14 @@ def _of_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]
 
 
 _Answer = TypeVar("_Answer")
-_METHODS_AT_ONCE = 3  # the work, `counts`, `stop`
+_MAX_CONCURRENCY = 3  # the work, `counts`, `stop`
 _LIGHT_NICENESS = 10
 
 
 class Runner:
-    """Starts an actor for each run; validation and collection reuse an idle actor.
+    """Start an actor for each run; validation and collection reuse an idle actor.
 
-    Starting a process takes seconds of CPU time, which tiny batches should not cost.
+    Starting a process takes seconds of CPU time, too much for tiny batches.
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class Runner:
 def _new_actor(niceness: int = 0) -> Any:
     import ray
 
-    options = {"num_cpus": 0, "max_concurrency": _METHODS_AT_ONCE, "max_restarts": 0}
+    options = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
     return ray.remote(BatchActor).options(**options).remote(niceness)
 
 
@@ -314,7 +314,7 @@ class BatchActor:
 
 
 class Handle(Generic[_Answer]):
-    """Work in an actor, which then returns to the `idle` pool unless that has one already, or is killed."""
+    """Work in an actor. Afterwards the actor returns to the `idle` pool, or is killed if the pool already has one."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle

@@ -23,7 +23,7 @@ from pipelines.online.gateway.keys import KeyRecord
 from pipelines.online.wire import INVOCATIONS_URL, ShownUsage
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens for completions
-_MIN_OUTPUT_TOKENS = 1  # vLLM generates and counts one token per choice even if the request asks for none
+_MIN_OUTPUT_TOKENS = 1  # vLLM generates and counts one token per choice even with max_tokens 0
 _TYPES: dict[str, type] = {
     "model": str,
     "stream": bool,
@@ -85,9 +85,9 @@ class CheckedRequest:
     Attributes:
         path: the API path; differs from the request's path on SageMaker.
         values: the body that the engine receives.
-        shown_usage: the usage events that the client asked for in a stream.
+        shown_usage: the usage events of a stream that the client requested.
         num_choices, prompt_tokens, output_tokens: over all prompts; token counts are upper bounds.
-        cap_tokens: the limit for a chat without max_tokens, which may use what the context has left, up to this limit.
+        cap_tokens: the limit for a chat without max_tokens, which may otherwise use the rest of the context.
     """
 
     path: str
@@ -112,7 +112,7 @@ def check(
     """Validate a request. Raises ApiError 400, 403, 404 or 422 with the invalid field.
 
     Streams always include usage in every event, so that the usage is known if the client disconnects. The replica
-    removes usage that the client did not ask for (`relay.py`).
+    removes usage that the client did not request (`relay.py`).
 
     Args:
         cache_salt: requests with the same salt share cached prefixes; None adds no salt.
@@ -123,7 +123,7 @@ def check(
     model = _model(values, key, models)
     values = _drop_ignored_fields(path, values)
     if not model.can_seed and values.get("seed") is not None and values.get("temperature") != 0:
-        raise ApiError(400, "seed works here only with temperature 0", code="unsupported_value", param="seed")
+        raise ApiError(400, "seed is supported here only with temperature 0", code="unsupported_value", param="seed")
     _require_parser(values, model)
     check_contents(values, max_messages=model.max_model_len, media=model.media or {}, media_domains=model.media_domains)
     if wrong := token_id_error(values, model.vocab_size):
@@ -183,7 +183,7 @@ def _detect_path(values: Mapping[str, Any]) -> str:
     for field, path in (("messages", CHAT_URL), ("prompt", COMPLETIONS_URL)):
         if field in values:
             return path
-    raise ApiError(400, "the body has neither messages, as a chat, nor prompt, as a completion", code="missing_route")
+    raise ApiError(400, "the body has neither messages (chat) nor prompt (completion)", code="missing_route")
 
 
 def _check_types(path: str, values: Mapping[str, Any]) -> None:
@@ -193,7 +193,7 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
             continue
         if type(value) is not kind:
             raise ApiError(422, f"{field} must be {_TYPE_NAMES[kind]}", code="invalid_type", param=field)
-        # A completion with max_tokens 0 and echo only asks for the logprobs of its prompt.
+        # A completion with max_tokens 0 and echo only requests the logprobs of its prompt.
         only_scores_prompt = path == COMPLETIONS_URL and field == "max_tokens" and values.get("echo") is True
         if isinstance(value, int) and kind is int and value < (0 if only_scores_prompt else 1):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
@@ -210,7 +210,7 @@ def _drop_ignored_fields(path: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _require_parser(values: Mapping[str, Any], model: ServedModel) -> None:
-    """Refuse fields that need a parser which the model is served without. vLLM's own message names vLLM's flags."""
+    """Refuse fields that require a parser that is not configured. vLLM's own message names vLLM's flags."""
     calls_tools = bool(values.get("tools")) and values.get("tool_choice", "auto") != "none"
     field = "tool_choice" if "tool_choice" in values else "tools"
     if calls_tools and "tool_call_parser" not in model.parsers:
@@ -302,7 +302,7 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
         of_each, of_all = model.max_model_len, [limit, key.output_tokens_per_min]
     tokens = min([of_each, *(number // num_choices for number in of_all if number is not None)])
     if tokens < 1:
-        message = f"the request has {num_choices} choices, more than the output tokens that it may have; request fewer"
+        message = f"the request has {num_choices} choices, more than its limit of output tokens; request fewer"
         raise ApiError(400, message, code="max_tokens_too_large", param="n")
     return tokens
 
@@ -326,7 +326,7 @@ def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> in
 def check_contents(
     values: Mapping[str, Any], *, max_messages: int, media: Mapping[str, int], media_domains: frozenset[str]
 ) -> None:
-    """Refuse contents that engines must not receive.
+    """Refuse content that engines must not receive.
 
     Args:
         max_messages: each message needs at least one token of the context.
@@ -340,7 +340,7 @@ def check_contents(
     messages = values.get("messages")
     messages = messages if isinstance(messages, list) else []
     if len(messages) > max_messages:
-        message = f"messages has {len(messages):,} entries, and may have {max_messages:,}"
+        message = f"messages has {len(messages):,} entries, but at most {max_messages:,} are allowed"
         raise ApiError(400, message, code="invalid_value", param="messages")
     if wrong := bounds_error(values):
         raise ApiError(400, wrong[1], code="invalid_value", param=wrong[0])
@@ -437,7 +437,7 @@ def limit_output_tokens(shape: AnswerShape, max_bytes: int | None, *, requested:
     """Return the maximum output tokens of one choice, so that the answer stays within `max_bytes`.
 
     Args:
-        max_bytes: of the whole answer; None is unlimited.
+        max_bytes: limit for the whole answer; None is unlimited.
         requested: the request's own max_tokens, which is refused rather than lowered.
         tokens: the limit from other rules.
     """

@@ -72,7 +72,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 # 1 MiB of token ids has about 175,000 values; a conversation with tools has five objects and lists per step.
 REQUEST_LIMITS = BodyLimits(num_containers=10_000, num_members=30_000, num_values=250_000)
 CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=50)
-"""For the body that creates a batch: six fields, one with 16 members."""
+"""Limits for the body that creates a batch: six fields, one of them with 16 members."""
 
 
 NUM_THREADS = 2
@@ -152,20 +152,20 @@ def require_length(scope: Scope, limit: int) -> None:
 
 
 def require_plain(scope: Scope) -> None:
-    """Refuse a compressed or otherwise encoded body (415)."""
+    """Refuse a body with a Content-Encoding (415)."""
     encoding = ", ".join(Headers(scope=scope).getlist("content-encoding"))
     if {part.strip().lower() for part in encoding.split(",")} - {"", "identity"}:
-        message = f"Content-Encoding {shown(encoding)} is not supported: send the body without it"
+        message = f"Content-Encoding {shown(encoding)} is not supported: send the body uncompressed"
         raise ApiError(415, message, code="unsupported_encoding", param="Content-Encoding")
 
 
 class Upload:
-    """The `receive` of a request with a large body; `is_whole` once the body was read to its end.
+    """The `receive` of a request with a large body; `is_whole` is set when the whole body was read.
 
     Args:
-        send: reports what was read to the proxy, see `serve/flow.py`.
-        piece_timeout_s: for each piece.
-        timeout_s: for the whole body.
+        send: acknowledges to the proxy what was read, see `serve/flow.py`.
+        piece_timeout_s: timeout for each piece.
+        timeout_s: timeout for the whole body.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:

@@ -28,8 +28,8 @@ _log = logging.getLogger("ray.serve")
 def budget_of(payer: Payer, budgets: Budgets) -> dict[str, Any]:
     """Return the spend of an account as JSON, within its budget's period if there is one.
 
-    With a budget also `left_usd`, `used` (a share) and `alert` (the highest level reached, or None); with a period also
-    `reset`, the first day of the next one.
+    With a budget, the result also has `left_usd`, `used` (a share) and `alert` (the highest level reached, or None);
+    with a period, also `reset`, the first day of the next period.
     """
     spent_usd = budgets.spent_usd(payer.account)
     if payer.budget_usd is None:
@@ -55,12 +55,12 @@ def refresh_external_spend(totals: Totals, sessions: SessionReader) -> None:
 
 
 class BudgetWatch:
-    """Watches all budgets of an endpoint.
+    """Watch all budgets of an endpoint.
 
     Args:
-        ring: None without keys.
-        on_used: receives the used share of each budget at every check; the name is the key's, the tag or "*" for the
-            endpoint.
+        ring: the API keys; None without keys.
+        on_used: receives the name and used share of each budget at every check. The name is a key's name, a tag, or "*"
+            for the endpoint.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BudgetWatch:
             self._warned[payer.account] = level, period
             every = f" a {payer.budget_every}" if payer.budget_every else ""
             _log.warning(
-                "%s has spent %.0f %% of its budget of $%g%s: $%.2f, and $%.2f are left",
+                "%s has spent %.0f %% of its budget of $%g%s: $%.2f spent, $%.2f left",
                 _describe(payer), 100 * state["used"], payer.budget_usd, every, state["spent_usd"], state["left_usd"],
             )  # fmt: skip
 

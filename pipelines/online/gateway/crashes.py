@@ -1,9 +1,8 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
-An engine that crashes takes all of its requests with it. One of them may be the cause, and would crash the next engine
-as well. The suspects are the requests that had entered the engine last: they get an error and are not retried. The
-others are retried one by one, and only if they had no output yet. A request that was in two crashes is not retried
-again.
+When an engine crashes, all of its requests fail. One of them may be the cause, and would crash the next engine as well.
+The suspects are the requests that entered the engine last: they get an error and are not retried. The other requests
+are retried one by one, and only if they had no output yet. A request that was in two crashes is not retried again.
 """
 
 import asyncio
@@ -17,10 +16,10 @@ from dataclasses import dataclass, field
 
 from pipelines.online.errors import ApiError, overloaded
 
-SETTLE_S = 0.5  # the requests of a crashed engine fail within this time, and its replica is gone after it
-_SAME_STEP_S = 0.05  # requests that close together may have entered the engine in the same step
-_PROBATION_S = 2.0  # a retried request that ran this long, or has output, is not what crashed the engine
-_MAX_CRASHES, _WINDOW_S = 2, 300.0  # of one key
+SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
+_SAME_STEP_S = 0.05  # requests this close together may have entered the engine in the same step
+_PROBATION_S = 2.0  # a retried request that ran this long, or has output, did not crash the engine
+_MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
 _log = logging.getLogger("ray.serve")
 
 
@@ -44,7 +43,7 @@ class Attempt:
 class _Crash:
     reported_at: float
     attempts: list[Attempt] = field(default_factory=list)
-    suspects: list[Attempt] | None = None  # once all attempts have reported
+    suspects: list[Attempt] | None = None  # None until all attempts have reported
 
     def find_suspects(self) -> list[Attempt]:
         """Return the attempts that may have caused the crash, the most likely one first."""
@@ -68,7 +67,7 @@ class EngineCrashes:
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._attributed: dict[str, list[float]] = {}  # by account: when, oldest first
+        self._attributed: dict[str, list[float]] = {}  # times of crashes by account, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""

@@ -6,9 +6,10 @@
     authenticate    check the API key and count the request
     admit           read and validate the body, reserve tokens and cost
     forward         call the application with a `GatePass` in the scope
-    settle          replace the reservation by the usage in the answer, or later by the ledger's
+    settle          replace the reservation with the usage in the answer, or later with the ledger's usage
 
-Any ASGI application that answers like vLLM can be behind it. Answers are never stored; prompts only with `log_prompts`.
+Any ASGI application that answers like vLLM can be behind the gate. Answers are never stored; prompts only with
+`log_prompts`.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the API route answers
+_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the request is answered by an API route
 _log = logging.getLogger("ray.serve")
 
 
@@ -65,7 +66,7 @@ class GateSettings:
     Attributes:
         fixed_keys: keys from the environment of `peagle serve`.
         requires_key: if False, only clients on this machine are served (in a SageMaker container: any client).
-        ledger: source of what keys spent before this process started.
+        ledger: the ledger folder, from which the earlier spend of keys is read.
         prompts: folder of the prompt log; None disables it.
         tags: added to every request.
         refusals_per_s: refusals per key that are sent without delay, after an initial burst.
@@ -132,7 +133,7 @@ class Gate:
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # no route is a websocket, and the limits do not cover them
+        if scope["type"] == "websocket":  # no route is a websocket, and the limits do not apply to websockets
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -302,13 +303,13 @@ class Gate:
         """Return the scope for the application, with the gate's pass and headers that the client cannot set."""
         own = {"x-request-id": request.request_id, **(headers or {})}
         if request.route.rule in (Rule.GENERATION, Rule.CREATE_BATCH):
-            own["content-type"] = "application/json"  # `curl -d` says that it is a form
+            own["content-type"] = "application/json"  # `curl -d` sends the content type of a form
         scope = {**request.scope, "headers": with_headers(_client_headers(request.scope), own)}
         return with_pass(scope, request.route, key=request.key, **fields)
 
 
 def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the client's headers that are forwarded: none that begin with x-, and not the API key.
+    """Return the client's headers without the API key and without those that begin with x-.
 
     The application trusts the gate's own x- headers, and some crash vLLM or Ray (X-Vllm-Priority, x_session_id).
     """
@@ -320,10 +321,10 @@ def _client_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 def tags_of(scope: Scope, key: KeyRecord, endpoint: Mapping[str, str]) -> str:
-    """Return the tags of a request as the ledger stores them: the endpoint's, its key's and its own.
+    """Return the merged tags of the endpoint, the key and the request, in the ledger's format.
 
-    The request's header `X-Peagle-Tags: project=x, run=7` takes precedence over the key's tags, and these over the
-    endpoint's. Refuses an invalid header (400) and tags that the key's requests may not set (403).
+    The request's header `X-Peagle-Tags: project=x, run=7` overrides the key's tags, which override the endpoint's.
+    Refuses an invalid header (400) and tags that the key's requests may not set (403).
     """
     text = header(scope, _TAGS_HEADER)
     try:
@@ -369,7 +370,7 @@ class PromptLog:
         self._lock = threading.Lock()
 
     async def write(self, *, request_id: str, key: str, model: str, path: str, body: bytes) -> None:
-        """Log a request. If that fails, the request is served anyway."""
+        """Log a request. Never raises, so that the request is served even if logging fails."""
         head = {"request_id": request_id, "received_at": time.time(), "key": key, "model": model, "path": path}
         try:
             await asyncio.to_thread(self._append, head, body)
@@ -378,7 +379,7 @@ class PromptLog:
 
     def _append(self, head: Mapping[str, object], body: bytes) -> None:
         line = json.dumps({**head, "body": json.loads(body)}).encode()
-        with self._lock:  # a client that disconnects does not stop the thread
+        with self._lock:  # the thread continues if the client disconnects
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
             append_line(self._path, line)

@@ -1,4 +1,4 @@
-"""API keys and budgets: created, stored in files, reloaded when these change.
+"""API keys and budgets, stored in files that are reloaded when they change.
 
 A key is 32 random bytes, so a single SHA-256 is a safe hash. A slow password hash would only slow down requests.
 """
@@ -84,7 +84,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 ENVIRONMENT = "PEAGLE_API_KEYS"
 _PREFIX = "pk-"
-_MIN_KEY_CHARS = 16  # of user-defined keys
+_MIN_KEY_CHARS = 16  # for user-defined keys
 _NO_HASH = "0" * 64  # matches no key
 LOCAL_NAME = "local"  # the name of requests to an endpoint without keys
 
@@ -94,16 +94,16 @@ class KeyRecord(TagOptions):
 
     Attributes:
         name: owner of the key, shown in usage and cost.
-        sha256: of the key, hexadecimal.
+        sha256: SHA-256 of the key, hexadecimal.
         max_parallel_requests: concurrent requests to engines.
-        budget_usd: for all its requests and batches together.
+        budget_usd: budget for all requests and batches of the key together.
         budget_every: the budget's period; null is all time.
         max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default.
         max_unfinished_batches: null is the endpoint's default.
         expires_at: Unix time.
         is_operator: may read the usage of all keys.
-        tags: added to all its requests and batches.
-        request_tags: names of tags that its requests may set themselves.
+        tags: tags added to all requests and batches of the key.
+        request_tags: names of tags that the key's requests may set themselves.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -127,7 +127,7 @@ class KeyRecord(TagOptions):
 
     @property
     def account(self) -> str:
-        """The account of the key's spend. Differs from the name, which a revoked key may have had."""
+        """The account of the key's spend. It is not the name, since a revoked key may have had the same name."""
         return f"{self.name} {self.created_at}" if self.created_at else self.name
 
     def describe_budget(self) -> str:
@@ -217,7 +217,7 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 class KeyRing:
-    """The valid keys: fixed ones, and those of a file that is reloaded when it changes.
+    """The valid keys: fixed keys, and the keys in a file that is reloaded when it changes.
 
     While the file cannot be read, the keys that were read last remain valid, including revoked ones. Raises ConfigError
     if it could never be read.
@@ -236,7 +236,7 @@ class KeyRing:
     def current(self, key: KeyRecord) -> KeyRecord | None:
         """Return the key of this name with its current limits and without its hash, or None if revoked or expired."""
         if key == LOCAL:
-            return LOCAL  # from when the endpoint had no keys; cannot be revoked
+            return LOCAL  # for a batch from before the endpoint had keys; it cannot be revoked
         for record in self.all():
             if record.name == key.name and not record.is_expired():
                 return record.without_hash()
@@ -245,7 +245,7 @@ class KeyRing:
 
 def _record(values: Any, *, where: str) -> KeyRecord:
     record = record_of(KeyRecord, values, where=where)
-    if record.name == LOCAL_NAME:  # it would own the files and usage of requests without a key
+    if record.name == LOCAL_NAME:  # this key would own the files and usage of requests without a key
         raise ConfigError(
             f"{where}: name: {LOCAL_NAME!r} is reserved for requests without a key", hint="choose another name"
         )

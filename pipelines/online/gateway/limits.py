@@ -1,22 +1,22 @@
 """Limits of API keys: requests and tokens per minute, concurrent requests, budgets.
 
-    admit -> Permit -> settle, by the answer; or later by the ledger, with `catch_up`
+    admit -> Permit -> settle with the answer's usage, or later with the ledger's (`catch_up`)
 
-Rate limits are kept in memory of one process (the ingress), money in `budgets.py`.
+Rate limits are kept in the memory of one process, the ingress. Budgets are in `budgets.py`.
 
-A request counts when it arrives, even if it is refused or only reads or deletes something.
+A request counts when it arrives, even if it is refused, or only reads or deletes something.
 
 Tokens are reserved at their maximum until the actual number is known, so that a burst cannot exceed the limit. For
-prompts the maximum is the body's size in bytes. That may be far too high, so the only running request of a key is
-admitted as long as the minute has any tokens left.
+prompts the maximum is the body's size in bytes, which may be far too high. So if a key has no other running request,
+a request is admitted as long as the minute has any tokens left.
 
-Each budget reserves the request's maximum cost at recent prices (`totals.py`). The only running request may use
-whatever is left; a request of a model without a price can only run alone. So a budget is exceeded by at most one
-request, plus price errors. Tags reserve like keys. The endpoint's budget reserves nothing: its engines cost the same
-with or without a request.
+The request's maximum cost at recent prices (`totals.py`) is reserved in each budget. A budget's only running request
+may use whatever is left; a request for a model without a price can only run alone. So a budget is exceeded by at most
+one request, plus price errors. Budgets of keys and tags work this way. Nothing is reserved in the endpoint's budget:
+its engines cost the same with or without a request.
 
-If a client disconnects, the ingress never learns the usage. The engine writes it to the ledger, and the reservation
-stays until it is read there.
+If a client disconnects, the ingress does not receive the usage. The engine writes the usage to the ledger, and the
+reservation stays until it is read from there.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class MinuteWindow:
 
 @dataclass(slots=True)
 class TokenWindow:
-    """Tokens of the last minute: of finished requests, and the maximum of running ones."""
+    """Tokens of the last minute: the actual number for finished requests, the maximum for running requests."""
 
     counted: MinuteWindow = field(default_factory=MinuteWindow)
     reserved: int = 0
@@ -93,11 +93,11 @@ class ActualUsage:
 
 @dataclass(slots=True, kw_only=True)
 class Permit:
-    """An admitted request. Return it with `KeyLimits.settle`.
+    """An admitted request. Release it with `KeyLimits.settle`.
 
     Attributes:
-        payers: accounts with a reservation: the key's and its tags'.
-        prompt_tokens, output_tokens: reserved.
+        payers: accounts with a reservation: those of the key and of its tags.
+        prompt_tokens, output_tokens: reserved tokens.
     """
 
     account: str
@@ -126,7 +126,7 @@ class KeyLimits:
         self._monotonic = monotonic
         self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
         self._permits: dict[str, Permit] = {}  # by request id, until settled
-        self._waiting: dict[str, float] = {}  # requests whose usage only the ledger has, since when
+        self._waiting: dict[str, float] = {}  # requests that wait for their usage from the ledger, and since when
         self._unpriced_models: set[str] = set()  # requested by keys with a budget
         self._ledger_records: deque[RequestUsage] = deque()  # filled by the thread that reads the ledger
         self._started_at = monotonic()
@@ -149,7 +149,7 @@ class KeyLimits:
         window.expire(now)
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
-            counted = "requests for figures" if is_poll else "requests"
+            counted = "requests for usage" if is_poll else "requests"
             raise _rate_limit_error(f"this key may make {limit} {counted} a minute", wait_s)
         window.add(now, 1)
 
@@ -207,10 +207,10 @@ class KeyLimits:
         return permit
 
     def settle(self, permit: Permit, used: ActualUsage | None) -> None:
-        """Return a permit. Idempotent.
+        """Release a permit. Idempotent.
 
         Args:
-            used: the usage in the answer; None if unknown, and then the ledger's record settles it.
+            used: the usage in the answer; None if unknown: then the ledger's record settles the permit.
         """
         self._mark_answered(permit)
         if permit.request_id not in self._permits:
@@ -221,7 +221,7 @@ class KeyLimits:
             self._settle(permit.request_id, used)
 
     async def catch_up(self) -> None:
-        """Settle requests from new ledger records, at most once per second; rarely if nothing is waiting."""
+        """Settle requests from new ledger records, at most once per second, and less often if nothing is waiting."""
         now = self._monotonic()
         is_looking = self._poll_task is not None and not self._poll_task.done()
         if is_looking or now < self._polled_at + self._poll_interval_s(now):
@@ -234,7 +234,7 @@ class KeyLimits:
     # --- as a follower of the ledger
 
     def on_attach(self, totals: Totals) -> None:
-        """Ignore records from before the start: they only count for budgets."""
+        """Ignore records from before the start, which only count toward budgets."""
 
     def on_ledger_record(self, request: RequestUsage) -> None:
         if request.request_id in self._permits:
@@ -263,7 +263,7 @@ class KeyLimits:
             raise overloaded("the spend of this key is still being read; try again")
 
     def _poll_interval_s(self, now: float) -> float:
-        """Return the seconds between reads of the ledger: few if a record or a model's first price is awaited."""
+        """Return the seconds between reads of the ledger: few while waiting for a record or a model's first price."""
         is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
         return _POLL_S if is_awaited else _IDLE_POLL_S
 
@@ -289,7 +289,7 @@ class KeyLimits:
             self._counts[permit.account].num_running -= 1
 
     def _settle(self, request_id: str, used: ActualUsage | None) -> None:
-        """Replace a reservation by the usage; `used` is None if it will never be known."""
+        """Replace a reservation with the usage; `used` is None if it will never be known."""
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
         self._mark_answered(permit)
@@ -344,7 +344,7 @@ def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output
     if output_tokens > limit:
         raise ApiError(
             400,
-            f"this key may have {limit} output tokens a minute, and the request asks for {output_tokens}",
+            f"this key may have {limit} output tokens a minute, and the request needs up to {output_tokens}",
             code="max_tokens_too_large",
             param="max_tokens",
         )

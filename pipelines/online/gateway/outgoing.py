@@ -1,7 +1,8 @@
-"""Sends answers and refusals to clients, and counts running requests per model.
+"""Send answers and refusals to clients, and count running requests per model.
 
-Adds headers and records the usage, without parsing answers: the application reports usage with `record_usage`, before a
-non-streaming answer starts or before a stream ends. Refusals of one key are delayed if there are many.
+`Outgoing` adds headers and records the usage, without parsing answers: the application reports usage with
+`record_usage`, before a non-streaming answer starts or before a stream ends. Refusals of one key are delayed if there
+are many.
 """
 
 import asyncio
@@ -19,25 +20,25 @@ from pipelines.online.errors import ApiError
 from pipelines.online.gateway.admission import ServedModel
 from pipelines.online.gateway.bodies import Upload
 from pipelines.online.gateway.limits import ActualUsage
-from pipelines.online.wire import OURS, AnswerTally, encoded, error_event, error_response
+from pipelines.online.wire import PEAGLE_KEY, AnswerTally, encoded, error_event, error_response
 
-_NOTHING = ActualUsage()  # of a refused request
+_NO_USAGE = ActualUsage()  # usage of a refused request
 _SUMMARY_HEADERS = ("usd", "engine_s", "acceptance_length")
 _REFUSAL_BURST = 20
 _MAX_DELAY_S = 2.0
-_MAX_DELAYED = 64  # per key; further refusals are sent immediately
+_MAX_DELAYED = 64  # per key; additional refusals are sent immediately
 _LOG_INTERVAL_S = 1.0
 _MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200
 _log = logging.getLogger("ray.serve")
 
 
 class RefusalDelay:
-    """Delays consecutive refusals of a key, by at most two seconds each.
+    """A delay for consecutive refusals of a key, at most two seconds each.
 
-    A refusal costs the endpoint as much time as a short request, and some clients retry immediately.
+    A refusal takes the endpoint as much time as a short request, and some clients retry immediately.
 
     Args:
-        per_s: refusals per second of one key after a burst of 20.
+        per_s: refusals per second and key, after a burst of 20.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RefusalDelay:
 
 
 class RefusalLog:
-    """Logs refused requests, at most once per second and address."""
+    """A log of refused requests, with at most one line per second and address."""
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -89,7 +90,7 @@ class RefusalLog:
 
 
 class Outgoing:
-    """Sends the application's answer and records its usage; `used` is None while or because it is unknown."""
+    """Sends the application's answer and records its usage; `used` is None if the usage is not known (yet)."""
 
     def __init__(self, send: Send, headers: Mapping[str, str], refusal_delay: RefusalDelay) -> None:
         self._send = send
@@ -100,7 +101,7 @@ class Outgoing:
         self._response_start: Message | None = None
         self._is_stream = False
         self.is_started = False
-        self.used: ActualUsage | None = _NOTHING
+        self.used: ActualUsage | None = _NO_USAGE
 
     def set_account(self, account: str | None) -> None:
         """Set the account whose refusals are delayed together; None disables the delay."""
@@ -122,7 +123,7 @@ class Outgoing:
         self._upload = upload
 
     def record_usage(self, report: Mapping[str, Any]) -> None:
-        tally, summary = AnswerTally(), report.get(OURS) or {}
+        tally, summary = AnswerTally(), report.get(PEAGLE_KEY) or {}
         tally.read(report)
         self.used = ActualUsage(
             prompt_tokens=tally.num_prompt_tokens,
@@ -138,7 +139,7 @@ class Outgoing:
             kind = dict(message.get("headers", [])).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
             self._response_start = message
-            if self.used is _NOTHING and message["status"] == 200:
+            if self.used is _NO_USAGE and message["status"] == 200:
                 self.used = None  # until `record_usage`
             await self._begin()
         else:
@@ -167,7 +168,7 @@ class Outgoing:
 
 
 class Load:
-    """The number of running requests per model, which wait for an engine or are in one."""
+    """The number of running requests per model, whether they wait for an engine or are in one."""
 
     def __init__(self) -> None:
         self._num_running: Counter[str] = Counter()

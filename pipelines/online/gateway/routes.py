@@ -40,13 +40,13 @@ class Rule(enum.Enum):
     OPEN = enum.auto()
     """No key needed."""
     PAGE = enum.auto()
-    """The web page: public if the API needs keys, otherwise only for this machine."""
+    """The web page: public if the API requires keys, otherwise only for this machine."""
     KEY = enum.auto()
     """Any key."""
     POLL = enum.auto()
-    """Any key, with a separate rate limit: figures that the web page polls every two seconds."""
+    """Any key, with a separate rate limit: metrics that the web page polls every two seconds."""
     GENERATION = enum.auto()
-    """An engine answers: the body is validated, tokens and cost are reserved."""
+    """Answered by an engine: the body is validated, tokens and cost are reserved."""
     CREATE_BATCH = enum.auto()
     """A small JSON body; the cost arises later."""
     UPLOAD = enum.auto()
@@ -87,7 +87,7 @@ class GatePass:
 
     Attributes:
         route: method and path of the admitted route.
-        key: None on routes that need no key.
+        key: None on routes that do not require a key.
         body: the parsed body, if the rule reads JSON.
         record_usage: receives the usage in the engine's answer; None if no engine answers.
     """
@@ -110,7 +110,7 @@ def pass_of(request: Request) -> GatePass:
 
 def key_of(request: Request) -> KeyRecord:
     key = pass_of(request).key
-    assert key is not None, "the route needs no key"
+    assert key is not None, "the route does not require a key"
     return key
 
 
@@ -141,13 +141,13 @@ class GuardedRoute(APIRoute):
         )
         if not is_gate_pass:
             _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, gate_pass)
-            raise ApiError(500, "the server failed; the request may be tried again", code="internal_error")
+            raise ApiError(500, "internal server error; the request can be retried", code="internal_error")
         require_known_parameters(scope, self)
         await super().handle(scope, receive, send)
 
 
 def require_known_parameters(scope: Scope, route: APIRoute) -> None:
-    """Refuse query parameters that the route does not have (422), since ignoring a typo would hide it."""
+    """Refuse query parameters that the route does not have (422), so that typos are not ignored."""
     parameters = {field.alias for field in route.dependant.query_params}
     for name in QueryParams(scope.get("query_string", b"")):
         if name not in parameters:
@@ -161,7 +161,7 @@ class _CheckedRequest(Request):
         self._value = value
 
     async def body(self) -> bytes:
-        """Return a placeholder, since FastAPI checks if there is a body."""
+        """Return a placeholder, since FastAPI checks whether there is a body."""
         return b"{}"
 
     async def json(self) -> Any:
@@ -170,7 +170,7 @@ class _CheckedRequest(Request):
 
 
 def _checked(field: Any, values: Any) -> Any:
-    """Return the validated body; an error only includes the first error of each list."""
+    """Return the validated body. Errors include only the first error of each list."""
     value, errors = validated(field, values)
     if errors:
         raise RequestValidationError(errors)
@@ -218,7 +218,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 _ORIGIN = re.compile(f"https?://{_HOST.pattern}", re.IGNORECASE)
-_WHAT_TO_DO = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
+_HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 
 
 def require_local(scope: Scope) -> None:
@@ -228,9 +228,9 @@ def require_local(scope: Scope) -> None:
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _HOST.fullmatch(host):
-        raise _refusal(f"does not answer to the host name {shown(host)}: {_WHAT_TO_DO}")
+        raise _refusal(f"does not serve the host name {shown(host)}: {_HINT}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
-        raise _refusal(f"does not answer web pages of {shown(origin)}: {_WHAT_TO_DO}")
+        raise _refusal(f"does not serve web pages of {shown(origin)}: {_HINT}")
 
 
 def _is_loopback(scope: Scope) -> bool:

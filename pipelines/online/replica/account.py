@@ -1,4 +1,4 @@
-"""The account of one engine: where its seconds went, and a usage record per request."""
+"""The account of one engine: how its time was spent, and a usage record per request."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,15 @@ from peagle.files import GroupSync, make_folder
 from peagle.runs.meter import EngineMeter, new_session_id
 from pipelines.cluster.metrics import UsageMetrics
 from pipelines.online.serve.sequences import Sequences
-from pipelines.online.wire import OURS, AnswerTally, Context
+from pipelines.online.wire import PEAGLE_KEY, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
 _DISK_S = 5.0  # maximum wait for a record to reach the disk
-_KEPT_EVERY_S = 60.0  # keep the first of each minute, where windows start (`cost.py`)
+_KEPT_EVERY_S = 60.0  # keep the first heartbeat of each minute: cost windows start on minutes (`cost.py`)
 
 
 class EngineAccount:
-    """Accounts for an engine from the start of its process to its end.
+    """Account for an engine from the start of its process to its end.
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.
@@ -74,10 +74,10 @@ class EngineAccount:
         """Start accounting for a request that enters the engine.
 
         Args:
-            context: `num_choices` are the slots that it uses, which determine its share of the busy seconds. If an
-                earlier engine has billed it (`first_asked_at`), this one does not.
-            choices_per_prompt: of a completion with several prompts.
-            is_row: whether it is a row of a batch, which the run reports to the listener's metrics.
+            context: `num_choices` is the number of slots the request uses, which determines its share of the busy
+                    seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
+                choices_per_prompt: number of choices for each prompt of a completion with several prompts.
+                is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
         """
         number = next(self._numbers)
         self._meter.start(number, context.num_choices)
@@ -125,13 +125,13 @@ class EngineAccount:
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
         except OSError as error:  # includes timeouts
-            why = str(error) or f"no answer of the disk in {_DISK_S:g} s"
+            why = str(error) or f"the disk did not respond within {_DISK_S:g} s"
             _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, why)
 
     def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine, context = request.tally, self._engine, request.context
         if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):
-            # The answer did not report its usage.
+            # The answer did not include its usage.
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)
@@ -163,7 +163,7 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """Accounts for one request, by the usage in its answer (`tally`) and the engine's figures (`sequences`)."""
+    """Account for one request, from the usage in its answer (`tally`) and the engine's counters (`sequences`)."""
 
     def __init__(
         self, account: EngineAccount, number: int, context: Context, tally: AnswerTally, *, is_row: bool
@@ -186,19 +186,19 @@ class RequestAccount:
             self.ttft_s = self._account._monotonic() - self._began
 
     def seconds_to_first_token(self) -> float | None:
-        """Return the time to the first token, from the stream or else from the engine."""
+        """Return the time to the first token as seen in the stream, else as reported by the engine."""
         if self.ttft_s is not None or (at := self.sequences.first_token_at) is None:
             return self.ttft_s
         return max(0.0, at - self.started_at)
 
     def finish(self, outcome: Outcome) -> RequestUsage:
-        """Take the request out of the engine. The first outcome counts."""
+        """Stop metering the request. Only the first outcome is kept."""
         if self._record is None:
             self._record = self._account._close(self, outcome)
         return self._record
 
     def write(self, outcome: Outcome) -> None:
-        """Write the record, with this outcome if the request has not finished, or if its answer was not delivered."""
+        """Write the record. `outcome` is used if the request is unfinished, or was cut during delivery."""
         record = self.finish(outcome)
         if record.outcome == "ok" and outcome == "cut":
             record = replace(record, outcome=outcome)
@@ -215,7 +215,7 @@ class RequestAccount:
 
 def usage_of(record: RequestUsage) -> dict[str, Any]:
     tokens = {"prompt_tokens": record.usage.num_prompt_tokens, "completion_tokens": record.usage.num_output_tokens}
-    return {"usage": tokens, OURS: summary(record)}
+    return {"usage": tokens, PEAGLE_KEY: summary(record)}
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:

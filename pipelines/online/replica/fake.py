@@ -22,7 +22,7 @@ from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
 from pipelines.online.wire import BorrowedRequest, to_text
 
-# Fields for streaming, for Ray or for a cache, which the fake engine does not have.
+# Fields that only matter to streaming, Ray or a cache, and that the fake engine ignores.
 _NOT_OF_THE_BODY = {"stream", "stream_options", "request_id", "cache_salt"}
 
 
@@ -52,7 +52,7 @@ class FakeServeEngine:
     async def check_health(self) -> None:
         """Raise vLLM's exception if the engine is dead, so that Serve starts another replica."""
         try:
-            self._live().require_life()
+            self._live().check_alive()
         except EngineError as error:
             raise _dead() from error
 
@@ -86,7 +86,7 @@ class FakeServeEngine:
             return
         try:
             if values.get("stream"):
-                self._live().require_life()  # vLLM looks before a stream begins; then it raises nothing any more
+                self._live().check_alive()  # like vLLM, which checks before a stream starts and does not raise afterwards
                 async for text in self._stream(url, request.request_id, *prompt):
                     yield text
             else:
@@ -189,7 +189,7 @@ def _usage(token_ids: list[int], completions: list[CompletionOutput]) -> dict[st
 
 
 def _refusal(message: str) -> Any:
-    """Return a refusal in the form that Ray's ingress expects."""
+    """Return a refusal as Ray's ingress expects it."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
     return ErrorResponse.model_validate(openai.error_body(message, kind="BadRequestError", code=400))

@@ -1,4 +1,4 @@
-"""Lends idle slots of an engine to rows of batches, and takes them back.
+"""Lend idle slots of an engine to rows of batches, and reclaim them.
 
 A row is accepted if the engine stays below autoscaling's target, so that rows never start engines. If interactive
 requests need the slots, the newest rows are returned and run again later.
@@ -35,8 +35,8 @@ class IdleSlots:
         slots: requests that the engine decodes at the same time.
         target: autoscaling's target of running requests per engine.
 
-    Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. With four of
-    them, two rows are returned, so that one slot stays free for the next interactive request.
+    Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. When four
+    interactive requests arrive, two rows are returned, so that one slot stays free for the next interactive request.
     """
 
     def __init__(self, slots: int, target: float) -> None:
@@ -47,8 +47,8 @@ class IdleSlots:
 
     def has_room(self, num_slots: int) -> bool:
         """Return whether a row may start. A row with very many choices may only start in an idle engine."""
-        taken = self._num_interactive + self._num_lent
-        return not taken or taken + num_slots <= self._max_with_rows
+        num_used = self._num_interactive + self._num_lent
+        return not num_used or num_used + num_slots <= self._max_with_rows
 
     async def track_interactive(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
         """Count an interactive request until its answer ends, and return rows if it needs their slots."""
@@ -99,7 +99,7 @@ async def lend(
     """Run a row in an idle slot.
 
     Yields whether the engine has a slot, then a sign of life each minute, and finally the result. Every attempt is
-    recorded and billed, also if the row was returned.
+    recorded and billed, even if the row was returned.
 
     Args:
         max_slots: the engine's slots; a row with more choices uses all of them.

@@ -1,11 +1,11 @@
-"""Processes an engine's answer: reads its usage, adds the cost, and joins the pieces of streams.
+"""Process an engine's answer: read its usage, add the cost, and join the pieces of streams.
 
 Only this module parses the events of a stream. Their usage is passed on separately (`StreamEnd`), like that of a
 non-streaming answer.
 
 Each piece of a stream costs about 2 ms of CPU time in the replica, the ingress and the proxy together, regardless of
-its size (Ray 2.60, AMD EPYC, 2026-11-22: 25.6 % of a core at 114 pieces/s). So with many streams, each sends less
-often.
+its size (Ray 2.60, AMD EPYC, 2026-11-22: 25.6 % of a core at 114 pieces/s). So the more streams there are, the less
+often each of them sends.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from peagle.errors import EngineError
 from pipelines.online.errors import is_engine_death
 from pipelines.online.replica.account import RequestAccount, summary, usage_of
 from pipelines.online.serve.ray_names import event_refusal, refusal
-from pipelines.online.wire import OURS, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
+from pipelines.online.wire import PEAGLE_KEY, ShownUsage, StreamEnd, WholeAnswer, events, is_usage_alone, to_text
 
 T = TypeVar("T")
 
 
 class Pace:
-    """How often each of several streams sends.
+    """The rate at which each of several streams sends pieces.
 
     Args:
         interval_s: minimum time between two pieces of a stream; 0 sends immediately.
@@ -76,7 +76,7 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
     earliest = clock()
     try:
         await news.wait()
-        with pace.stream():  # answers without output yet do not count
+        with pace.stream():  # answers without output do not count yet
             while True:
                 await news.wait()
                 if (early := earliest - clock()) > 0:
@@ -98,11 +98,11 @@ async def _end(task: "asyncio.Task[Any]") -> None:
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
-        task.exception()  # retrieved, or asyncio logs it
+        task.exception()  # otherwise asyncio logs it as never retrieved
 
 
 _CUT: Outcome = "cut"
-_USAGE_FIELDS = ("usage", "metrics", OURS)  # fields with an answer's usage
+_USAGE_FIELDS = ("usage", "metrics", PEAGLE_KEY)  # fields with an answer's usage
 _MIN_ERROR_STATUS = 500
 
 
@@ -161,8 +161,8 @@ async def relay(
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on, and write the request's record when it ends.
 
-    A request pays for the engine time and tokens that it used, also if it failed, was refused or was cancelled. Only
-    if its engine crashes it pays nothing, and another engine may run it.
+    A request is billed for the engine time and tokens that it used, even if it failed, was refused or was cancelled. Only
+    if its engine crashes, it is not billed, and another engine may run it.
 
     Args:
         answers: one object (a non-streaming answer or an error), or lists of texts with events.
@@ -259,7 +259,7 @@ def _forward_events(texts: list[str], request: RequestAccount, shown_usage: Show
             if "error" in event:
                 request.finish("failed")
             elif is_usage_alone(event):
-                event[OURS] = summary(request.finish("ok"))
+                event[PEAGLE_KEY] = summary(request.finish("ok"))
                 reported = {name: event[name] for name in _USAGE_FIELDS if name in event}
                 if shown_usage == "never":
                     continue
@@ -273,6 +273,6 @@ def _with_summary(answer: Any, request: RequestAccount) -> WholeAnswer:
     """Return a non-streaming answer as JSON with the summary, and the summary separately."""
     reported = answer.model_dump(include={"usage", "metrics"})
     request.tally.read(reported)
-    reported[OURS] = summary(request.finish("ok"))
-    setattr(answer, OURS, reported[OURS])
+    reported[PEAGLE_KEY] = summary(request.finish("ok"))
+    setattr(answer, PEAGLE_KEY, reported[PEAGLE_KEY])
     return WholeAnswer(body=answer.model_dump_json().encode(), reported=reported)

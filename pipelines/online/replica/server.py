@@ -39,7 +39,7 @@ from pipelines.online.serve.sequences import report_sequences
 from pipelines.online.wire import BorrowedReply, BorrowedRequest, Context
 
 _POLL_S = 0.25
-_BATCH_PRIORITY = 1  # vLLM runs interactive requests, which have priority 0, first
+_BATCH_PRIORITY = 1  # vLLM runs interactive requests first: they have priority 0
 
 
 class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untyped
@@ -77,7 +77,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def _check(self, job: ReplicaJob) -> None:
-        """Run the self-check, which compares the engine's answers with its target's."""
+        """Run the self-check, which compares the engine's answers with those of its target."""
         engine = self.engine.checkable if self._is_fake else CheckableLlm(engine_client(self.engine))
         result = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = result.to_json()
@@ -88,8 +88,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def _end_with_engine(self) -> None:
         """Exit when the engine is dead.
 
-        Serve checks the health rarely and needs three failures. Until then the replica would attract requests by being
-        idle, and refuse them.
+        Serve checks the health rarely and needs three failures. Until then it would route requests to the replica, which
+        looks idle and refuses them.
         """
         while True:
             await asyncio.sleep(_POLL_S)
@@ -111,7 +111,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         return make_llm_config(job, spec, here)
 
     async def _require_live_engine(self) -> None:
-        """Let another engine take a request that arrives after this engine died."""
+        """Raise EngineUnavailable if this engine is dead, so that another engine takes the request."""
         try:
             await super().check_health()
         except Exception:

@@ -1,4 +1,4 @@
 """Work-arounds for Ray Serve, uvicorn, Starlette and vLLM's API server.
 
-The endpoint's only place for them, and for the private names of these packages. docs/upstream.md lists each.
+The endpoint uses private names of these packages only here. docs/upstream.md lists each work-around.
 """

@@ -23,7 +23,7 @@ from pipelines.online.wire import StreamEnd, WholeAnswer
 _WAITS_S = (0.05, 0.1, 0.2, 0.4)
 
 
-class Answered(Exception):  # noqa: N818 - it is an outcome, not a fault
+class Answered(Exception):  # noqa: N818 - an outcome, not an error
     """A non-streaming answer as JSON."""
 
     def __init__(self, body: bytes) -> None:
@@ -69,7 +69,7 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
 
     Args:
         call: starts the call; repeated if the queue was full.
-        note: as `NOTE`.
+        note: receives the usage, like `NOTE`.
     """
     waits = iter(_WAITS_S)
     while True:
@@ -83,7 +83,7 @@ async def listen(call: Callable[[], ServeResponse], note: Note) -> AsyncGenerato
                 elif isinstance(part, WholeAnswer):
                     with contextlib.suppress(Exception):  # the answer is complete even if the replica fails now
                         async for _ in response:
-                            pass  # at the end, the request's record is on the disk
+                            pass  # when the stream ends, the request's record is on the disk
                     note(part.reported)
                     raise Answered(part.body)
                 else:

@@ -1,6 +1,7 @@
-"""Ray's `LLMConfig` for an engine, with request counts and autoscaling.
+"""Ray's `LLMConfig` for an engine, with request limits and autoscaling.
 
-It is created twice: by the process that starts the endpoint, to place replicas, and by each replica for its own node.
+The configuration is created twice: by the process that starts the endpoint, to place replicas, and by each replica for
+its own node.
 """
 
 import math
@@ -24,12 +25,12 @@ _PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Requests of one model.
+    """Limits for concurrent requests of one model.
 
     Attributes:
-        target: mean per engine, above which another engine is started.
-        admitted: maximum per engine; others wait at the ingress, where any engine can take them.
-        queued: maximum waiting at the ingress; others get 503.
+        target: mean number of requests per engine above which another engine is started.
+        admitted: maximum per engine; others wait in the ingress, from where any engine can take them.
+        queued: maximum number of requests waiting in the ingress; others get 503.
     """
 
     target: float
@@ -40,8 +41,9 @@ class RequestCounts:
 def request_counts(keys: ServedModelOptions, spec: EngineSpec, hardware: Hardware) -> RequestCounts:
     """Return the configured counts for an engine, or the defaults.
 
-    An engine gets slightly more than it decodes at the same time (`requests_in_flight`). The queue holds as many as all
-    engines decode at the same time, so waiting takes about the time of one request.
+    An engine gets slightly more requests than it can decode at the same time (`requests_in_flight`). The queue is as
+    long as the number of requests that all engines can decode at the same time, so a request waits for about one
+    request's duration.
     """
     slots = decode_slots(spec, hardware)
     return RequestCounts(
@@ -57,7 +59,7 @@ def pieces_per_s(placement: Placement) -> float:
 
 
 def requests_in_flight(slots: int) -> int:
-    """Return the number of requests for an engine with this many slots: an eighth more, at least one more.
+    """Return the number of requests to send to an engine with this many slots: an eighth more, at least one more.
 
     So a finished request is replaced in the next step, without a round trip.
 
@@ -70,8 +72,9 @@ def requests_in_flight(slots: int) -> int:
 def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
     """Return the requests that an engine can decode in one step.
 
-    At most `max_num_seqs`; fewer if the step's tokens do not suffice. A decoding request takes 2K tokens with P-EAGLE,
-    1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`). If peagle sizes the step itself, all fit.
+    At most `max_num_seqs`, and fewer if max_num_batched_tokens is too small. A decoding request takes 2K tokens with
+    P-EAGLE, 1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`). If peagle chooses
+    max_num_batched_tokens itself, all `max_num_seqs` fit.
 
     Example: max_num_seqs 256, K = 7 with P-EAGLE and max_num_batched_tokens 2048: 2048 // 14 = 146 of the 256.
     """
@@ -95,7 +98,7 @@ def target_ongoing_requests(slots: int) -> float:
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0  # on a CPU, a step with long prompts may delay the reply for seconds
 _DRAIN_POLL_S = 1.0
-# By name: only routing processes need Ray Serve's classes.
+# A name, not a class, since only routing processes need to import Ray Serve.
 _PREFIX_ROUTER = "pipelines.online.serve.routing.PrefixRouter"
 _PREFIX_BLOCKS = 32_768  # remembered per engine
 
@@ -105,7 +108,7 @@ class ReplicaJob:
     """Configuration of a model's replicas.
 
     Attributes:
-        app_id: of this start of the endpoint; its replicas share the cores of a node.
+        app_id: id of this start of the endpoint; replicas with the same id share the cores of a node.
         state: shared folder of the ledger and the logs.
         spec: names its models in a way that every node can resolve.
         lends: rows of batches may use idle slots.
@@ -140,18 +143,18 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
-            # Sampling defaults are the same as for batches, not those of the model's generation_config.json;
+            # Use the same sampling defaults as batches, not those of the model's generation_config.json;
             # its EOS tokens apply in both cases.
             "generation_config": "vllm",
         },
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": placement.num_cpus}]},
         deployment_config=deployment_config(job, on_gpu=on_gpu),
-        experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` does it
+        experimental_configs={"stream_batching_interval_ms": 0},  # `relay.in_pieces` batches instead
     )
 
 
 def check_parsers(parsers: Mapping[str, Any]) -> None:
-    """Require that vLLM has these parsers. It would say so when an engine starts, and only in its log."""
+    """Require that vLLM has these parsers. vLLM itself reports this only in the engine's log."""
     if not parsers:
         return
     from vllm.reasoning import ReasoningParserManager

@@ -1,15 +1,15 @@
 """Back-pressure between client and ingress for files, which Ray Serve lacks.
 
 Ray Serve 2.60 reads answers from the ingress and bodies from the client as fast as they arrive, and would buffer whole
-files. Messages in the opposite direction pass through Serve unchanged. So the receiving end acknowledges through these
-what it has received, and the sending end waits for acknowledgements.
+files. Serve passes messages in the opposite direction unchanged. So the receiver uses these messages to acknowledge
+what it has received, and the sender waits for acknowledgements.
 
     client <- server <- DownloadAckSender <- Serve <- DownloadWindow     (`batches/downloads.py`)
     client -> server -> UploadThrottle    -> Serve -> UploadAckReceiver  (`gateway/bodies.py`)
 
-Clients cannot forge these messages, since servers never produce such keys and types. The middle ends run in the proxy
-(`proxy.py`). If a proxy runs without them, for example on a node that was started in another environment, the ingress
-notices with the first message.
+Clients cannot forge these messages, since HTTP servers never produce such keys and types. DownloadAckSender and
+UploadThrottle run in the proxy (`proxy.py`). If a proxy runs without them, for example on a node that was started in
+another environment, the ingress detects this from the first message.
 """
 
 import asyncio
@@ -66,9 +66,9 @@ class DownloadAckSender:
 
 
 class UploadThrottle:
-    """The proxy's end of an upload: passes on no more than a window ahead of the acknowledgements.
+    """The proxy's end of an upload: forwards at most one window more than was acknowledged.
 
-    The rest stays with the client, since a server stops reading if the application does. Applications other than the
+    The client keeps the rest, since the server stops reading when the application does. Applications other than the
     ingress send no acknowledgements and get one window per second.
     """
 
@@ -120,11 +120,11 @@ class UploadAckReceiver:
 
 
 class DownloadWindow:
-    """The ingress's end of a download: knows how much the client has not received yet.
+    """The ingress's end of a download: tracks how much the client has not received yet.
 
     Attributes:
-        has_acks: whether the proxy sends acknowledgements. Without them nothing is known before the client has received
-            everything or disconnected.
+        has_acks: whether the proxy sends acknowledgements. Without them, the ingress only learns when the client has
+                received everything or disconnected.
         has_left: the client has received everything or disconnected.
     """
 
@@ -134,7 +134,7 @@ class DownloadWindow:
         self.has_acks = self.has_left = False
 
     async def open(self, timeout_s: float) -> None:
-        """Read the first message, which tells whether there are acknowledgements."""
+        """Read the first message, which announces whether there will be acknowledgements."""
         with contextlib.suppress(TimeoutError):  # the body does not arrive, and is not needed
             async with asyncio.timeout(timeout_s):
                 await self._read()

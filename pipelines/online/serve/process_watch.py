@@ -1,4 +1,4 @@
-"""Reports crashes and restarts of Serve's controller and proxies, and their effect.
+"""Report crashes and restarts of Serve's controller and proxies, and their effect.
 
 Ray and Serve restart both without a message.
 """
@@ -12,8 +12,8 @@ from pipelines.online.serve.ray_names import serve_processes
 _POLL_S = 2.0
 _TOO_LONG_S = 60.0
 _CONSEQUENCES = {
-    "controller": "requests go on, only scaling waits; Ray starts another one",
-    "proxy": "its connections were cut, and new ones are refused until Serve has started another one",
+    "controller": "requests continue, only scaling is delayed; Ray restarts it",
+    "proxy": "its connections were cut, and new connections are refused until Serve has restarted it",
 }
 
 
@@ -39,7 +39,7 @@ class ProcessWatch:
         self._known = processes
         for kind in ended:
             self._died_at[kind] = now
-            self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. Nothing has to be done")
+            self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. No action is needed")
         for kind in new:
             if (died_at := self._died_at.pop(kind, None)) is not None:
                 self._is_reported.discard(kind)

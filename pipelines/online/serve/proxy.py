@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # By default the controller's loop runs ten times a second and takes 5 % of a core.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    # Ray's limit for a first token is 600 s; ours is request_timeout_s, which may be longer. A year means unlimited.
+    # Ray's limit for a first token is 600 s; request_timeout_s may be longer. A year means unlimited.
     "RAY_SERVE_LLM_ROUTER_HTTP_TIMEOUT": "31536000",
     # Switching threads slows down every piece of a stream, and nothing here blocks the event loop.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -112,11 +112,11 @@ class ProxyMiddleware:
 
 
 class _Answer:
-    """Inspects the proxy's answer.
+    """An inspector of the proxy's answer.
 
     Args:
-        is_for_api: whether the path is the endpoint's, under any prefix. Otherwise only answers that the gate has
-            signed are the endpoint's.
+        is_for_api: whether the path belongs to the endpoint, under any prefix. For other paths, only answers with the
+                gate's request id header are from the endpoint.
     """
 
     def __init__(self, send: Send, *, is_for_api: bool) -> None:
@@ -167,7 +167,7 @@ class _Answer:
             await self._begin()
 
     async def _begin(self) -> None:
-        """Send the head if it was held back until its body was seen."""
+        """Send the head if it was delayed until its body was seen."""
         if self._held is not None:
             head, self._held = self._held, None
             self._is_started = True
@@ -215,7 +215,7 @@ async def _flow(scope: Scope, receive: Receive, send: Send) -> AsyncIterator[tup
 def _for_proxy(scope: Scope) -> Scope:
     """Return the request without headers that the proxy cannot read or that are too long for its logs.
 
-    Requests to the API also lose the headers that the proxy obeys or logs; the gate gives them an id of its own.
+    Requests to the API also lose the headers that the proxy obeys or logs; the gate assigns them a request id.
     """
     read = _OBEYED_HEADERS | _LOGGED_HEADERS
     refused = read if _is_for_api(scope) else frozenset()

@@ -22,7 +22,7 @@ def running_http_options() -> Any:
 
 
 def begin_deletion(application: str) -> None:
-    """Start to delete an application. `serve.delete` would wait and fail after a minute."""
+    """Start the deletion of an application. `serve.delete` would wait, and fail after a minute."""
     from ray import serve
 
     serve.delete(application, _blocking=False)
@@ -71,7 +71,7 @@ def count_states(states: Mapping[Any, int]) -> dict[str, int]:
 
 
 def refusal(error: Exception) -> Any | None:
-    """Return vLLM's error response for an exception, or None if it is a server error."""
+    """Return vLLM's error response for an exception, or None for a server error."""
     from ray.serve.llm.openai_api_models import ErrorResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
     from vllm.exceptions import VLLMError

@@ -2,9 +2,9 @@
 
 vLLM 0.29 has validators that run before types are checked and raise arbitrary Python errors
 (`'list' object has no attribute 'get'`). Fields that pydantic validates lazily are validated here. Lists stop at their
-first error: a MiB of invalid messages has five million, which take minutes. Chats can have a cap on output tokens,
+first error: a MiB of invalid messages has five million errors, which take minutes. Chats can have a cap on output tokens,
 which vLLM does not support. Structural tags are not compiled here, where some of a hundred bytes would block all
-streams for minutes, but on trial next to the engine (`engine/trials.py`).
+streams for minutes, but in a trial process next to the engine (`engine/trials.py`).
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """Validate one message at a time, so that threads can switch between messages."""
     content = value.get("content") if isinstance(value, dict) else None
     if isinstance(content, list) and len(content) > _MAX_PARTS:
-        message = f"a message has {len(content)} parts, and may have {_MAX_PARTS}"
+        message = f"a message has {len(content)} parts, but at most {_MAX_PARTS} are allowed"
         raise ApiError(400, message, code="invalid_value", param="messages")
     message = handler(value)
     for name in _LAZY:
@@ -52,7 +52,7 @@ def _message(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 def fail_fast(schema: Any) -> None:
     """Make every list of a pydantic core schema stop at its first error.
 
-    Pydantic's `Field(fail_fast=True)` only works for one's own fields.
+    Pydantic's `Field(fail_fast=True)` only works for fields that we declare ourselves.
     """
     if isinstance(schema, dict):
         if schema.get("type") in _LISTS:

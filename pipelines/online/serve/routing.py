@@ -1,4 +1,4 @@
-"""Routes requests to the engine that has cached the beginning of their prompt, unless it is too busy.
+"""Route requests to the engine that has cached the beginning of their prompt, unless it is too busy.
 
 Ray's own `PrefixCacheAffinityRouter` (2.60) loses requests: a prompt without text (token ids, an empty message) causes
 a division by zero in a task that only logs it, so the request is never routed. It also calls an actor several times
@@ -14,11 +14,11 @@ from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, R
 
 _BLOCK_CHARS = 128
 _MAX_CHARS = 64 * 1024  # of a prompt; the rest is ignored
-_MIN_SHARE = 0.1  # of a prompt's blocks; below it the cache is not worth it
+_MIN_SHARE = 0.1  # of a prompt's blocks; below this share, the cache is not worth it
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Routes requests with the same beginning to one engine, and others to the less busy of two random engines."""
+    """Route requests with the same prefix to one engine, and others to the less busy of two random engines."""
 
     def initialize_state(self, *, most_ahead: int, max_blocks: int) -> None:
         """Set the deployment's options. Called by Serve.

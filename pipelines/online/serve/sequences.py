@@ -1,8 +1,8 @@
-"""Figures of a request's sequences that vLLM's API does not report.
+"""Metrics of a request's sequences that vLLM's API does not report.
 
 vLLM 0.29 reports drafts only for answers with one sequence, loses them if a stream's end arrives together with earlier
-output, and reports no time to first token for non-streaming answers. Its front end has both in the states of the
-sequences, one per choice and prompt. `listen` collects the states that a request creates.
+output, and reports no time to first token for non-streaming answers. Both are in the `RequestState`s of its front end,
+one per choice and prompt. `listen` collects the states that a request creates.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ class Sequences:
     """The sequences of one request. Empty if the engine is not vLLM."""
 
     _states: list[Any] = field(default_factory=list)
-    # Figures of sequences that ended and were dropped.
+    # Totals of sequences that ended and were dropped.
     _drafts: SpeculationStats | None = None
     _began_at: float | None = None
     _prompt_tokens: int = 0
@@ -32,7 +32,7 @@ class Sequences:
     def add(self, state: Any, live: Mapping[str, Any]) -> None:
         """Add a sequence (vLLM's `RequestState`).
 
-        Ended sequences are reduced to their figures, since each state keeps all its tokens.
+        Ended sequences are reduced to totals, since each state keeps all its tokens.
         """
         self._drafts, self._began_at = self.speculation, self.first_token_at  # vLLM reports no drafts of running ones
         ended = [other for other in self._states if live.get(other.request_id) is not other]
@@ -42,7 +42,7 @@ class Sequences:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all prompts, whatever their outcome."""
+        """Prompt tokens of all prompts, even of failed ones."""
         return self._prompt_tokens + _prompt_tokens(self._states)
 
     @property

@@ -1,4 +1,4 @@
-"""Closes connections of clients that send headers too slowly or do not read their answers, which uvicorn keeps forever.
+"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn keeps them forever.
 
 uvicorn 0.54 only has a timer between requests (`timeout_keep_alive`). A client that sends nothing, or half a header,
 keeps its connection, and many such clients exhaust the process. With httptools it does not limit the size of headers
@@ -26,18 +26,18 @@ from pipelines.online.wire import error_response
 
 READER_LIMIT_S = 60.0
 LEAST_BYTES = 64 * 1024
-UNREAD_LIMIT_BYTES = 32 << 20  # of all answers to one API key, and to one address
+UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
 SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
 _CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # of unread answers, after which freed memory is returned
 
 
 class SlowReaders(asyncio.Protocol):
-    """Bounds the answers that wait for slow clients. A base of uvicorn's protocols.
+    """Limits the answers that wait for slow clients. A base class for uvicorn's protocols.
 
     Attributes:
-        holders: who has this connection: its address, and the API key of its request.
-        queued_bytes: of the answer, that wait for the connection's buffer.
+        holders: the client's address, and the API key of its request.
+        queued_bytes: bytes of the answer that wait for space in the connection's buffer.
         paused_at: loop time at which the buffer filled up; None if the client keeps up.
     """
 
@@ -77,7 +77,7 @@ class SlowReaders(asyncio.Protocol):
         return self.queued_bytes + self.transport.get_write_buffer_size()
 
     def abort(self) -> None:
-        """Close the connection now. Otherwise the kernel would go on sending what it has."""
+        """Close the connection immediately. Otherwise the kernel would continue to send its buffer."""
         socket_ = self.transport.get_extra_info("socket")
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
@@ -153,10 +153,10 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Serve's proxy would hold the rest of a stream where nobody sees it; here it counts for the connection.
+    Otherwise Serve's proxy would buffer the rest of a stream out of sight; here the rest counts as unread.
 
     Args:
-        key: identifies the API key, so that its connections are added up; empty if there is none.
+        key: identifies the API key, so that its connections are added up; empty without a key.
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
@@ -191,8 +191,8 @@ class PatientSend:
             self._writer = None
 
 
-HEADERS_LIMIT_S = 10.0  # as `body_timeout_s`
-LIMIT_BYTES = 64 * 1024  # as h11's own
+HEADERS_LIMIT_S = 10.0  # the same as `body_timeout_s`
+LIMIT_BYTES = 64 * 1024  # the same as h11's limit
 
 
 def limit() -> None:

@@ -27,7 +27,7 @@ def test_missing_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _core(mine: multiprocessing.connection.Connection) -> None:
-    vllm_plugin.end_with_starter()
+    vllm_plugin.exit_with_parent()
     mine.send(os.getpid())
     time.sleep(600)
 
@@ -51,7 +51,7 @@ def test_core_ends_with_its_parent() -> None:
 
 
 def test_vllm_cores_still_outlive_their_parent() -> None:
-    """Once this fails, vLLM has mended issue 55510: `end_with_starter` can go."""
+    """Once this fails, vLLM has mended issue 55510: `exit_with_parent` can go."""
     from vllm.v1.engine import core, utils
 
     assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
@@ -160,8 +160,8 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("vllm.v1.structured_output.cached_tokenizer_from_config", lambda model_config: None)
     monkeypatch.setattr(StructuredOutputManager, "__init__", StructuredOutputManager.__init__)  # restored at the end
-    vllm_plugin.compile_behind_steps()
-    vllm_plugin.compile_behind_steps()
+    vllm_plugin.lower_grammar_compile_priority()
+    vllm_plugin.lower_grammar_compile_priority()
 
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
