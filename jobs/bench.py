@@ -1,4 +1,4 @@
-"""`peagle bench`: methods of speculation, K and concurrency in the real engine."""
+"""`peagle bench`: compare methods of speculation, K and concurrency in vLLM."""
 
 import argparse
 import sys
@@ -20,11 +20,11 @@ acceptance, time to first token and per token, memory, tokens per dollar. One en
   peagle bench --dataset mine.jsonl --limit 64 --repeats 5 --rounds 5
   peagle bench --load-format dummy --synthetic-acceptance peagle=3.2 --synthetic-acceptance eagle3=2.9
 
-After a warm-up, all prompts go through the engine at each concurrency. Each engine is started --rounds times, which
-share its repeats, and the order is reversed from one round to the next. OUTPUT holds report.json, report.md and two
-plots. Finished passes are kept there: the same command continues where it stopped, and you can add methods, K,
-repeats, and concurrencies up to --max-num-seqs. An engine that fails is left out, with exit code 1; Ctrl-C and SIGTERM
-leave the report of the finished passes.
+After a warm-up, all prompts go through the engine at each concurrency. Each engine is started --rounds times; its
+repeats are divided over the rounds, and the order of engines is reversed from one round to the next. OUTPUT contains
+report.json, report.md, two plots and the finished passes: the same command continues where it stopped, and you can add
+methods, K, repeats, and concurrencies up to --max-num-seqs. An engine that fails is skipped, with exit code 1. After
+Ctrl-C and SIGTERM the report has the finished passes.
 """
 _GROUPS = {
     "compared": [
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     report, folder = bench(config, listener())
     say(f"\n{text_tables(report)}\n\nreport: {folder / 'report.md'}, with plots")
     if report["num_passes_left"]:
-        say(f"{report['num_passes_left']} passes are left: run the same command to continue")
+        say(f"{report['num_passes_left']} passes remain: run the same command to continue")
     if report["failed"]:
         say(f"{', '.join(report['failed'])} failed: run the same command to retry; see {folder / 'logs'}")
         return 1, report

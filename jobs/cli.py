@@ -26,38 +26,38 @@ from peagle.private import keep_private
 from peagle.signals import STOPPED_CODE, interrupt_on_signal, interrupted_by_signal
 
 COMMANDS = {
-    "demo": "the main job on the embedded model, with and without speculation",
+    "demo": "generate with the embedded model, with and without speculation, and compare",
     "generate": "generate text in bulk for a corpus of prompts",
     "status": "show a run's progress, from another terminal or machine",
-    "audit": "check a run's files, and a sample of its rows against the target without the drafter",
+    "audit": "check a run's files, and compare a sample of its rows with the target without the drafter",
     "serve": "serve models through OpenAI's API, with keys, limits and cost",
     "up": "start an endpoint in the background, or list them",
     "down": "stop an endpoint that `peagle up` started",
     "deploy sagemaker": "serve a catalog model from a SageMaker endpoint, or delete that endpoint",
-    "serve keys": "make, list and revoke the endpoint's API keys",
+    "serve keys": "create, list and revoke the endpoint's API keys",
     "serve budgets": "set, list and remove budgets of tags and of the whole endpoint",
     "export": "write a run's rows as Parquet, JSON lines or OpenAI batch files",
     "report": "report on runs: tokens per dollar, acceptance, costs",
     "cost": "show what runs and endpoints cost in a period, by key, model, tag or day",
-    "ledger compact": "merge the small files of a ledger, also while it is being written",
+    "ledger compact": "merge the small files of a ledger, even while it is being written",
     "prices": "list the prices of machines, each with its date and source",
     "models": "list the catalog, or show one model's card",
-    "models add": "put a drafter head into your catalog",
-    "prompts": "write the prompts that ship for training a drafter",
+    "models add": "add a drafter head to your catalog",
+    "prompts": "write the built-in prompts for training a drafter",
     "train": "train a drafter head for a target",
-    "evaluate": "measure drafters in the real engine: acceptance by K, by position, by category",
-    "bench": "measure methods of speculation, K and concurrency against each other",
-    "tune": "find method, K, concurrency and precision for a target, prompts and hardware: a profile for runs",
+    "evaluate": "measure drafters in vLLM: acceptance by K, by position, by category",
+    "bench": "compare methods of speculation, K and concurrency",
+    "tune": "find the best method, K, concurrency and precision for a target, prompts and hardware",
     "plan": "estimate machines, hours and dollars for your tokens, from measured speeds",
-    "quantize-drafter": "write a drafter head in FP8, or an FP8 one in bf16 again",
-    "deploy kuberay": "write the Kubernetes objects of a bulk run or an endpoint, and apply them",
-    "deploy cluster": "write the file for `ray up` of a bulk run's cluster on AWS, and start it",
+    "quantize-drafter": "convert a drafter head to FP8, or an FP8 head to bf16",
+    "deploy kuberay": "write the Kubernetes objects for a bulk run or an endpoint, and apply them",
+    "deploy cluster": "write the `ray up` file for a bulk run's cluster on AWS, and start the cluster",
     "config show": "print each value of a configuration, and where it came from",
     "config schema": "print the JSON schema of a command's YAML, for editors",
     "doctor": "show what this machine can run",
 }
 _SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
-_JSON_HELP = "write the result as JSON ('-' for standard output; the rest then goes to standard error)"
+_JSON_HELP = "write the result as JSON ('-' for standard output; other output then goes to standard error)"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (the same command continues)"
 
 
@@ -128,7 +128,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `argv` into the longest command name it starts with, or None, and the rest."""
+    """Split `argv` into the longest command name at its start (None if there is none) and the rest."""
     for num_words in (2, 1):
         if (command := " ".join(argv[:num_words])) in COMMANDS:
             return command, list(argv[num_words:])

@@ -7,7 +7,7 @@ from jobs.configurations import MODELS, model_of
 from peagle.plain_json import to_json
 
 HELP = """\
-Print the JSON schema of a command's YAML: an editor completes and checks keys with it, and shows what each one means.
+Print the JSON schema of a command's YAML, with which an editor completes, checks and explains keys.
 
   peagle config schema generate > job.schema.json
 

@@ -21,9 +21,9 @@ the catalog, the machine, or the default.
   peagle config show examples/job.yaml
   peagle config show job.yaml --engines 4 --precision bf16
 
-Flags are those of the command that FILE is for: `peagle generate` where it has input or output, else `peagle serve`.
-Keys that are left open (drafter: auto, precision: auto, no price) are shown as the command would settle them on the
-machine that the file names, or else on this one. `peagle generate --dry-run` also reads the corpus.
+The flags of the command that FILE configures are accepted: `peagle generate` if FILE has input or output, else
+`peagle serve`. Keys without a fixed value (drafter: auto, precision: auto, no price) are shown as the command would
+resolve them on the machine in the file, or else on this machine. `peagle generate --dry-run` also reads the corpus.
 """
 FORWARDS_ARGS = True
 _UNLISTED = ("fake",)  # only for tests of peagle itself
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     rows = {name: (getattr(config, name), origins[name]) for name in origins if name not in _UNLISTED}
     try:
         rows |= _resolved_defaults(config)
-    finally:  # also if the command would refuse the configuration
+    finally:  # even if the command would refuse the configuration
         _show(rows)
     return 0, {name: {"value": _plain(value), "from": origin} for name, (value, origin) in rows.items()}
 
 
 def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
-    """Return the values that the command would choose for keys left open; raises what the command would raise."""
+    """Return the values that the command would choose for unset keys. Raises the command's errors."""
     from pipelines.batch.config import GenerateConfig
 
     if isinstance(config, GenerateConfig):
@@ -80,7 +80,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value. Of a model of the endpoint, only the keys that were set."""
+    """Return a value as JSON; for an endpoint's model, only the keys that were set."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if hasattr(value, "model_dump"):

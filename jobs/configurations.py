@@ -1,4 +1,4 @@
-"""The configuration model of each command, and of a file."""
+"""The configuration model of each command, and the model that a file is for."""
 
 import importlib
 from pathlib import Path

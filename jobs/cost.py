@@ -25,8 +25,8 @@ up exactly.
   peagle cost runs/serve --month 2026-11 --currency EUR --rate 0.86      # at your rate
   peagle cost runs/* --month 2026-11 --nodes-usd-per-hour 0.38           # with the cluster's head and CPU nodes
 
-The section "saved" compares with generation without the drafter, using step times from the catalog, the profile or a
-benchmark:
+The section "saved" compares the cost with generation without the drafter, using step times from the catalog, the
+profile or a benchmark:
 
   peagle bench --model m --methods none,peagle ... --output runs/bench
   peagle cost runs/* --baseline runs/bench/report.json
@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="price of all head and CPU nodes, charged while an engine of these sources is running",
     )
-    parser.add_argument("--currency", metavar="CODE", help="convert amounts to this currency; FOCUS uses only this one")
+    parser.add_argument(
+        "--currency", metavar="CODE", help="convert amounts to this currency; FOCUS then uses only this currency"
+    )
     parser.add_argument("--rate", type=float, metavar="X", help="amount of that currency per dollar")
     parser.add_argument("--format", type=_format, choices=FORMATS, default="table", help="(default: %(default)s)")
 

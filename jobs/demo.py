@@ -1,4 +1,4 @@
-"""`peagle demo`: the main job on the embedded model, with and without speculation."""
+"""`peagle demo`: bulk runs of the embedded model with and without speculation."""
 
 import argparse
 import json
@@ -10,8 +10,8 @@ from typing import Any
 from jobs.output import console
 
 HELP = """\
-Run the main job on the embedded model. It answers HumanEval prompts one at a time with the P-EAGLE drafter, and the
-first of them again without it, and compares the costs. It runs without accelerator, account and network.
+Answer HumanEval prompts one at a time with the embedded model and its P-EAGLE drafter, then the first of them again
+without the drafter, and compare the costs. No accelerator, account or network is needed.
 """
 MODEL = "smollm2-135m"
 NUM_PROMPTS, NUM_BASELINE_PROMPTS, MAX_TOKENS, K = 24, 12, 128, 5
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     write_atomic(folder / "report.html", render_html(reports).encode())
     print(text_comparison(reports))
     print(
-        "A drafter saves less the more requests there are at once: verifying drafts is then bound by arithmetic, not "
+        "A drafter saves less with more concurrent requests: verifying drafts is then limited by arithmetic, not "
         f"by reading weights. `peagle models {MODEL}` shows the fastest drafter by concurrency."
     )
     print(describe_answers(RunDirectory(runs[0]["output"])))
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def command_of(keys: Mapping[str, Any]) -> list[str]:
-    """Return the `peagle generate` command that resumes such a run; the demo itself would start a new one."""
+    """Return the `peagle generate` command that resumes such a run; the demo itself would start a new run."""
     words = ["peagle", "generate"]
     for name, value in keys.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""`peagle deploy cluster`: the file for `ray up` of a bulk run's cluster on AWS."""
+"""`peagle deploy cluster`: write the `ray up` file for a bulk run's cluster on AWS."""
 
 import argparse
 from typing import Any
@@ -8,24 +8,26 @@ from peagle.deploy.cluster import MAX_NAME_LENGTH
 from peagle.errors import ConfigError
 
 HELP = """\
-Write the file for `ray up`: a Ray cluster on AWS for a bulk run, as its instance_type and engines ask for.
+Write a file for `ray up`: a Ray cluster on AWS for a bulk run, with machines of its instance_type for its engines.
 
   peagle deploy cluster examples/job.yaml > cluster.yaml
   peagle deploy cluster job.yaml --ami ami-0abc --security-group sg-0abc --head-profile ARN --worker-profile ARN \\
       --output cluster.yaml --apply
 
-The file's first lines say how to submit the run. With market: spot it asks for spot machines, in the configuration's
-region. docs/deploy.md has the commands that make the account's names.
+The comment at the top of the file shows how to submit the run. With market: spot, the cluster uses spot machines in the
+configuration's region. docs/deploy.md has the commands that create the account's resources.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, client="ray up")
-    names = parser.add_argument_group("names of the account")
+    names = parser.add_argument_group("resources of the account")
     names.add_argument("--ami", metavar="ID", help="image with NVIDIA's driver and Python 3.12")
-    names.add_argument("--security-group", metavar="ID", help="group that admits its members, and SSH from one address")
-    names.add_argument("--head-profile", metavar="ARN", help="instance profile of the head")
-    names.add_argument("--worker-profile", metavar="ARN", help="instance profile of the others")
+    names.add_argument(
+        "--security-group", metavar="ID", help="allows traffic within the group, and SSH from one address"
+    )
+    names.add_argument("--head-profile", metavar="ARN", help="instance profile of the head node")
+    names.add_argument("--worker-profile", metavar="ARN", help="instance profile of the worker nodes")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -40,9 +42,11 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     }
     names = AwsNames(**{name: value for name, value in given.items() if value})
     if args.apply and names.missing:
-        raise ConfigError(f"--apply needs {', '.join(names.missing)}", hint="docs/deploy.md has the commands for them")
+        raise ConfigError(
+            f"--apply requires {', '.join(names.missing)}", hint="docs/deploy.md shows how to create them"
+        )
     if args.apply and args.output is None:
-        raise ConfigError("--apply needs --output: `ray down` will want the same file", hint="--output cluster.yaml")
+        raise ConfigError("--apply requires --output: `ray down` needs the file later", hint="--output cluster.yaml")
     workload = read_workload(args.config, args.name, max_name_length=MAX_NAME_LENGTH)
     text = cluster_file(workload, names, config=str(args.config), output=str(args.output or "cluster.yaml"))
     write_file(text, args.output)

@@ -15,8 +15,8 @@ Write the Kubernetes objects of a configuration for KubeRay 1.6 or newer: a RayJ
   peagle deploy kuberay job.yaml --image registry.example/peagle:cuda --schedule "0 2 * * *" --time-zone Etc/UTC
   peagle deploy kuberay serve.yaml --image registry.example/peagle:cuda --namespace team --apply
 
-Pods are sized by the instance_type of the configuration, a pod for each machine. Secrets are named and never read:
-the commands that make them are printed on standard error. docs/deploy.md shows all of it.
+There is one pod per machine, sized by the configuration's instance_type. Secrets are referenced by name and never read;
+the commands that create them are printed to standard error. docs/deploy.md shows a complete example.
 """
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="PersistentVolumeClaim (ReadWriteMany) for weights and an endpoint's ledger (default: %(default)s)",
     )
-    secrets = parser.add_argument_group("secrets, by their names")
+    secrets = parser.add_argument_group("names of secrets")
     secrets.add_argument(
         "--env-secret",
         action="append",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bulk.add_argument(
         "--retries", type=int, default=3, metavar="N", help="retries of a run that ended early (default: 3)"
     )
-    bulk.add_argument("--schedule", metavar="CRON", help="a new run each time, in a new folder below output")
+    bulk.add_argument("--schedule", metavar="CRON", help="start runs at these times, each in a new folder below output")
     bulk.add_argument("--time-zone", metavar="NAME", help="time zone of the schedule (default: the operator's)")
 
 

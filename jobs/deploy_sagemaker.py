@@ -17,9 +17,9 @@ Serve a catalog model with its drafter preset from a SageMaker endpoint, and wai
   peagle deploy sagemaker qwen3-coder-30b-a3b-instruct ... --dry-run
   peagle deploy sagemaker --down qwen3-coder-30b-a3b-instruct
 
-It creates a model, an endpoint configuration and an endpoint, all of one name. If that fails or is interrupted, what it
-created is deleted again. The endpoint costs money until `--down`, with requests or without. docs/deploy.md has the
-image, the role and the rights.
+Creates a model, an endpoint configuration and an endpoint with the same name. If this fails or is interrupted, the
+created resources are deleted. The endpoint costs money until `--down`, with or without requests. docs/deploy.md
+describes the image, the role and the permissions.
 """
 _GROUPS = {
     "endpoint": ["instance_type", "instances", "image", "role", "name", "region", "ami_version", "usd_per_hour"],
@@ -30,9 +30,11 @@ _GROUPS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="catalog name or hub id")
     parser.add_argument(
-        "--down", metavar="NAME", help="delete the endpoint of that name instead, with its configuration and its model"
+        "--down",
+        metavar="NAME",
+        help="delete this endpoint instead, with its configuration and its model",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the requests, and send none")
+    parser.add_argument("--dry-run", action="store_true", help="print the requests without sending them")
     flags.add_flags(parser, SageMakerOptions, _GROUPS)
 
 
@@ -59,7 +61,7 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     requests = make_requests(card, keys, found)
     say(f"drafter: {found.drafter}")
     if known_offer(keys) is None:
-        say(f"{keys.instance_type} is not in the price table, so whether {card.name} fits there was not checked")
+        say(f"{keys.instance_type} is not in the price table, so it is unknown whether {card.name} fits")
     say(f"{format_usd(requests.usd_per_hour)} an hour while it exists ({requests.price})")
     if args.dry_run:
         say(json.dumps(requests.to_dict(), indent=2))
@@ -80,5 +82,5 @@ def _down(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             cost += f", about {format_usd(removed.usd_per_hour * removed.lifetime_s / 3600)}"
     say(f"{args.down}: deleted {', '.join(removed.kinds)}{cost}")
     for remaining in removed.remains:
-        say(f"still there: {remaining}")
+        say(f"not deleted: {remaining}")
     return 0, {"name": args.down, "deleted": list(removed.kinds), "remains": list(removed.remains)}

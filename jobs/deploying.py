@@ -1,4 +1,4 @@
-"""Shared parts of `peagle deploy TARGET`: arguments, the workload, YAML, the target's client."""
+"""Shared code of `peagle deploy TARGET`: arguments, the workload, YAML, the target's client."""
 
 import argparse
 import shutil
@@ -99,7 +99,7 @@ def write_file(text: str, output: Path | None) -> None:
         print(text, end="")
         return
     path = user_path(output)
-    with writing(path, hint="name another file with --output"):
+    with writing(path, hint="use another file for --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     print(f"written: {path}")
@@ -110,7 +110,7 @@ def run_client(command: Sequence[str], text: str, *, hint: str) -> None:
 
     Raises:
         ConfigError: the client is not installed.
-        CapacityError: the client failed; the message has its output.
+        CapacityError: the client failed; the message contains its output.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not installed here, so nothing was applied", hint=hint)

@@ -1,4 +1,4 @@
-"""`peagle doctor`: what this machine can run, and what prevents it."""
+"""`peagle doctor`: show what this machine can run, and what is missing."""
 
 import argparse
 from importlib import metadata
@@ -10,11 +10,9 @@ if TYPE_CHECKING:
 HELP = """\
 Show what this machine can run: accelerator, memory, cores, FP8, versions, the embedded model, and what `auto`
 would choose.
-
-Exit code 0 when an engine can run here, 1 when something prevents it.
 """
 
-# What this version is tested with; `pyproject.toml` pins the same.
+# The versions this release is tested with; `pyproject.toml` pins the same.
 PINNED = {
     "ray": "2.60.0",
     "vllm": "0.29.0",
@@ -29,7 +27,7 @@ _MIN_MEMORY_GIB = 3.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: `peagle doctor` has no flags of its own."""
+    """Do nothing: `peagle doctor` has no flags."""
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -83,7 +81,7 @@ def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
 
 
 def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list[str]:
-    """Return what prevents Ray or an engine from running here."""
+    """Return the problems that prevent Ray or an engine from running here."""
     from pipelines.cluster.startable import obstacles
 
     build = "cpu" if hardware.platform == "cpu" else "cuda"
@@ -94,7 +92,7 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
     ]
     if (versions.get("torch") or "").endswith("+cpu"):
         problems += [
-            f"{name} {versions[name]} does not go with torch's CPU build: pip uninstall {name}"
+            f"{name} {versions[name]} is incompatible with torch's CPU build: pip uninstall {name}"
             for name in _BREAKS_CPU_TORCH
             if versions.get(name)
         ]
@@ -106,7 +104,7 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
 
 
 def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries: dict[str, str]) -> list[str]:
-    """Return what works but could be better."""
+    """Return advice on what works but could work better."""
     advice = [
         f"{name} is {version}; this version of peagle is tested with {PINNED[name]}"
         for name, version in versions.items()
@@ -119,7 +117,7 @@ def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries
     ]
     if hardware.platform == "cpu":
         if "libiomp5" not in libraries:
-            advice.append("libiomp5 is missing and speculation on CPU is slower without it: pip install intel-openmp")
+            advice.append("libiomp5 is missing: speculation on CPU is slower without it: pip install intel-openmp")
         if "libtcmalloc" not in libraries:
             advice.append("libtcmalloc is missing; it saves vLLM allocation time: apt-get install libtcmalloc-minimal4")
         if "avx512f" not in hardware.cpu_flags:
@@ -139,7 +137,7 @@ def _print(result: dict[str, Any]) -> None:
     print(f"machine     {result['description']}, {hardware['free_memory_gib']:.1f} GiB free")
     quota = " (limited by a quota)" if hardware["is_cpu_quota"] else ""
     print(f"cores       {len(hardware['core_ids'])} physical, {hardware['num_cpus']} usable CPUs{quota}")
-    print(f"            {' '.join(hardware['cpu_flags']) or 'no vector instruction set that matters here'}")
+    print(f"            {' '.join(hardware['cpu_flags']) or 'no relevant vector instructions'}")
     print(f"fp8         {result['fp8']}")
     print(f"int8        {result['int8']}")
     print(f"precision   auto means {result['precision_auto']}")

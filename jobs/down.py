@@ -9,16 +9,16 @@ from jobs.up import describe, format_cost
 HELP = """\
 Stop an endpoint that `peagle up` started, as Ctrl-C stops `peagle serve`: running requests get --drain-s.
 
-  peagle down                      the only one that is up
+  peagle down                      the only running endpoint
   peagle down smollm2-135m
   peagle up --list                 all endpoints
 
-It prints the cost of the endpoint. The log and ledger stay in $PEAGLE_HOME/endpoints/NAME.
+Prints the cost of the endpoint. The log and ledger stay in $PEAGLE_HOME/endpoints/NAME.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the endpoint, as `peagle up --list` calls it")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the endpoint, as listed by `peagle up --list`")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if endpoint.process() is None:
         say(f"{endpoint.name} has already stopped")
     else:
-        say(f"{endpoint.name} is stopping: running requests may finish")
+        say(f"{endpoint.name} is stopping: waiting for running requests")
         background.end(endpoint)
     result = describe(endpoint)
     cost = format_cost(result["usd"])

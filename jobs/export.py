@@ -11,8 +11,8 @@ Export the rows of a run, from its committed units.
   peagle export runs/first --format openai-batch   OpenAI's batch output and error files
   peagle export runs/first --format parquet        all rows in one file
 
-An export can be made again at any time: files are replaced whole, and the same run gives the same bytes.
-`peagle generate --output-format FORMAT` makes it at the end of a run.
+An export can be repeated at any time: files are replaced atomically, and the same run produces the same bytes.
+`peagle generate --output-format FORMAT` exports at the end of a run.
 """
 
 

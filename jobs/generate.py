@@ -12,22 +12,22 @@ from peagle.requests.sampling import SAMPLING_KEYS
 from pipelines.batch.config import PROMPT_KEYS, GenerateConfig
 
 HELP = """\
-Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every second.
+Generate text in bulk: shard a corpus over engines, commit it unit by unit, and account for every engine-second.
 
   peagle generate --input prompts.jsonl --output runs/first --max-tokens 128
   peagle generate --config job.yaml --output runs/second --engines 8 --precision fp8
   peagle generate --config job.yaml --dry-run
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.generate --config job.yaml
 
-The same command continues a run that was stopped or killed, and does nothing when it is finished. Ctrl-C, SIGTERM,
---budget-usd and --deadline stop it: running units get --grace-s to be committed, and the command that continues it
-is printed; a second Ctrl-C stops it at once. Rows that cannot be done go to OUTPUT/failed with a reason; the job
-continues. RAY_ADDRESS names the cluster to run on. It must require a token, unless RAY_AUTH_MODE=disabled says
-otherwise. Without RAY_ADDRESS a cluster is started on this machine, and stopped at the end.
+The same command continues a run that was stopped or killed, and does nothing if the run is finished. Ctrl-C, SIGTERM,
+--budget-usd and --deadline stop the run: running units get --grace-s to be committed, and the command to continue is
+printed. A second Ctrl-C stops immediately. Rows that fail go to OUTPUT/failed with a reason; the run continues.
+RAY_ADDRESS selects the cluster. It must require a token, unless RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a
+cluster is started on this machine, and stopped at the end.
 """
 EPILOG = """\
 each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
-exit codes: 0 all rows committed or set aside, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
+exit codes: 0 all rows committed or failed, 1 error, 2 bad usage or configuration, 3 stopped early (resumable)
 """
 _GROUPS = {
     "target and drafter": list(MODEL_KEYS),

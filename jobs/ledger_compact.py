@@ -5,14 +5,14 @@ import time
 from typing import Any
 
 HELP = """\
-Merge the many small files of ledgers (requests, heartbeats, engine processes) into few, each written atomically.
-Nothing else changes: `peagle cost`, budgets and endpoints see the same records.
+Merge the many small files of ledgers (requests, heartbeats, engine processes) into a few files, each written
+atomically. Nothing else changes: `peagle cost`, budgets and endpoints see the same records.
 
   peagle ledger compact runs/serve
   peagle ledger compact 'runs/*' s3://bucket/runs/nightly
 
-It can run while engines, readers and an endpoint use the ledger, and can be killed at any time: run it again to
-continue. It merges only files of processes that ended an hour ago, or have been silent for a day.
+The command can run while engines, readers and an endpoint use the ledger, and can be killed at any time: run it again
+to continue. It only merges files of processes that ended an hour ago, or have been silent for a day.
 
 A SOURCE is a run directory, the --state folder of `peagle serve`, or a glob of them.
 """

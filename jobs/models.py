@@ -15,12 +15,12 @@ its source.
 
   peagle models                    the list
   peagle models gpt-oss-20b        its card
-  peagle models --json -           the list as data
+  peagle models --json -           the list as JSON
   peagle models gpt-oss-20b --sagemaker-env > model.env
                                    its drafter preset as variables of a container on SageMaker
-  peagle models add DIR            puts a drafter head into your catalog (its own --help)
+  peagle models add DIR            add a drafter head to your catalog (see its --help)
 
-Cards of your own are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); a card of the same name replaces ours.
+Your own cards are $PEAGLE_HOME/models/NAME.yaml (~/.peagle by default); they replace shipped cards of the same name.
 """
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     catalog = load_catalog()
     if args.sagemaker_env:
         if not args.name:
-            raise ConfigError("--sagemaker-env needs the name of a model", hint="peagle models lists them")
+            raise ConfigError("--sagemaker-env requires the name of a model", hint="peagle models lists them")
         return 0, {"environment": _print_variables(catalog.get(args.name))}
     if args.name:
         card = catalog.get(args.name)
@@ -87,7 +87,7 @@ def _print_card(card: "ModelCard") -> None:
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
-    grid.add_column(overflow="fold")  # an address that is cut leads nowhere
+    grid.add_column(overflow="fold")  # truncated links would not work
     for label, fact, source in card_rows(card):
         grid.add_row(label, Text.assemble(fact, (f"  [{source}]", "dim")) if source else Text(fact))
     print(f"{card.title} ({card.name})\n{card.summary}\n")
@@ -143,7 +143,7 @@ def _head_rows(method: str, head: "HeadCard") -> list[tuple[str, str, str]]:
 def speculation_rows(card: "ModelCard") -> list[tuple[str, str, str]]:
     """Return the choices of `--drafter auto` as (platform, choice, source) rows."""
     if not card.speculation:
-        return [("speculation", "not measured: --drafter auto drafts nothing; name a head to use it", "")]
+        return [("speculation", "not measured: --drafter auto means no drafter; name a head to use it", "")]
     rows = []
     for row in card.speculation:
         limit = "any number of" if row.max_concurrency is None else f"up to {row.max_concurrency}"

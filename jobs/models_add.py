@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 HELP = """\
-Put a drafter head into your catalog, so that `peagle generate --model TARGET` drafts with it.
+Add a drafter head to your catalog, so that `peagle generate --model TARGET` drafts with it.
 
   peagle models add heads/mine/head
   peagle models add downloads/gpt-oss-20b-p-eagle --target gpt-oss-20b
@@ -13,17 +13,17 @@ Put a drafter head into your catalog, so that `peagle generate --model TARGET` d
 
 DIR is a folder that `peagle train` wrote, a head in the published layout (config.json with ptd_token_id, weights with
 mask_hidden), or an EAGLE-3 head. It is checked against its target and copied to $PEAGLE_HOME/heads. The target's card
-in $PEAGLE_HOME/models/NAME.yaml is replaced. If the card says up to how many concurrent requests drafting pays, that
-limit is kept, unless --max-concurrency sets another.
+in $PEAGLE_HOME/models/NAME.yaml is replaced. If the previous card has a limit of concurrent requests for drafting, the
+limit is kept unless --max-concurrency is set.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("head", metavar="DIR", help="the head's folder, or its name in the catalog")
     parser.add_argument("--name", metavar="NAME", help="name of the card (default: the target's)")
-    parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: what the head says)")
+    parser.add_argument("--target", metavar="TEXT", help="catalog name, folder or hub id (default: from the head)")
     parser.add_argument(
-        "--num-speculative-tokens", type=int, metavar="N", help="K (default: the card's, else the head's own)"
+        "--num-speculative-tokens", type=int, metavar="N", help="K (default: from the card, else from the head)"
     )
     parser.add_argument(
         "--max-concurrency", type=int, metavar="N", help="use the drafter up to this many concurrent requests"

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from peagle.bench.engine import MeasurementListener
 
-PIPE_CODE = 128 + signal.SIGPIPE  # a shell's exit code for a process that SIGPIPE ended
-DRY_RUN_HELP = "show what would run where, with memory, time and cost; start and write nothing"
+PIPE_CODE = 128 + signal.SIGPIPE  # a shell's exit code for a process that was killed by SIGPIPE
+DRY_RUN_HELP = "show what would run and where, with memory, time and cost; start and write nothing"
 _REPORT_EVERY_S = 15.0
 
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[SimpleNamespace]:
-    """Escape text that the streams cannot encode, and exit as after SIGPIPE if the reader has gone.
+    """Escape text that the streams cannot encode, and exit as after SIGPIPE if the reader has exited.
 
     Yields:
         A namespace in which the command sets its exit `code`; on exit it may become `PIPE_CODE`.
@@ -36,7 +36,7 @@ def standard_streams() -> Iterator[SimpleNamespace]:
     result = SimpleNamespace(code=0)
     try:
         yield result
-    finally:  # also when argparse exits after --help
+    finally:  # even when argparse exits after --help
         try:
             sys.stdout.flush()
         except BrokenPipeError as error:
@@ -109,7 +109,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def human_output(args: argparse.Namespace) -> Iterator[None]:
-    """Send what a command with `--json -` prints to standard error, so that standard output is only JSON."""
+    """With `--json -`, redirect a command's prints to standard error, so that standard output is only JSON."""
     if str(args.json) != "-":
         yield
         return
@@ -120,7 +120,7 @@ def human_output(args: argparse.Namespace) -> Iterator[None]:
 
 
 class Forecast(Protocol):
-    """A run or an endpoint that was resolved but not started."""
+    """A resolved run or endpoint that has not been started."""
 
     def lines(self) -> list[tuple[str, str]]:
         """Return labels and facts to print."""

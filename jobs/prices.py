@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from peagle.economics.prices import Offer, PriceTable
 
 HELP = """\
-List the prices per machine and hour that runs and endpoints are charged, each with its date and source.
+List the prices per machine and hour that are used for runs and endpoints, each with its date and source.
 
   peagle prices                  the whole table
   peagle prices H100             machines with this accelerator

@@ -10,18 +10,18 @@ from peagle.drafter.prompts import STDLIB
 from peagle.errors import ConfigError
 
 HELP = """\
-Write prompts for training. Code prompts come from the signatures and docstrings of the Python standard library or of an
-installed package. Content prompts are other tasks (summaries, questions, letters, tables, arithmetic) on descriptions
-of installed packages, Python's reference and generated tables.
+Write prompts for training. Code prompts are built from signatures and docstrings of the Python standard library or of
+an installed package. Content prompts are other tasks (summaries, questions, letters, tables, arithmetic) about
+descriptions of installed packages, Python's reference and generated tables.
 
   peagle prompts --output prompts.jsonl --limit 4000
   peagle prompts --source package:networkx --output more.jsonl
   peagle prompts --source content --output content.jsonl
-  peagle prompts --source content:held-out --output held-out.jsonl   # kinds and texts that `content` does not have
+  peagle prompts --source content:held-out --output held-out.jsonl   # tasks and texts that are not in `content`
 
 Nothing is downloaded or imported. Prompts that share 10 consecutive words with a HumanEval problem, or with the set in
---exclude, are dropped and listed. The order depends only on --seed, the interpreter and the installed packages. Each
-function or text is used once before any is used a second time.
+--exclude, are dropped and listed. The order depends only on --seed, the interpreter and the installed packages. All
+functions or texts are used once before any of them is used a second time.
 """
 
 

@@ -14,10 +14,10 @@ activations per token.
   peagle quantize-drafter heads/mine/head --output heads/mine-fp8
   peagle quantize-drafter heads/mine-fp8 --output heads/mine-fp8-values --dequantize
 
-The decoder layers' projections, fc and the head's own lm_head become FP8; embeddings and norms stay. The second
-command writes a bf16 head with the values of the FP8 weights, to measure on any machine how FP8 weights change the
-acceptance length. GPUs older than compute capability 8.9 compute in 16 bits from FP8 weights; if vLLM cannot load an
-FP8 lm_head there (vllm-project/vllm pull 52543), use --keep lm_head.
+The projections of decoder layers, fc and the head's own lm_head are converted to FP8; embeddings and norms are not. The
+second command writes a bf16 head with the values of the FP8 weights, so that any machine can measure how FP8 weights
+change the acceptance length. GPUs older than compute capability 8.9 compute in 16 bits from FP8 weights; if vLLM cannot
+load an FP8 lm_head there (vllm-project/vllm pull 52543), use --keep lm_head.
 """
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--dequantize", action="store_true", help="HEAD_DIR is in FP8: write it in bf16")
     parser.add_argument(
-        "--keep", action="append", default=[], metavar="fc|lm_head", help="keep it in bf16; may be repeated"
+        "--keep", action="append", default=[], metavar="fc|lm_head", help="keep this tensor in bf16; may be repeated"
     )
 
 

@@ -1,4 +1,4 @@
-"""Commands, flags, YAML keys and values that earlier versions had, and what to use instead."""
+"""Removed commands, flags, YAML keys and values, with their replacements."""
 
 COMMANDS = {
     "deploy skypilot": "edit examples/skypilot.yaml and run `sky jobs launch examples/skypilot.yaml`",

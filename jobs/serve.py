@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipelines.online.app import Served
 
 HELP = """\
-Serve models through OpenAI's API: keys, limits, usage and cost by key, engines that follow the load.
+Serve models through OpenAI's API, with keys, limits, usage and cost by key, and autoscaling.
 
   peagle serve
   peagle serve --model smollm2-135m --drafter none --max-replicas 2 --port 8001
@@ -33,12 +33,12 @@ Serve models through OpenAI's API: keys, limits, usage and cost by key, engines 
   peagle serve --config examples/serve.yaml --dry-run
   peagle serve --host 0.0.0.0 --keys keys.json --tls-cert fullchain.pem --tls-key privkey.pem
 
-Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use it. Several models are
-listed in the YAML under `models`. RAY_ADDRESS names the cluster to run on. It must require a token, unless
-RAY_AUTH_MODE=disabled says otherwise. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop
-the endpoint: new requests are refused, running ones get --drain-s; a second signal stops it immediately.
-`serve deploy deploy/serve.yaml` runs the same without this command. With PEAGLE_SAGEMAKER=true it follows SageMaker's
-contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
+Without --keys (or PEAGLE_API_KEYS, NAME=KEY separated by commas) only this machine can use the endpoint. Several models
+are listed in the YAML under `models`. RAY_ADDRESS selects the cluster. It must require a token, unless
+RAY_AUTH_MODE=disabled is set. Without RAY_ADDRESS a cluster is started on this machine. Ctrl-C or SIGTERM stop the
+endpoint: new requests are refused, running requests get --drain-s; a second signal stops it immediately.
+`serve deploy deploy/serve.yaml` runs the same endpoint without this command. With PEAGLE_SAGEMAKER=true the endpoint
+follows SageMaker's contract for containers and reads SM_VLLM_* variables: docs/deploy.md.
 """
 EPILOG = """\
 each key may also be set in the YAML of --config, or in the environment as PEAGLE_<KEY>
@@ -51,7 +51,7 @@ _IF_LOST = (
 )
 _POLL_S = 0.5
 _STOPPED_NOW = "stopped immediately: running requests are lost"
-# In addition to the time for requests: Serve polls, and kills what does not end.
+# In addition to the time for requests: Serve polls, and kills processes that do not exit.
 _SPARE_S = 30.0
 _GROUPS = {
     "target and drafter": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
@@ -109,10 +109,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, here, num_nodes=1, announce=print)
-        gate = gate_settings(config, here, served)  # may refuse the configuration, as the price below
+        gate = gate_settings(config, here, served)  # may refuse the configuration, like the price below
         if not is_remote:
             endpoint_price(config, here, served)
-            require_free("port", config.port, config.host, hint="choose another port, or stop what listens there")
+            require_free("port", config.port, config.host, hint="choose another port, or stop the program that uses it")
         if gate.prompts:
             print(f"prompts are written to {gate.prompts}", flush=True)
         logs = config.state / "logs"
@@ -120,10 +120,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"state {config.state}: cannot be written: {error}", hint="name another --state"
+                f"state {config.state}: cannot be written: {error}", hint="use another folder for --state"
             ) from error
         quiet.move_to(logs / "serve.log")
-        os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray that is started here
+        os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST):
             if is_remote:
                 here = inspect()
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             _deploy(config, here, served, is_remote=is_remote)
             stopped = threading.Event()
             record_up(config.state, price)
-            # Ray has replaced the handler of SIGTERM, so ours is installed after it started.
+            # Ray replaces the SIGTERM handler when it starts, so ours is installed afterwards.
             with (
                 stop_on_signal(stopped, message=_STOPPED_NOW),
                 ended_when_idle(config, price, stopped, partial(print, flush=True)),
@@ -141,13 +141,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                     print(f"metrics: http://127.0.0.1:{cluster.metrics_port()}/metrics")
                 print(config.url, flush=True)
                 _wait(config, here, served, stopped)
-                print("stopping: running requests may finish; repeat to stop immediately", flush=True)
+                print("stopping: waiting for running requests; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [model.keys.served_name for model in served]}
 
 
 def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
-    """Print what the endpoint would be, and start nothing."""
+    """Print a forecast of the endpoint, and start nothing."""
     from pipelines.online.forecast import forecast
 
     return print_forecast(forecast(config, print))
@@ -157,7 +157,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
     """Start the application and wait for its engines; remove it on failure.
 
     Raises:
-        ConfigError: the cluster already has an endpoint, or its Serve listens on another address.
+        ConfigError: the cluster already has an endpoint, or its Serve instance listens on another address.
         EngineError: an engine did not start.
     """
     from ray import serve
@@ -179,7 +179,7 @@ def _deploy(config: ServeConfig, here: Any, served: "list[Served]", *, is_remote
     application = bind(config, here, served)
     try:
         _start(application, config.state)
-    except BaseException:  # also Ctrl-C: a remote cluster would keep the application
+    except BaseException:  # including Ctrl-C: a remote cluster would keep the application
         _shutdown(config, is_remote=is_remote, is_up=False)
         raise
 
@@ -195,7 +195,7 @@ def _http_options(config: ServeConfig) -> dict[str, Any]:
 
 
 def _require_address(config: ServeConfig) -> None:
-    """Check that a running Serve listens on this address; it would ignore another one with a warning."""
+    """Check that a running Serve instance listens on this address; it only warns if the address differs."""
     from pipelines.online.serve.ray_names import running_http_options
 
     running = running_http_options()
@@ -246,7 +246,7 @@ def _start(application: Any, state: Path) -> None:
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
-    """Wait for the stop event; meanwhile warn of drafters that cost more than they save."""
+    """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_engines
     from pipelines.online.serve.process_watch import watch_processes
@@ -272,8 +272,8 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
     from pipelines.online.serve.ray_names import begin_deletion
 
     if is_up or is_remote:
-        # Serve kills the application after `drain_s`. If its controller dies meanwhile, the next one starts over, so
-        # this may take twice as long.
+        # Serve kills the application after `drain_s`. If its controller dies in that time, the next controller starts over,
+        # so this may take twice as long.
         limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
         give_up_at = time.monotonic() + limit_s
         begin_deletion(APP_NAME)

@@ -15,9 +15,9 @@ change within a second.
   peagle serve budgets list --state runs/serve
   peagle serve budgets remove team=search --state runs/serve
 
-A tag's budget pays for requests and batches with that tag, and for the bulk runs that draw on it (`peagle generate
---tag team=search --draw-on runs/serve`). The endpoint's budget pays for every second of its engines, loading and idling
-included, and for its batches. Keys have budgets of their own: `peagle serve keys`.
+A tag's budget covers requests and batches with that tag, and bulk runs that draw on the budget (`peagle generate
+--tag team=search --draw-on runs/serve`). The endpoint's budget covers all engine time, including loading and idle time,
+and the endpoint's batches. Keys have their own budgets: `peagle serve keys`.
 """
 
 
@@ -31,7 +31,7 @@ def ledger_of(state: Path) -> Path:
 
     ledger = user_path(state) / "ledger"
     if not ledger.is_dir():
-        raise ConfigError(f"--state {state}: there is no ledger", hint="name the --state folder of `peagle serve`")
+        raise ConfigError(f"--state {state}: there is no ledger", hint="use the --state folder of `peagle serve`")
     return ledger
 
 
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from pipelines.online.config import ServeConfig
 
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a tag as KEY=VALUE, or endpoint; list needs none")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a tag as KEY=VALUE, or endpoint; not used by list")
     state = ServeConfig.model_fields["state"].default
     parser.add_argument(
         "--state", type=Path, default=state, metavar="PATH", help="--state of the endpoint (default: %(default)s)"
     )
-    parser.add_argument("--budget-usd", type=float, metavar="X", help="for set: US dollars of each period")
+    parser.add_argument("--budget-usd", type=float, metavar="X", help="for set: US dollars per period")
     parser.add_argument(
         "--every", choices=["day", "week", "month"], help="for set: the period, in UTC (default: all time)"
     )
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
 
     if args.name is None and args.action != "list":
-        raise ConfigError(f"{args.action} needs a tag as KEY=VALUE, or endpoint")
+        raise ConfigError(f"{args.action} requires a tag as KEY=VALUE, or endpoint")
     if args.action != "set" and (args.budget_usd is not None or args.every is not None):
         raise ConfigError(f"--budget-usd and --every cannot be used with {args.action}")
     return _ACTIONS[args.action](user_path(args.state) / "ledger" / BUDGETS_NAME, args)
@@ -68,7 +68,7 @@ def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.records import record_of
 
     if args.budget_usd is None:
-        raise ConfigError("set needs --budget-usd")
+        raise ConfigError("set requires --budget-usd")
     values = {"name": args.name, "budget_usd": args.budget_usd, "budget_every": args.every}
     budget = record_of(SharedBudget, values, where="the budget")
     make_folder(path.parent)

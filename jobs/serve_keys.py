@@ -34,7 +34,8 @@ _LIMITS = {
 }
 _LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
-API keys of the endpoint, in a file that holds only their hashes. A running endpoint applies a change within a second.
+Manage the endpoint's API keys in a file that contains only their hashes. A running endpoint applies a change within a
+second.
 
   peagle serve keys add alice --keys keys.json --requests-per-min 60 --output-tokens-per-min 20000 --budget-usd 5
   peagle serve keys add carol --keys keys.json --max-parallel-requests 4 --expires-in-days 30
@@ -46,9 +47,9 @@ API keys of the endpoint, in a file that holds only their hashes. A running endp
   peagle serve keys list --keys keys.json --state runs/serve
   peagle serve keys revoke alice --keys keys.json
 
-`add` and `rotate` print the key once; it cannot be read later. `rotate` replaces the secret of a key, so the old one
-stops working; `set` changes the given limits. Both keep its files, batches and spending. A key that is added under the
-name of a revoked one sees that key's files and batches; its spending starts at 0.
+`add` and `rotate` print the key once; it cannot be shown again. `rotate` replaces the secret of a key, and the old
+secret stops working; `set` changes the given limits. Both keep the key's files, batches and spending. A key that is
+added under the name of a revoked key sees that key's files and batches; its spending starts at 0.
 """
 
 
@@ -69,23 +70,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--input-tokens-per-min", type=int, metavar="N", help="prompt tokens a minute")
     limits.add_argument("--output-tokens-per-min", type=int, metavar="N", help="output tokens a minute")
     limits.add_argument("--max-parallel-requests", type=int, metavar="N", help="maximum concurrent requests")
-    limits.add_argument("--budget-usd", type=float, metavar="X", help="what its requests and batches may cost")
+    limits.add_argument("--budget-usd", type=float, metavar="X", help="maximum cost of the key's requests and batches")
     limits.add_argument("--every", choices=["day", "week", "month"], help="budget period, in UTC (default: all time)")
     limits.add_argument("--max-stored-mib", type=int, metavar="N", help="MiB of stored files")
     limits.add_argument("--max-stored-files", type=int, metavar="N", help="stored files and batches")
     limits.add_argument("--max-unfinished-batches", type=int, metavar="N", help="unfinished batches")
     expiry = limits.add_mutually_exclusive_group()
-    expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days from now until it expires")
+    expiry.add_argument("--expires-in-days", type=float, metavar="X", help="days until the key expires")
     expiry.add_argument("--expires-at", metavar="TIME", help="expiry, as 2027-01-31 (UTC) or 2027-01-31T12:00+01:00")
     limits.add_argument(
-        "--model", action="append", metavar="NAME", help="a model it may use; may be repeated (default: all)"
+        "--model", action="append", metavar="NAME", help="model that the key may use; may be repeated (default: all)"
     )
-    limits.add_argument("--tag", action="append", metavar="KEY=VALUE", help="tag of its spending; may be repeated")
+    limits.add_argument(
+        "--tag", action="append", metavar="KEY=VALUE", help="tag for the key's spending; may be repeated"
+    )
     limits.add_argument(
         "--request-tag",
         action="append",
         metavar="KEY",
-        help="a tag that its requests may set (X-Peagle-Tags: KEY=VALUE); may be repeated",
+        help="a tag that the key's requests may set (X-Peagle-Tags: KEY=VALUE); may be repeated",
     )
     limits.add_argument(
         "--operator", action="store_true", default=None, help="may see the usage of all keys at /v1/cost"
@@ -96,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LIMIT",
         choices=[name.replace("_", "-") for name in _LIMITS],
-        help="for set: a limit to remove, by the name of its flag; may be repeated",
+        help="for set: name of the flag whose limit is removed; may be repeated",
     )
 
 
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
 
     if args.name is None and args.action != "list":
-        raise ConfigError(f"{args.action} needs the name of a key")
+        raise ConfigError(f"{args.action} requires the name of a key")
     if args.without and args.action != "set":
         raise ConfigError(f"--without cannot be used with {args.action}", hint="`set` removes a limit of a key")
     return _ACTIONS[args.action](user_path(args.keys), args)
@@ -184,12 +187,12 @@ def _edit(path: Path, name: str) -> "Iterator[tuple[list[KeyRecord], int]]":
     with edit_keys(path) as records:
         names = [record.name for record in records]
         if name not in names:
-            raise ConfigError(f"keys {path}: no key is called {name!r}", hint=did_you_mean(name, names))
+            raise ConfigError(f"keys {path}: there is no key {name!r}", hint=did_you_mean(name, names))
         yield records, names.index(name)
 
 
 def _describe(record: "KeyRecord") -> list[str]:
-    """Return a key's name and limits, as the list shows them."""
+    """Return a key's name and limits for the list."""
     limits = record.model_dump(exclude={"name", "sha256", "created_at", "expires_at", "tags"}, exclude_none=True)
     words = [record.name, *(f"{field}={value}" for field, value in limits.items() if value)]
     words += [f"tag {key}={value}" for key, value in record.tags.items()]

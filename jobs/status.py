@@ -9,7 +9,7 @@ Show a run's progress from its directory, without its driver or cluster.
 
   peagle status runs/first
   peagle status runs/first --watch 5
-  peagle status runs/first --json -        as data, and nothing else
+  peagle status runs/first --json -        print only JSON
 """
 
 

@@ -18,9 +18,9 @@ Train a P-EAGLE or EAGLE-3 head for a target on the target's own responses, and 
   peagle train --prompts runs/responses --responses given --output heads/second
   RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m jobs.train --config train.yaml
 
-First the target answers the prompts, in two bulk runs in OUTPUT/responses: one greedy, one sampled. Its hidden states
-are computed once and stored in OUTPUT/features; the head is written to OUTPUT/head. You can stop at any time: the same
-command resumes its runs, and continues training from the last checkpoint.
+First the target answers the prompts, in two bulk runs in OUTPUT/responses: one greedy, one sampled. The target's hidden
+states are computed once and stored in OUTPUT/features; the head is written to OUTPUT/head. You can stop at any time:
+the same command resumes the bulk runs, and continues training from the last checkpoint.
 """
 _GROUPS = {
     "target and data": [
@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Check the configuration, have the target answer, train, and print the result."""
+    """Check the configuration, generate the target's responses, train, and print the result."""
     config = flags.load(TrainConfig, args)
     if (config.responses == "regenerate" or config.workers > 1) and importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "Ray is not installed, but regenerating responses and several workers need it",
+            "Ray is not installed, but is required to regenerate responses and for several workers",
             hint="copy finished responses to this machine, and use --responses given and --workers 1",
         )
     if config.responses == "regenerate":

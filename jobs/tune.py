@@ -13,16 +13,16 @@ from peagle.tuning.config import TuneConfig
 
 HELP = """\
 Find the configuration with the most tokens per dollar, or with the highest throughput within latency limits. Every
-configuration is measured once within a budget of engine time, then the best ones again. Engines run one at a time,
-without Ray.
+configuration is measured once within a budget of engine time, then the best configurations are measured again. Engines
+run one at a time, without Ray.
 
   peagle tune --dataset mine.jsonl --budget-min 30
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --budget-min 20
   peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
-The result is a profile for `peagle generate` and `peagle serve`; no speculation may be the best choice. OUTPUT contains
-the finished passes, so the same command continues, also with a larger budget, other limits or more methods. Ctrl-C and
+The result is a profile for `peagle generate` and `peagle serve`; the best choice may be no speculation. OUTPUT contains
+the finished passes, so the same command continues, even with a larger budget, other limits or more methods. Ctrl-C and
 SIGTERM shut the engine down.
 """
 _GROUPS = {

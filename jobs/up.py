@@ -22,8 +22,8 @@ Start an endpoint in the background, here or on the cluster of RAY_ADDRESS, and 
   peagle up --list
   peagle down
 
-It runs `peagle serve` with the same keys; `--name` distinguishes two endpoints of one model. If port 8000 is in use and
---port is not given, it uses a free port. Its log, ledger and configuration are in $PEAGLE_HOME/endpoints/NAME.
+Runs `peagle serve` with the same options; `--name` distinguishes two endpoints of one model. If port 8000 is in use and
+--port is not given, a free port is used. The log, ledger and configuration are in $PEAGLE_HOME/endpoints/NAME.
 """
 EPILOG = serve.EPILOG
 
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if "port" not in config.model_fields_set and not is_free(port, config.host):
         port = free_port(config.host)
     endpoint = background.start(config, port=port)
-    say(f"{endpoint.name} starts; its log is {endpoint.log}")
+    say(f"{endpoint.name} is starting; log: {endpoint.log}")
     try:
         background.wait_until_up(endpoint, say)
-    except BaseException:  # also Ctrl-C: it would keep running and cost money
+    except BaseException:  # including Ctrl-C: the endpoint would keep running and cost money
         background.end(endpoint)
         raise
-    say(f"{endpoint.name} is up at {endpoint.url}; `peagle down {endpoint.name}` ends it")
+    say(f"{endpoint.name} is up at {endpoint.url}; `peagle down {endpoint.name}` stops it")
     return 0, describe(endpoint)
 
 
@@ -73,7 +73,7 @@ def describe(endpoint: "Endpoint") -> dict[str, Any]:
 
 
 def format_cost(usd: float | None) -> str:
-    """Format dollars; None is an endpoint that was never up."""
+    """Format dollars; None for an endpoint that was never up."""
     return "unknown" if usd is None else format_usd(usd)
 
 

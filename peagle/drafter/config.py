@@ -34,15 +34,15 @@ class TrainConfig(PriceOptions, TagOptions):
     )
     features: Path | None = Field(
         None,
-        description="folder of the target's hidden states, to share them between training runs; default: OUTPUT/features",
+        description="folder of the target's hidden states, to share between training runs; default: OUTPUT/features",
     )
     on_the_fly: bool = Field(
         False, description="do not store hidden states: run the target in each pass; for small disks"
     )
     verifier: str | None = Field(
         None,
-        description="public name of the target to write into the head; `vllm serve HEAD` loads the target by this name; default:"
-        " its hub id or the folder's name",
+        description="public name of the target to write into the head; `vllm serve HEAD` loads the target by this name;"
+        " default: its hub id or the folder's name",
     )
 
     responses: Literal["regenerate", "given"] = Field(
@@ -96,7 +96,9 @@ class TrainConfig(PriceOptions, TagOptions):
         "catalog name); added layers start as the identity",
     )
     num_frozen_layers: int = Field(
-        0, ge=0, description="do not train the first N layers of the head in --init, nor `fc` and the mask state, their inputs"
+        0,
+        ge=0,
+        description="do not train the first N layers of the head in --init, nor `fc` and the mask state, their inputs",
     )
     train_lm_head: bool = Field(True, description="train lm_head; otherwise it keeps the target's rows")
     train_embeddings: bool = Field(

@@ -1,1 +1,1 @@
-"""Requests: from a row or OpenAI's form to token ids and sampling parameters."""
+"""Requests: convert rows and OpenAI requests to token ids and sampling parameters."""

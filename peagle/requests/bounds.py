@@ -1,10 +1,11 @@
-"""Bounds on requests and answers: lists, texts, schemas, patterns, answer size; for bulk and online.
+"""Limits for requests and answers in bulk and online: lists, texts, schemas, patterns, answer size.
 
-A grammar compiler can take seconds and gigabytes for a few kilobytes, while all requests of the engine wait. The bounds
-refuse obvious cases immediately; what passes is compiled on trial (`engine/trials.py`) before an engine gets it.
+Compiling a grammar of a few kilobytes can take seconds and gigabytes, while all requests of the engine wait. These
+limits refuse obvious cases immediately; all other grammars are compiled in a trial process (`engine/trials.py`) before
+an engine gets them.
 
-A request of one mebibyte can ask for gigabytes of answer, which the engine's front end, the replica and the ingress
-would all hold. Answer sizes are upper estimates in bytes of JSON.
+A request of one mebibyte can cause an answer of gigabytes, which the engine's front end, the replica and the ingress
+would each keep in memory. Answer sizes are upper estimates in bytes of JSON.
 """
 
 import json
@@ -24,7 +25,7 @@ _MOST_REPETITIONS = {"max_pattern_size": 64, "min_count": 64}  # vLLM checks eac
 
 
 def bounds_error(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first field above its bound, and a message; None if there is none.
+    """Return the first field above its limit, and a message; None if all fields are within their limits.
 
     >>> bounds_error({"stop_token_ids": [1] * 101, "min_tokens": 1})
     ('stop_token_ids', 'stop_token_ids has 101 entries; the limit is 100')
@@ -57,10 +58,10 @@ _TOKEN_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", 
 
 
 def token_id_error(values: Mapping[str, Any], vocab_size: int | None) -> tuple[str, str] | None:
-    """Return the field with a token id that the model does not have, and a message; None if there is none.
+    """Return the field with a token id that the model does not have, and a message; None if all ids are valid.
 
-    An engine uses token ids as indices, so one that is too large crashes it. vLLM 0.29 compares prompts with the
-    tokenizer, which may have more ids than the model has embeddings.
+    An engine uses token ids as indices, so an id that is too large crashes the engine. vLLM 0.29 only checks prompts
+    against the tokenizer, which may have more ids than the model has embeddings.
 
     Args:
         values: a request body or sampling parameters; `prompt` may be token ids or a list of them.
@@ -111,7 +112,7 @@ _REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Return why a value with JSON schemas exceeds the bounds, or None.
+    """Return why a value with JSON schemas exceeds the limits, or None.
 
     >>> schema_error({"type": "string", "maxLength": 10**9})
     'maxLength is 1,000,000,000; the limit is 100,000'
@@ -129,7 +130,7 @@ def schema_error(schema: Any) -> str | None:
 
 
 def pattern_error(pattern: Any) -> str | None:
-    """Return why a regular expression exceeds the bounds, or None.
+    """Return why a regular expression exceeds the limits, or None.
 
     >>> pattern_error("a{3,500000}")
     'it repeats an element 500,000 times; the limit is 100,000'
@@ -164,9 +165,9 @@ _KINDS = {
 
 
 def request_error(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first field of an OpenAI request whose constraint exceeds the bounds, and why; None if there is none.
+    """Return the first field of an OpenAI request whose constraint exceeds the limits, and why; None if all are fine.
 
-    Tools only count if they constrain the response: `tool_choice` requires one, or one is strict.
+    Tools only count if they constrain the response: `tool_choice` requires a tool, or a tool is strict.
     """
     return next(((field, error) for field, error in _faults(body) if error is not None), None)
 
@@ -204,7 +205,7 @@ def _repetition_error(text: str) -> str | None:
 
 
 class _Count:
-    """Counts properties, alternatives and references over a whole schema."""
+    """The number of properties, alternatives and references in a whole schema."""
 
     def __init__(self) -> None:
         self._properties = self._alternatives = self._references = 0
@@ -264,13 +265,13 @@ _LOGPROB_BYTES = 128  # of one token at one position: text, bytes, rank and valu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerShape:
-    """What an answer repeats for each token.
+    """The parts of an answer that are repeated for each token.
 
     Attributes:
-        num_choices: of all prompts together.
-        prompt_tokens: in the answer, counted once per repetition.
+        num_choices: number of choices of all prompts together.
+        prompt_tokens: prompt tokens in the answer, counted once per repetition.
         logprobs, prompt_logprobs: log-probabilities per position of a response or a prompt; 0 for none.
-        with_ids: whether it has token ids.
+        with_ids: whether the answer has token ids.
     """
 
     num_choices: int = 1
@@ -284,7 +285,7 @@ class AnswerShape:
         return self._prompt_bytes() + self.num_choices * output_tokens * self._place_bytes(self.logprobs)
 
     def most_output_tokens(self, num_bytes: int) -> int:
-        """Return the tokens per choice that fit into an answer of this size; below 1 if none fits.
+        """Return the tokens per choice that fit into an answer of this size; below 1 if not even one fits.
 
         >>> AnswerShape(num_choices=2, logprobs=1).most_output_tokens(2 * 10 * (16 + 128))
         10

@@ -12,12 +12,12 @@ from peagle.requests.sampling import SamplingLimits, conflict, parse_overrides
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """Where a request's sampling parameters come from.
+    """The sources of a request's sampling parameters.
 
     Attributes:
         base: the run's parameters.
         column: the column with a row's own parameters, if there is one.
-        limits: those of the engine.
+        limits: the engine's limits.
     """
 
     base: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Request:
 
 
 class RequestBuilder:
-    """Turns rows into requests."""
+    """Convert rows to requests."""
 
     def __init__(self, prompts: PromptBuilder, sampling: SamplingSpec) -> None:
         self._prompts = prompts

@@ -1,7 +1,7 @@
 """The fields of OpenAI's and vLLM's chat and completion requests, and their support online and in bulk.
 
-The endpoint, batches and bulk runs refuse requests by this table, `docs/requests.md` is generated from it, and a test
-compares it with the installed schemas. Values are validated elsewhere.
+The endpoint, batches and bulk runs use this table to refuse requests, `docs/requests.md` is generated from it, and a
+test compares it with the installed schemas. Values are validated elsewhere.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ class Field:
 
     Attributes:
         use: "online" is refused in bulk; "ignored" has no effect on responses and is accepted everywhere.
-        neutral: values without an effect, which are accepted everywhere, as is null.
-        note: why it is refused, or a remark.
+        neutral: values without an effect, which are accepted everywhere. So is null.
+        note: why the field is refused, or a remark.
     """
 
     use: Use
@@ -67,7 +67,7 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool) -> Refu
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether an accepted field can be omitted for the engine: a null, or a neutral value of a field it lacks."""
+    """Whether an accepted field can be dropped: its value is null, or is neutral and the engine lacks the field."""
     if value is None:
         return True
     field = FIELDS[name]

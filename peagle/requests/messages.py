@@ -1,7 +1,7 @@
-"""Chat messages of rows and requests, in the form that a chat template expects.
+"""Convert chat messages of rows and requests to the structure that a chat template expects.
 
-vLLM infers from a template's text whether contents are texts or lists of parts. This does the same, so that a request
-becomes the same tokens in bulk and online.
+vLLM infers from the template whether contents are strings or lists of parts. This module does the same, so that a
+request has the same tokens in bulk and online.
 """
 
 import functools
@@ -11,20 +11,20 @@ from typing import Any
 
 from jinja2 import nodes, sandbox
 
-_TEXT_PARTS = ("text", "refusal", "thinking")  # each has its text under its own name
-_SILENT = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # an assistant with one needs no content
+_TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
+_SILENT = ("tool_calls", "reasoning", "reasoning_content", "refusal")  # with these, content is optional
 _CALL = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _NEEDED = "it needs a role and a content, both text"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """Return the messages, or what is wrong with them, to be appended to their location.
+    """Return the messages, or an error message to append to their location.
 
     Messages from CSV are JSON text. As in vLLM, each message gets a text content (text parts are joined by newlines, an
     assistant that only calls tools has ""), and arguments of tool calls become objects.
 
     Args:
-        keep_parts: keep contents in parts, for a template that expects them; except a tool's.
+        keep_parts: keep lists of parts for a template that expects them, except in tool messages.
 
     >>> parse_messages([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}])
     [{'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': {}}}], 'content': ''}]
@@ -43,7 +43,7 @@ def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, An
 
 
 def message_error(message: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a message apart from its parts: no content, or invalid tool calls."""
+    """Return an error message if a message has no content or invalid tool calls, else None."""
     if message.get("function_call") is not None:
         return "function_call is not supported: use tool_calls"
     if (calls := message.get("tool_calls")) is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
@@ -81,7 +81,7 @@ def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
     texts = _texts(message.get("content"))
     if texts is None:
         return _NEEDED
-    # Columnar files give every struct every key, so null means not set.
+    # In columnar files every struct has every key, so null means not set.
     kept = {key: item for key, item in message.items() if item is not None}
     if (reasoning := kept.get("reasoning", kept.get("reasoning_content"))) is not None:
         kept |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates read either
@@ -101,7 +101,7 @@ def _texts(content: Any) -> list[str] | None:
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
     if None in texts:
         return None
-    return [text for text in texts if text]  # vLLM drops empty ones
+    return [text for text in texts if text]  # vLLM drops empty texts
 
 
 def _part_text(part: Any) -> str | None:
@@ -119,8 +119,8 @@ def _is_call(call: Any) -> bool:
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, which templates expect.
 
-    In the API they are JSON text from a model. Invalid text becomes {}, so that one bad call does not break the rest of
-    the conversation.
+    In the API, arguments are JSON text from a model. Invalid text becomes {}, so that one bad call does not break the
+    rest of the conversation.
     """
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
@@ -165,7 +165,7 @@ def takes_parts(template: str) -> bool:
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Whether it is a variable `content` or an attribute `content`, possibly filtered, tested or sliced."""
+    """Whether a node is a variable or an attribute `content`, possibly filtered, tested or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):

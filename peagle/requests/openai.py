@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions: request bodies, answers, batch lines.
 
-Unsupported fields are refused by name (`fields.py`). Output lines only depend on the row, so that the same run writes
-the same bytes.
+Unsupported fields are refused by name (`fields.py`). An output line depends only on its row, so that the same run
+writes the same bytes.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ _TOOL = '{"type": "function", "function": {"name": ...}}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A request's content, how it becomes a prompt, and its own sampling parameters.
+    """A request's content, the variables for its chat template, and its own sampling parameters.
 
     Attributes:
         content: messages, a text or token ids.
         template: variables for the chat template, including `tools`.
-        add_special_tokens: None for the default of the kind of prompt.
+        add_special_tokens: None for the default of chats or completions.
     """
 
     content: Any
@@ -40,11 +40,11 @@ class Body:
 
 
 class _Wrong(Exception):  # noqa: N818
-    """An invalid field of a body: its name, and what is wrong."""
+    """An invalid field of a body; the message starts with its name."""
 
 
 def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
-    """Return the parsed body, or what is wrong with it. Null counts as not set."""
+    """Return the parsed body, or an error message. Null counts as not set."""
     is_chat = url == CHAT_URL
     given = {key: value for key, value in body.items() if value is not None}
     if refused := refused_field(url, given, in_bulk=True):
@@ -67,7 +67,7 @@ def parse_body(url: str, body: Mapping[str, Any]) -> Body | str:
 
 
 def template_error(arguments: Any) -> str | None:
-    """Return what is wrong with `chat_template_kwargs`, or None."""
+    """Return an error message for invalid `chat_template_kwargs`, or None."""
     if not isinstance(arguments, dict):
         return f"must be an object, not {shown(arguments)}"
     refused = next((name for name in _NOT_FOR_TEMPLATES if name in arguments), None)
@@ -75,11 +75,11 @@ def template_error(arguments: Any) -> str | None:
 
 
 def _one_prompt(prompt: Any) -> Any:
-    """Return a text or token ids. The API also accepts a list of prompts; a row has only one."""
+    """Return a text or token ids. The API also accepts a list of prompts; a row has only one prompt."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return prompt
     if len(prompt) > 1:
-        raise _Wrong(f"prompt: it has {len(prompt)} prompts, but a row has one: use a line for each")
+        raise _Wrong(f"prompt: has {len(prompt)} prompts, but a row has only one: use a line for each prompt")
     return prompt[0]
 
 
@@ -90,7 +90,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
         raise _Wrong(f"chat_template_kwargs: {wrong}")
     template = {**own, **{name: _flag(given, name) for name in _FLAGS[1:] if name in given}}
     if template.get("continue_final_message") and template.get("add_generation_prompt", True):
-        raise _Wrong("continue_final_message: it needs add_generation_prompt: false")
+        raise _Wrong("continue_final_message: requires add_generation_prompt: false")
     if "reasoning_effort" in given:
         if (effort := given["reasoning_effort"]) not in EFFORTS:
             raise _Wrong(f"reasoning_effort: must be one of {', '.join(EFFORTS)}, not {shown(effort)}")
@@ -100,7 +100,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     if tools := given.get("tools"):
         template["tools"] = _tools(tools)
         if given.get("tool_choice") != "none":
-            raise _Wrong('tools: need tool_choice: "none" in bulk, where responses are only text')
+            raise _Wrong('tools: require tool_choice: "none" in bulk, where responses are only text')
     return template
 
 
@@ -120,16 +120,16 @@ def _documents(documents: Any) -> list[dict[str, str]]:
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
     """Return the tools with all keys that vLLM passes to a template."""
-    named = []
+    functions = []
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _Wrong(f"tools: each must be {_TOOL}, not {shown(tool)}")
-        kept = {"name": function["name"], "description": None, "parameters": None} | {
+        fields = {"name": function["name"], "description": None, "parameters": None} | {
             key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None
         }
-        named.append({"type": "function", "function": kept})
-    return named
+        functions.append({"type": "function", "function": fields})
+    return functions
 
 
 def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def _sampling(given: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    asked, top = given.get("logprobs", False), given.get("top_logprobs", 0)
-    if not isinstance(asked, bool):
-        raise _Wrong(f"logprobs: must be true or false, not {shown(asked)}")
+    is_requested, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if not isinstance(is_requested, bool):
+        raise _Wrong(f"logprobs: must be true or false, not {shown(is_requested)}")
     if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
         raise _Wrong(f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}")
-    if top and not asked:
-        raise _Wrong("top_logprobs: needs logprobs: true")
-    return top if asked else None
+    if top and not is_requested:
+        raise _Wrong("top_logprobs: requires logprobs: true")
+    return top if is_requested else None
 
 
 def _constraint(response_format: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _constraint(response_format: Any) -> dict[str, Any]:
     named = response_format.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
-        raise _Wrong("response_format: json_schema needs a schema that is an object")
+        raise _Wrong("response_format: json_schema requires a schema that is an object")
     return {"json_schema": schema}
 
 
@@ -192,7 +192,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
     Args:
         row: an output row of a run, with at least `ANSWER_COLUMNS`.
         created: Unix time of the answer.
-        run_id: makes ids unique among runs.
+        run_id: makes ids unique across runs.
     """
     key = _key(run_id, row["id"])
     body = answer(row, key, is_chat=is_chat, created=created)
@@ -200,13 +200,13 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
     return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
 
 
-def error_line(letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
-    """Return a line of the error file. An invalid request has an API error response, other failures an error."""
-    key = _key(run_id, letter["id"])
+def error_line(dead_letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
+    """Return a line of the error file: an API error response for an invalid request, else an error object."""
+    key = _key(run_id, dead_letter["id"])
     line = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
-    if letter["reason"] not in _REQUEST_FAULTS:
-        return line | {"error": {"code": letter["reason"], "message": letter["message"]}}
-    body = error_body(letter["message"], code=letter["reason"])
+    if dead_letter["reason"] not in _REQUEST_FAULTS:
+        return line | {"error": {"code": dead_letter["reason"], "message": dead_letter["message"]}}
+    body = error_body(dead_letter["message"], code=dead_letter["reason"])
     return line | {"response": {"status_code": 400, "request_id": f"req_{key}", "body": body}}
 
 
@@ -243,7 +243,7 @@ def chunk(choices: Sequence[Mapping[str, Any]], key: str, *, is_chat: bool, crea
     }
 
 
-def added(
+def chunk_choice(
     index: int,
     text: str,
     finish_reason: str | None,

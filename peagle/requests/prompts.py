@@ -19,7 +19,7 @@ class PromptOptions(BaseModel):
 
     prompt_column: str | None = Field(None, description="column with the prompt; default: prompt")
     prompt_template: str | None = Field(
-        None, description="Jinja2 template over the row's columns, in place of a prompt column"
+        None, description="Jinja2 template over the row's columns, instead of a prompt column"
     )
     messages_column: str | None = Field(
         None, description="column with chat messages (a list of role and content); default: messages, if it exists"
@@ -33,12 +33,12 @@ class PromptOptions(BaseModel):
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} cannot be combined: a row has one prompt")
         if self.messages_column and self.chat is False:
-            raise ValueError("messages_column needs the chat template: remove chat: false")
+            raise ValueError("messages_column requires the chat template: remove chat: false")
         return self
 
 
 class Tokenizer(Protocol):
-    """The used methods of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     chat_template: Any
 
@@ -59,7 +59,7 @@ class RowError:
 class PromptSpec:
     """The source of prompts: exactly one of the columns or the template.
 
-    `body_column` has OpenAI requests, each of which is a chat or not.
+    `body_column` has OpenAI requests: chats or completions.
     """
 
     column: str | None = None
@@ -89,7 +89,7 @@ def resolve_prompts(
         where: the corpus's name, for errors.
 
     Raises:
-        InputError: the column, or a default one, does not exist.
+        InputError: the named column, or every default column, does not exist.
         ConfigError: the template is invalid, or the model has no chat template for a chat.
     """
     if body_column is not None:
@@ -107,7 +107,7 @@ def resolve_prompts(
     if not has_chat_template and (chat or messages_column is not None):
         raise ConfigError("the model has no chat template", hint="use plain prompts, and chat: false")
     if keys.system_prompt is not None and not chat:
-        raise ConfigError("system_prompt needs a chat template", hint="put it into prompt_template instead")
+        raise ConfigError("system_prompt requires a chat template", hint="put it into prompt_template instead")
     return PromptSpec(
         column=column,
         template=keys.prompt_template,
@@ -128,7 +128,7 @@ def _batch_prompts(keys: PromptOptions, body_column: str, has_chat_template: boo
 
 
 class PromptBuilder:
-    """Converts rows to token ids. A prompt must leave room for at least one token in `max_model_len`."""
+    """Convert rows to token ids. A prompt must leave room for at least one token in `max_model_len`."""
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
         self.spec = spec
@@ -161,8 +161,8 @@ class PromptBuilder:
     def _tokens(self, body: Body) -> list[int] | RowError:
         try:
             token_ids = self._encode(body)
-        except Exception as error:  # templates refuse roles, and filters raise various errors
-            # Shown to a client of a batch: the template's own message, but not Python's.
+        except Exception as error:  # templates reject roles, and filters raise various errors
+            # Clients of a batch see this: include the template's own message, but not Python's.
             reason = str(error) if type(error).__name__ == "TemplateError" else "unexpected value"
             return RowError(reason="template_error", message=f"the chat template failed: {reason}")
         return self._fitting(token_ids)
@@ -214,7 +214,7 @@ class PromptBuilder:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **template)
 
     def _chat_template(self, tools: Any) -> str:
-        """Return the template's text; a model may have another one for tools."""
+        """Return the template's text; a model may have another template for tools."""
         own = self._tokenizer.chat_template
         if isinstance(own, dict):
             own = own.get("tool_use" if tools and "tool_use" in own else "default", "")

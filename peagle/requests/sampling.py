@@ -32,24 +32,24 @@ class SamplingOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly repeatable")
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy, and exactly reproducible")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     top_k: int = Field(0, ge=-1, description="0 (or -1, as in vLLM) keeps all tokens")
-    min_p: float = Field(0.0, ge=0, le=1, description="minimum probability, relative to the most likely token's")
+    min_p: float = Field(0.0, ge=0, le=1, description="minimum probability, relative to that of the most likely token")
     max_tokens: int = Field(256, ge=1, description="maximum response length in tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end a response")
-    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling repeatable, per row")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling reproducible, per row")
     n: int = Field(1, ge=1, le=128, description="responses per prompt; more than one needs a temperature above 0")
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="log-probabilities of each token, and of this many of the most likely ones at its position",
+        description="return the log-probability of each token, and of this many most likely tokens at its position",
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by their number of occurrences")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=10, description="the same as a factor, including the prompt; 1 is off"
+        1.0, gt=0, le=10, description="penalty factor on tokens that already occur, including in the prompt; 1 is off"
     )
     json_schema: str | None = Field(None, description="JSON schema for every response: a file, or the schema itself")
     ignore_eos: bool = Field(False, description="always generate max_tokens (for measuring)")
@@ -125,7 +125,7 @@ class RequestSampling(SamplingOptions):
                 f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], (*_CONSTRAINTS, *_CONSTRAINT_OPTIONS))}"
             )
         if value is not None and len(given.intersection(_CONSTRAINTS)) != 1:
-            raise ValueError(f"it needs one of {', '.join(_CONSTRAINTS)}")
+            raise ValueError(f"requires one of {', '.join(_CONSTRAINTS)}")
         if wrong := request_error({"structured_outputs": value}):
             raise ValueError(wrong[1])
         return value
@@ -133,14 +133,14 @@ class RequestSampling(SamplingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """Limits of an engine, in addition to those of the fields.
+    """Limits of an engine, in addition to the limits of the fields.
 
     Attributes:
         max_model_len: context in tokens.
-        has_drafter: whether it drafts for every request, and so supports neither `logit_bias` nor `min_p`.
-        can_seed: whether it supports a sampling seed.
+        has_drafter: whether the engine drafts for every request, and so supports neither `logit_bias` nor `min_p`.
+        can_seed: whether the engine supports a sampling seed.
         vocab_size: token ids of the model; None if unknown.
-        max_answer_bytes: of one row's responses, by `AnswerShape`.
+        max_answer_bytes: limit for one row's responses, as estimated by `AnswerShape`.
     """
 
     max_model_len: int
@@ -154,13 +154,13 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
     """Return why an engine cannot use these parameters together, or None.
 
     >>> conflict({"n": 2, "temperature": 0.0, "max_tokens": 8}, SamplingLimits(max_model_len=100))
-    'n: 2 responses need a temperature above 0: greedy ones are identical'
+    'n: 2 responses require a temperature above 0: greedy responses are identical'
     """
     greedy = sampling.get("temperature", 0) == 0
     if sampling["max_tokens"] > limits.max_model_len:
         return f"max_tokens: {sampling['max_tokens']} exceeds the context of {limits.max_model_len} tokens"
     if sampling.get("n", 1) > 1 and greedy:
-        return f"n: {sampling['n']} responses need a temperature above 0: greedy ones are identical"
+        return f"n: {sampling['n']} responses require a temperature above 0: greedy responses are identical"
     if sampling.get("min_p", 0) > 0 and limits.has_drafter:
         return "min_p: not supported by vLLM on a GPU with a drafter; use top_p, or drafter: none"
     if sampling.get("logit_bias") and limits.has_drafter:
@@ -186,7 +186,7 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
 
 
 def parse_overrides(values: Any) -> dict[str, Any] | str:
-    """Return a row's own parameters, or what is wrong with them. Null counts as not set.
+    """Return a row's own parameters, or an error message. Null counts as not set.
 
     Args:
         values: an object or its JSON text; None and empty text (CSV) mean no parameters.

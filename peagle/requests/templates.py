@@ -1,4 +1,4 @@
-"""Prompt templates: sandboxed Jinja2 in which null is missing, and JSON is plain.
+"""Prompt templates: sandboxed Jinja2 that treats null as missing and does not escape HTML in JSON.
 
 A missing value (no such key, null or NaN) can be tested, compared and given a default. Printing it or accessing its
 attributes raises, so that it never becomes part of a prompt.
@@ -26,12 +26,12 @@ class Template:
             raise ConfigError(f"prompt_template, line {error.lineno}: {error.message}") from error
 
     def require_columns(self, columns: Iterable[str]) -> None:
-        """Check that no rendering must fail because of a missing column.
+        """Check that no column is missing that every rendering reads.
 
         Names in branches, in tests or with a default may be missing.
 
         Raises:
-            InputError: it always reads a name that is not a column.
+            InputError: the template always reads a name that is not a column.
         """
         absent = meta.find_undeclared_variables(self._tree).difference(columns)
         own = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
@@ -51,7 +51,7 @@ class _Missing(jinja2.Undefined):
     def __str__(self) -> str:
         self._fail_with_undefined_error()
 
-    __repr__ = __str__  # lists and dicts print their items with it
+    __repr__ = __str__  # used when a list or dict is printed
 
     def __len__(self) -> int:
         self._fail_with_undefined_error()
@@ -94,8 +94,8 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     if isinstance(value, _Missing):
-        str(value)  # raises; only a null inside a value is allowed
-    # As in chat templates; Jinja2's own filter escapes HTML.
+        str(value)  # raises for a missing value; only null inside a value is allowed
+    # The same as in chat templates; Jinja2's own filter escapes HTML.
     layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return to_json(_with_nulls(value), ensure_ascii=ensure_ascii, **layout)
 
@@ -147,7 +147,7 @@ def _needed(node: nodes.Node) -> Iterator[str]:
 
 
 def _tested(node: nodes.Node) -> Iterator[str]:
-    """As `_needed`, for an expression that is tested or has a default, so that its own value may be missing."""
+    """Like `_needed`, for an expression that is tested or has a default, so that its own value may be missing."""
     match node:
         case nodes.Filter(name="default" | "d", node=nodes.Expr() as value):
             yield from _tested(value)

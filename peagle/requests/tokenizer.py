@@ -1,19 +1,19 @@
-"""A target's tokenizer, if possible without torch.
+"""Load a target's tokenizer, if possible without importing torch.
 
-`AutoTokenizer` imports torch: five seconds of a core in each process that only tokenises. The embedded target does not
-need it.
+`AutoTokenizer` imports torch, which takes five CPU seconds in each process that only tokenizes. The embedded target
+does not need `AutoTokenizer`.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-# model_type of config.json and tokenizer_class of tokenizer_config.json, for which AutoTokenizer uses this class.
+# (model_type in config.json, tokenizer_class in tokenizer_config.json) for which AutoTokenizer uses this class.
 _GENERIC = ("llama", "TokenizersBackend")
 
 
 def load_tokenizer(model: str | Path, revision: str | None = None) -> Any:
-    """Load the tokenizer of a folder or a hub id's revision, as `AutoTokenizer.from_pretrained`."""
+    """Load a tokenizer from a folder or a revision of a hub id, like `AutoTokenizer.from_pretrained`."""
     if _kind(Path(model)) == _GENERIC:
         from transformers import PreTrainedTokenizerFast
 

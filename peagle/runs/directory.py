@@ -404,7 +404,7 @@ def unit_files(root: StoragePath) -> dict[int, StoragePath]:
     return {int(match[1]): path for path, match in found if match}
 
 
-def is_stand_in(manifest: Mapping[str, Any]) -> bool:
+def uses_fake_engine(manifest: Mapping[str, Any]) -> bool:
     """Return whether the fake engine answers a run, by its `run.json`."""
     return bool(manifest.get("config", {}).get("engine") == "fake")
 

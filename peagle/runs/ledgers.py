@@ -22,7 +22,7 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 from peagle.private import user_path
 from peagle.profiles.baselines import Benchmark
-from peagle.runs.directory import RunDirectory, is_stand_in
+from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.meter import is_lent
 from peagle.storage import StoragePath, is_remote, storage_path
 
@@ -203,7 +203,7 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     price, about = Price.from_dict(manifest["price"]), manifest["run"]
     at_once = about.get("concurrency") or 0  # units do not record their concurrency
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
-    is_fake = is_stand_in(manifest)
+    is_fake = uses_fake_engine(manifest)
     # Usage of lent engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
     sessions = [

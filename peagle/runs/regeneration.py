@@ -27,7 +27,7 @@ from peagle.parquet_table import read_table
 from peagle.requests.builder import RequestBuilder, SamplingSpec
 from peagle.requests.prompts import PromptBuilder, PromptSpec, RowError
 from peagle.requests.sampling import SamplingLimits
-from peagle.runs.directory import RunDirectory, is_stand_in
+from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.plan import WorkUnit
 from peagle.storage import open_to_read
 
@@ -85,7 +85,7 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEn
     """
     spec = EngineSpec.from_dict(manifest["engine"])
     stated = manifest["fingerprint"]["precision"]
-    if is_stand_in(manifest):
+    if uses_fake_engine(manifest):
         return AuditedEngine(spec=spec, is_fake=True, precision="the fake engine", max_tie=0.0)
     precision = spec_precision(spec, hardware.detect())
     if precision.describe() != stated:

@@ -17,7 +17,7 @@ from peagle.economics.usage import EngineSession
 from peagle.engine.self_check import counted
 from peagle.errors import PeagleError
 from peagle.files import writing
-from peagle.runs.directory import RunDirectory, is_stand_in
+from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.row_figures import failures, row_figures
 from peagle.runs.scaling import most_at_once
 from peagle.storage import write_atomic, write_json
@@ -73,7 +73,7 @@ def _make(run: RunDirectory) -> dict[str, Any]:
         "started_at": manifest["created_at"],
         "finished_at": finished,
         "complete": total.num_units == len(plan.units),
-        "is_stand_in": is_stand_in(manifest),
+        "is_stand_in": uses_fake_engine(manifest),
     }
     report = report_dict(total, information)
     report["timeline"] = times.timeline(sessions, price)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from peagle.economics.account import account
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import STAND_IN, format_duration, format_price, format_usd
+from peagle.economics.report.figures import FAKE_ENGINE, format_duration, format_price, format_usd
 from peagle.economics.usage import EngineSession, UnitUsage
-from peagle.runs.directory import RunDirectory, is_stand_in
+from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.lease import Lease, clock, read_lease
 from peagle.runs.liveness import Heartbeats, seen_alive, tokens_per_s
 from peagle.runs.plan import Plan
@@ -133,7 +133,7 @@ class StatusReader:
             tokens_per_s=speed,
             acceptance_length=total.speculation.acceptance_length,
             usd=total.total_usd,
-            price=format_price(price.to_dict()) + (f"; {STAND_IN}" if is_stand_in(self._manifest) else ""),
+            price=format_price(price.to_dict()) + (f"; {FAKE_ENGINE}" if uses_fake_engine(self._manifest) else ""),
             seconds_left=seconds_left(num_left, plan.num_rows - num_left, total.num_output_tokens, speed or 0.0),
         )
 

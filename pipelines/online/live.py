@@ -77,7 +77,7 @@ class LiveView:
         """
         made_at, report = self._reports.get((key, window_s), (float("-inf"), {}))
         if not 0 <= self._now() - made_at < _FRESH_S:
-            account = self._cost.report(key, window_s).get("account")  # reads the ledger, which calls `on_ledger_record`
+            account = self._cost.report(key, window_s).get("account")  # calls `on_ledger_record`
             with self._lock:
                 report = self._report(key, window_s)
             report |= {} if account is None else {"account": account}

@@ -193,7 +193,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def header(scope: Scope, name: str) -> str | None:
     encoded_name = name.encode()
-    return next((value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == encoded_name), None)
+    return next(
+        (value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == encoded_name), None
+    )
 
 
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

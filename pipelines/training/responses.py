@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from peagle.catalog.targets import context_tokens
 from peagle.corpus.rows import Row
-from peagle.drafter.config import WAYS, TrainConfig
+from peagle.drafter.config import DECODING_MODES, TrainConfig
 from peagle.drafter.prompt_sources import MESSAGES, PROMPT, read_prompts
 from peagle.drafter.prompts import part_by_hash
 from peagle.drafter.target import Target, load_target
@@ -37,13 +37,15 @@ def regenerate(
     target = load_target(config.target, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     letters = []
-    for way, prompts in zip(WAYS, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True):
+    for mode, prompts in zip(
+        DECODING_MODES, part_by_hash(rows, config.sampled_share, text=lambda row: row["id"]), strict=True
+    ):
         if prompts:
-            progress.say(f"responses: {len(prompts):,} {way}")
-            corpus = _write(prompts, config.answers(way))
-            run_config = _run_config(config, way, corpus, target, MESSAGES in prompts[0], engine)
+            progress.say(f"responses: {len(prompts):,} {mode}")
+            corpus = _write(prompts, config.answers(mode))
+            run_config = _run_config(config, mode, corpus, target, MESSAGES in prompts[0], engine)
             generate(RunRequest(config=run_config, command=command), progress)
-            letters += list(RunDirectory(config.answers(way)).dead_letters())
+            letters += list(RunDirectory(config.answers(mode)).dead_letters())
     if letters:
         progress.say(f"{len(letters)} of {len(rows):,} prompts have no response; the first: {letters[0]['message']}")
     if len(letters) == len(rows):
@@ -55,20 +57,20 @@ def regenerate(
 
 
 def _run_config(
-    config: TrainConfig, way: str, corpus: Path, target: Target, has_messages: bool, engine: Literal["vllm", "fake"]
+    config: TrainConfig, mode: str, corpus: Path, target: Target, has_messages: bool, engine: Literal["vllm", "fake"]
 ) -> GenerateConfig:
     values: dict[str, Any] = {
         "model": config.target,
         "drafter": "none",
         "input": str(corpus),
-        "output": config.answers(way),
+        "output": config.answers(mode),
         "max_tokens": config.max_response_tokens,
         "max_model_len": min(config.max_document_tokens, context_tokens(target.model)),
         "engine": engine,
         **{name: getattr(config, name) for name in _COPIED},
     }
     values |= {"messages_column": MESSAGES} if has_messages else {"prompt_column": PROMPT}
-    if way == "sampled":
+    if mode == "sampled":
         values |= {"temperature": config.temperature, "top_p": config.top_p}
     return GenerateConfig(**values)
 

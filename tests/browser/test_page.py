@@ -49,7 +49,7 @@ def test_it_asks_no_other_host_says_nothing_to_the_console_and_moves_nothing(pag
     send(page, "hello")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     compare(page, "hello")
-    page.says("compare-verdict", "equal")
+    page.says("compare-verdict", "identical")
     assert page.urls
     assert all(url.startswith(server.url) for url in page.urls)
     assert page.console == []
@@ -86,12 +86,12 @@ def test_the_figures_are_those_of_the_endpoint(page, serve):
     )
     assert page.run("document.querySelectorAll('#models-rows tr').length") == 2
     assert "busy" in page.text("money-legend")
-    assert page.text("price") == "Dollars are by $0.103 an hour for 2 vCPU (custom, stated)."
+    assert page.text("price") == "Price: $0.103 an hour for 2 vCPU (custom, stated)."
 
 
 def test_without_requests_it_says_so(page, serve):
     opened(page, serve(models=(HEAD,)).url)
-    assert page.text("speed-sub") == f"no request ended in 1{NBSP}min"
+    assert page.text("speed-sub") == f"no request finished in the last 1{NBSP}min"
     assert page.text("acceptance") == page.text("ttft") == page.text("money") == UNKNOWN
     assert page.run("getComputedStyle(document.getElementById('compare-form')).display") == "none"
     assert "drafter: none" in page.text("compare-empty")
@@ -119,12 +119,12 @@ def test_texts_are_compared_and_what_differs_is_marked(page, serve):
     assert page.run("document.getElementById('compare-left').value") == HEAD
     assert page.run("document.getElementById('compare-right').value") == PLAIN
     compare(page, "the same")
-    page.says("compare-verdict", "The texts are equal")
-    assert "tokens/s of" in page.text("compare-verdict")
+    page.says("compare-verdict", "The texts are identical")
+    assert "tokens/s as" in page.text("compare-verdict")
     assert page.run("document.querySelectorAll('mark').length") == 0
     page.click("#compare-order input[value='in turn']")
     compare(page, "differ")
-    page.says("compare-verdict", "3 words left and 3 right are marked")
+    page.says("compare-verdict", "3 words on the left and 3 on the right are marked")
     sides = [
         page.run(f"[...document.querySelectorAll('#compare-{name}-side mark')].map((one) => one.textContent)")
         for name in ("left", "right")
@@ -213,10 +213,10 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(page, serve):
     assert page.console == []  # nothing was tried without
     page.type("pk-wrong")
     page.press("Enter")
-    page.says("key-notice", "does not hold")
+    page.says("key-notice", "was not accepted")
     page.type(key)
     page.press("Enter")
-    page.says("live-state", "requests of this key alone")
+    page.says("live-state", "only requests of this key")
     assert page.text("engines") == UNKNOWN
     assert page.run("Object.values(sessionStorage)") == [key]
     assert not page.run("Object.values(localStorage).concat(document.cookie).join('')")
@@ -237,12 +237,12 @@ def test_what_goes_wrong_is_said_where_it_happened(page, serve):
     page.press("Enter")
     page.says("live-state", "as of")
     send(page, "busy")
-    page.says("playground-notice", "Every engine is busy")
+    page.says("playground-notice", "All engines are busy")
     page.says("playground-notice", "Try again in 5 s")
     assert page.run("document.getElementById('playground-message').value") == "busy"  # nothing is to be typed again
     page.run("document.getElementById('playground-message').value = ''")
     send(page, "break")
-    page.says("playground-log", "broken off")
+    page.says("playground-log", "interrupted")
     page.says("playground-notice", "The request failed")
     send(page, "one too many")
     page.says("playground-notice", "Limit reached: this key may make 3 requests a minute.")
@@ -253,7 +253,7 @@ def test_what_goes_wrong_is_said_where_it_happened(page, serve):
 def test_a_lost_connection_is_told_and_found_again(page, serve):
     opened(page, serve().url)
     page.go_offline(True)
-    page.says("live-state", "no connection; next try in 4 s")
+    page.says("live-state", "no connection; retrying in 4 s")
     assert page.run("document.getElementById('tiles').classList.contains('stale')")
     send(page, "hello")
     page.says("playground-notice", "No connection")
@@ -290,7 +290,7 @@ def test_the_spending_of_the_month_is_told_by_day_and_by_key(page, serve):
     opened(page, serve(num_requests=20).url)
     assert page.text("spend-total") == UNKNOWN, "nothing is asked before the section is seen"
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "days of UTC")
+    page.says("spend-state", "days in UTC")
     names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
     assert sorted(page.run(names)) == ["local", "no key"]
     sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
@@ -308,7 +308,7 @@ def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serv
     )
     opened(page, serve(num_requests=3).url)
     page.run("document.getElementById('spend').scrollIntoView()")
-    page.says("spend-state", "days of UTC")
+    page.says("spend-state", "days in UTC")
     assert page.run("document.getElementById('budgets').hidden"), "there are none"
 
     key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
@@ -325,7 +325,7 @@ def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serv
     assert own[2] not in ("$0", UNKNOWN), "the requests of the history"
 
 
-def test_a_stand_in_says_wherever_money_stands_that_its_dollars_mean_nothing(page, serve):
+def test_every_cost_is_marked_if_the_engine_is_fake(page, serve):
     opened(page, serve().url)
     said = page.run("[...document.querySelectorAll('.caveat')].map((one) => one.textContent)")
-    assert said == ["STAND-IN ENGINE: speed and dollars mean nothing"] * 3
+    assert said == ["FAKE ENGINE: speed and dollars are not real"] * 3

@@ -67,7 +67,7 @@ def test_running_stream_finishes_during_shutdown(served):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     # Without output of Ray.
-    assert said == "stopping: running requests may finish; repeat to stop immediately\n"
+    assert said == "stopping: waiting for running requests; repeat to stop immediately\n"
 
 
 def test_stream_beyond_drain_s_ends_with_an_error_event(served):

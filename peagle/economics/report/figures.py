@@ -140,20 +140,23 @@ FIGURES = {
 
 
 # Labels for costs that are not a real bill.
-STAND_IN = "STAND-IN ENGINE: speed and dollars mean nothing"
+FAKE_ENGINE = "FAKE ENGINE: speed and dollars are not real"
 ASSUMED = "price assumed"
 
 
 def money_labels(report: Mapping[str, Any]) -> list[str]:
     """Return why the cost in a report is not a real bill, as short labels."""
-    labels = {STAND_IN: report["run"].get("is_stand_in"), ASSUMED: report["account"]["price"].get("basis") == "assumed"}
+    labels = {
+        FAKE_ENGINE: report["run"].get("is_stand_in"),
+        ASSUMED: report["account"]["price"].get("basis") == "assumed",
+    }
     return [label for label, applies in labels.items() if applies]
 
 
 def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
     sessions = list(sessions)
     labels = {
-        STAND_IN: any(one.is_stand_in for one in sessions),
+        FAKE_ENGINE: any(one.is_stand_in for one in sessions),
         ASSUMED: any(one.price_basis == "assumed" for one in sessions),
     }
     return [label for label, applies in labels.items() if applies]

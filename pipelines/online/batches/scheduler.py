@@ -332,7 +332,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as it spends, while budgets last. The ledger has the cost of borrowed engines."""
+        """Increase a run's reservation as it spends, while budgets last. Borrowed engines' cost is in the ledger."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0
@@ -430,7 +430,7 @@ class Scheduler:
         self._store.save(batch.id, progress)
 
     def _finish(self, batch: Batch, work: _Work, result: Result) -> None:
-        """Publish the files, record the cost, and save the final status last, so that everything is repeated after a crash."""
+        """Publish the files, record the cost, and save the final status last: after a crash, all is repeated."""
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)

@@ -55,7 +55,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; the request is answered by an API route
+_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)  # only in the gate's table; an API route answers
 _log = logging.getLogger("ray.serve")
 
 

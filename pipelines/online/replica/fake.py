@@ -86,7 +86,7 @@ class FakeServeEngine:
             return
         try:
             if values.get("stream"):
-                self._live().check_alive()  # like vLLM, which checks before a stream starts and does not raise afterwards
+                self._live().check_alive()  # like vLLM, check only before a stream starts
                 async for text in self._stream(url, request.request_id, *prompt):
                     yield text
             else:
@@ -148,7 +148,7 @@ class FakeServeEngine:
                 sent[index], num_sent[index] = completion.text, completion.num_output_tokens
                 if added or whole:
                     ended, tokens = completion.finish_reason if whole else None, completion_row(completion)["logprobs"]
-                    choice = openai.added(
+                    choice = openai.chunk_choice(
                         index,
                         added,
                         ended,

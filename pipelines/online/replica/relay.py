@@ -161,8 +161,8 @@ async def relay(
 ) -> AsyncGenerator[Any, None]:
     """Pass an answer on, and write the request's record when it ends.
 
-    A request is billed for the engine time and tokens that it used, even if it failed, was refused or was cancelled. Only
-    if its engine crashes, it is not billed, and another engine may run it.
+    A request is billed for the engine time and tokens that it used, even if it failed, was refused or was cancelled. If
+    its engine crashes, the request is not billed, and another engine may run it.
 
     Args:
         answers: one object (a non-streaming answer or an error), or lists of texts with events.

@@ -108,7 +108,7 @@ CASES = [
     parameters("an unknown parameter", {"temprature": 1}, "did you mean temperature?"),
     parameters("a parameter of a wrong type", {"temperature": "1"}, "temperature: "),
     parameters("a parameter out of range", {"top_p": 1.5}, "top_p: "),
-    parameters("several greedy responses", {"n": 3}, "need a temperature above 0"),
+    parameters("several greedy responses", {"n": 3}, "require a temperature above 0"),
     parameters("more tokens than the context", {"max_tokens": 9000}, "exceeds the context"),
     parameters("an empty stop string", {"stop": [""]}, "an empty string cannot be a stop string"),
     parameters("an invalid JSON schema", {"json_schema": {"type": "objekt"}}, "not a valid JSON schema"),
@@ -128,7 +128,7 @@ CASES = [
     body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),
     body("with an unknown response_format", "response_format: its type must be", response_format={"type": "xml"}),
-    body("with top_logprobs alone", "needs logprobs: true", top_logprobs=2),
+    body("with top_logprobs alone", "requires logprobs: true", top_logprobs=2),
     body("with an image", "both text", "invalid_messages", messages=[{"role": "user", "content": [{"type": "image"}]}]),
 ]  # fmt: skip
 

@@ -150,7 +150,7 @@ CASES = [
     bad("a template that does not parse", "--prompt-template 'Say {{ prompt'", "prompt_template, line 1"),
     bad("a template with an unknown filter", "--prompt-template '{{ prompt | shout }}'", "shout"),
     bad("two prompt options", "--prompt-column prompt --prompt-template x", "cannot be combined"),
-    bad("messages without the chat template", "--messages-column prompt --no-chat", "needs the chat template"),
+    bad("messages without the chat template", "--messages-column prompt --no-chat", "requires the chat template"),
     bad("a system prompt without the chat template", "--system-prompt x --no-chat", "needs a chat template"),
     # sampling
     bad("an unknown column of parameters", "--sampling-column mine", "has no column 'mine'"),
@@ -158,7 +158,7 @@ CASES = [
     bad("a temperature that is not a number", "--temperature hot", "temperature"),
     bad("top_p 0", "--top-p 0", "top_p"),
     bad("no response", "--n 0", "n: "),
-    bad("several greedy responses", "--n 2", "need a temperature above 0"),
+    bad("several greedy responses", "--n 2", "require a temperature above 0"),
     bad("no token", "--max-tokens 0", "max_tokens"),
     bad("more tokens than the context", "--max-tokens 9000", "exceeds the context"),
     bad("a negative seed", "--seed -1", "seed"),

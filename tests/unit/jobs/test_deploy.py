@@ -80,7 +80,7 @@ def test_cluster_apply_needs_names_and_output(job, client, tmp_path, capsys):
     assert cli.run(["deploy", "cluster", job, "--output", file, "--apply"]) == 2
     assert "--apply needs --ami, --security-group, --head-profile, --worker-profile" in capsys.readouterr().err
     assert cli.run(["deploy", "cluster", job, *NAMES, "--apply"]) == 2
-    assert "--apply needs --output" in capsys.readouterr().err
+    assert "--apply requires --output" in capsys.readouterr().err
     assert not (tmp_path / "arguments").exists()
     assert cli.run(["deploy", "cluster", job, *NAMES, "--output", file, "--apply"]) == 0
     assert (tmp_path / "arguments").read_text() == f"up --yes {file}\n"

@@ -76,5 +76,5 @@ def test_sagemaker_env_format(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sagemaker_env_needs_a_model() -> None:
-    with pytest.raises(ConfigError, match="needs the name of a model"):
+    with pytest.raises(ConfigError, match="requires the name of a model"):
         run("--sagemaker-env")

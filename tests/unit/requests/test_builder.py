@@ -90,14 +90,14 @@ def test_template_receives_all_variables():
         (CHAT, {"messages": []}, "invalid_messages", "body.messages must be a list of messages, not an empty list"),
         (CHAT, {"messages": [{"role": "user"}]}, "invalid_messages", "body.messages, message 0: it needs a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_messages", "body.mess"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: it has 2 prompts, but a row has one"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "invalid", "body.prompt: has 2 prompts, but a row has only one"),
         (
             "/v1/completions",
             {"prompt": []},
             "invalid_prompt",
             "body.prompt must be text or token ids, not an empty list",
         ),
-        ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: it has 2 prompts"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "invalid", "body.prompt: has 2 prompts"),
         ("/v1/completions", {"prompt": [2**31]}, "invalid_prompt", "body.prompt"),
         (
             "/v1/completions",

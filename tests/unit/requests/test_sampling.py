@@ -62,7 +62,7 @@ def test_invalid_overrides(values, message):
     ("changes", "message"),
     [
         ({"max_tokens": 101}, "max_tokens: 101 exceeds the context of 100"),
-        ({"n": 2}, "n: 2 responses need a temperature above 0"),
+        ({"n": 2}, "n: 2 responses require a temperature above 0"),
         ({"min_p": 0.1}, "min_p: not supported by vLLM on a GPU with a drafter"),
         ({"logit_bias": {"1": 1.0}}, "logit_bias: not supported by vLLM on a GPU with a drafter"),
         ({"min_tokens": 11}, "min_tokens: 11 exceeds max_tokens, 10"),

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from peagle.drafter.config import WAYS, TrainConfig
+from peagle.drafter.config import DECODING_MODES, TrainConfig
 from peagle.economics.ledger import sessions_bytes, sessions_of, write_batch
 from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
@@ -58,7 +58,7 @@ def test_fake_engines_and_assumed_prices_have_notes(month):
         path.write_text(json.dumps(manifest))
     assert find_ledgers(["serve", "nightly"]).notes == ()
     assert find_ledgers(["*"]).notes == (
-        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 4 sources: fake, ...)",
+        "FAKE ENGINE: speed and dollars are not real (1 of 4 sources: fake, ...)",
         "price assumed (1 of 4 sources: guess, ...)",
     )
 
@@ -68,14 +68,14 @@ def test_endpoint_ledgers_have_the_same_notes(month):
     (session,) = sessions_of(path)
     write_atomic(path, sessions_bytes([replace(session, is_stand_in=True, price_basis="assumed")]))
     assert find_ledgers(["serve", "nightly"]).notes == (
-        "STAND-IN ENGINE: speed and dollars mean nothing (1 of 2 sources: serve, ...)",
+        "FAKE ENGINE: speed and dollars are not real (1 of 2 sources: serve, ...)",
         "price assumed (1 of 2 sources: serve, ...)",
     )
 
 
 def test_training_includes_its_response_runs(month):
     config = TrainConfig(prompts=["stdlib"], output=month / "heads")
-    for way in WAYS:
+    for way in DECODING_MODES:
         write_nightly(config.answers(way))
     answers = ["heads/responses/greedy", "heads/responses/sampled"]
     before = find_ledgers(["heads"])

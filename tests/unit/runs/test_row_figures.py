@@ -139,7 +139,7 @@ def test_report_has_row_sections_and_labels_the_fake_engine(run):
     page = (run.root / "report.html").read_text(encoding="utf-8")
     assert EVIL not in page
     assert page.count("&lt;script&gt;alert(1)") == 3
-    assert "STAND-IN ENGINE: speed and dollars mean nothing" in page
+    assert "FAKE ENGINE: speed and dollars are not real" in page
     assert report["run"]["is_stand_in"] is True
     assert report["timeline"]["engines"][0]["spans"] == [("load", 0.0, 1.0), ("busy", 1.0, 6.0), ("lost", 6.0, 8.0)]
     assert json.loads((run.root / "report.json").read_bytes())["failures"][0]["count"] == 1

@@ -66,7 +66,7 @@ def test_status_labels_the_fake_engine(run):
     manifest = run.manifest() | {"config": {"engine": "fake"}}
     write_json(run.root / "run.json", manifest)
     price = "$36 per hour for 1 vCPU (custom, fixed; stated)"
-    assert StatusReader(run).read().price == f"{price}; STAND-IN ENGINE: speed and dollars mean nothing"
+    assert StatusReader(run).read().price == f"{price}; FAKE ENGINE: speed and dollars are not real"
 
 
 def test_status_of_a_running_run(run):

@@ -1,12 +1,13 @@
-// One answer as it arrives: its text, and its figures as seen from here. It draws nothing.
+// Receives one streamed answer: its text, and metrics as measured in the browser. Does not render anything.
 
 import { streamChat } from "./api.js";
 
 /**
- * Send a chat; `onChange(answer)` is called for each event, and the answer is returned when it is whole.
+ * Send a chat; call `onChange(answer)` for each event, and return the complete answer.
  *
- * `total_s` and `ttft_s` are measured in this browser, from sending to the last and to the first token; tokens/s are
- * output tokens over `total_s`, the wait for the first included. Tokens, acceptance and cost are the endpoint's own.
+ * `total_s` and `ttft_s` are measured in this browser, from sending the request to the last and the first token.
+ * tokens/s is output tokens / `total_s`, including the time to the first token. Token counts, acceptance and cost come
+ * from the endpoint.
  */
 export async function receive(body, signal, onChange) {
   const began = performance.now();

@@ -1,6 +1,6 @@
-// The endpoint's API: the key, answers as JSON, streams of events, and what went wrong in words.
+// The endpoint's API: the key, JSON answers, event streams, and error messages.
 //
-// The key is kept in sessionStorage, so it goes with the tab, and is sent to this endpoint alone.
+// The key is kept in sessionStorage, so it is deleted with the tab. It is only sent to this endpoint.
 
 const KEY = "peagle-api-key";
 
@@ -10,7 +10,7 @@ export const keyStore = {
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** An answer other than 200, or none: then `status` is 0. */
+/** An answer other than 200; `status` is 0 if there was no answer. */
 export class ApiError extends Error {
   constructor(status, message, retryAfter_s = null) {
     super(message);
@@ -20,6 +20,7 @@ export class ApiError extends Error {
 }
 
 const LOST = "The connection to the endpoint was lost.";
+const INTERRUPTED = "The answer was interrupted: the connection to the endpoint was lost.";
 
 /** GET a path, such as "v1/models", as JSON. */
 export async function getJson(path) {
@@ -30,9 +31,9 @@ export async function getJson(path) {
 }
 
 /**
- * Send a chat and give its events as they come: objects as the endpoint sent them.
+ * Send a chat and yield its events as they arrive, as the endpoint sent them.
  *
- * A stream that ends without its last word, or with an error of its own, is an ApiError.
+ * Throws an ApiError if the stream ends early or contains an error.
  */
 export async function* streamChat(body, signal) {
   const options = { include_usage: true, continuous_usage_stats: true };
@@ -48,9 +49,8 @@ export async function* streamChat(body, signal) {
     if (event.error) throw new ApiError(event.error.code === "overloaded" ? 503 : 500, event.error.message);
     yield event;
   }
-  throw new ApiError(0, "The answer broke off: the connection to the endpoint was lost.");
+  throw new ApiError(0, INTERRUPTED);
 }
-
 async function ask(path, options) {
   const headers = { ...options.headers };
   if (keyStore.get()) headers.authorization = `Bearer ${keyStore.get()}`;
@@ -61,9 +61,9 @@ async function ask(path, options) {
     throw options.signal?.aborted && error.name === "AbortError" ? error : new ApiError(0, LOST);
   }
   if (response.ok) return response;
-  const said = await response.json().catch(() => ({}));
+  const body = await response.json().catch(() => ({}));
   const wait_s = Number.parseFloat(response.headers.get("retry-after"));
-  const message = said?.error?.message ?? `the endpoint answered ${response.status}`;
+  const message = body?.error?.message ?? `the endpoint answered ${response.status}`;
   throw new ApiError(response.status, message, Number.isFinite(wait_s) ? wait_s : null);
 }
 
@@ -79,7 +79,7 @@ async function* serverEvents(body, signal) {
       for (const event of events) if (event.startsWith("data: ")) yield event.slice("data: ".length);
     }
   } catch (error) {
-    throw signal?.aborted ? error : new ApiError(0, "The answer broke off: the connection to the endpoint was lost.");
+    throw signal?.aborted ? error : new ApiError(0, INTERRUPTED);
   } finally {
     reader.cancel().catch(() => {});
   }

@@ -1,4 +1,4 @@
-// Puts the page together: key, models, the four sections, and what they share.
+// Sets up the page: key, models, the four sections, and their shared parts.
 
 import { getJson, keyStore } from "./api.js";
 import { caveats } from "./caveats.js";
@@ -20,11 +20,11 @@ const spend = new Spend(askForKey);
 const notices = ["playground-notice", "compare-notice"].map((id) => new Notice(byId(id)));
 let retry = 0;
 
-/** Whether an ApiError is a matter of the key; then the dialog is open. */
+/** Open the key dialog if an ApiError is about the key. Returns whether it is. */
 function askForKey(error) {
   if (error.status !== 401) return false;
   live.needsKey();
-  keys.ask(keyStore.get() ? "This key does not hold." : "");
+  keys.ask(keyStore.get() ? "This key was not accepted." : "");
   return true;
 }
 
@@ -51,7 +51,7 @@ async function start() {
 
 function offer(cards) {
   live.offer(cards);
-  caveats({ isStandIn: [...cards.values()].some((card) => card.peagle?.stand_in) });
+  caveats({ isFake: [...cards.values()].some((card) => card.peagle?.stand_in) });
   for (const id of ["playground-model", "compare-left", "compare-right"]) {
     const select = byId(id);
     const before = select.value;

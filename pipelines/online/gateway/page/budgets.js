@@ -1,10 +1,10 @@
-// Budgets in the Spend section, as /v1/cost has them: the endpoint's, those of tags and of keys.
+// Budgets in the Spend section, from /v1/cost: budgets of the endpoint, of tags and of keys.
 
 import { meter } from "./charts.js";
 import { byId, element } from "./dom.js";
 import { dollars, percent } from "./format.js";
 
-/** One's own budget, or all of them for an operator. The table is hidden where there is none. */
+/** Show the key's own budget, or all budgets for an operator. The table is hidden if there are none. */
 export function showBudgets({ budgets, shared_budgets: shared = {} }) {
   const rows = [
     ...Object.entries(shared).map(([name, state]) => budgetRow(name === "endpoint" ? "endpoint" : `tag ${name}`, state)),
@@ -15,13 +15,13 @@ export function showBudgets({ budgets, shared_budgets: shared = {} }) {
 }
 
 function budgetRow(name, { spent_usd: spent, left_usd: left, used, reset }) {
-  const whole = left ? spent + left : spent / used; // what is overspent is not in what is left
+  const whole = left ? spent + left : spent / used; // left_usd is 0 if the budget is overspent
   const cells = [dollars(whole), dollars(spent), dollars(left), percent(used), reset ?? "never"];
   return element(
     "tr",
     {},
     element("th", { scope: "row" }, name),
     ...cells.map((cell) => element("td", { class: "number" }, cell)),
-    element("td", { class: "meter" }, meter(used, `${name}: ${percent(used)} of the budget are spent`)),
+    element("td", { class: "meter" }, meter(used, `${name}: ${percent(used)} of the budget spent`)),
   );
 }

@@ -1,13 +1,13 @@
-// What keeps dollars from being a bill, said wherever the page has the class "caveat".
+// Warnings that dollars are not real costs, shown in every element of the class "caveat".
 
 import { say } from "./dom.js";
 
-const known = { isStandIn: false, isAssumed: false };
+const flags = { isFake: false, isAssumed: false };
 
-/** Learn that an engine is a stand-in, or that the price is assumed; and say so. */
-export function caveats(news) {
-  Object.assign(known, news);
-  const standIn = known.isStandIn ? "STAND-IN ENGINE: speed and dollars mean nothing" : "";
-  const said = [standIn, known.isAssumed ? "price assumed" : ""].filter(Boolean).join("; ");
-  for (const node of document.querySelectorAll(".caveat")) say(node, said);
+/** Update whether an engine is fake or the price is assumed, and show it. */
+export function caveats(changes) {
+  Object.assign(flags, changes);
+  const fake = flags.isFake ? "FAKE ENGINE: speed and dollars are not real" : "";
+  const text = [fake, flags.isAssumed ? "price assumed" : ""].filter(Boolean).join("; ");
+  for (const node of document.querySelectorAll(".caveat")) say(node, text);
 }

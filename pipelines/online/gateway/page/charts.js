@@ -1,22 +1,22 @@
-// Small charts, drawn as SVG. Each says in words what it shows; colours are the style sheet's.
+// Small SVG charts. Each has a text label for screen readers; colours are in the style sheet.
 
 import { element, svg } from "./dom.js";
 import { percent } from "./format.js";
 
 const HEIGHT = 40;
-const LEAST = 1.5; // of a bar that is not nothing
+const MIN_HEIGHT = 1.5; // of a bar whose value is not 0
 
 /** Bars of equal width over time; null leaves a gap. */
 export function bars(values, label) {
   const most = Math.max(...values.map((value) => value ?? 0), Number.MIN_VALUE);
   const rects = values.map((value, index) => {
-    const height = value ? Math.max(LEAST, (HEIGHT * value) / most) : 0;
+    const height = value ? Math.max(MIN_HEIGHT, (HEIGHT * value) / most) : 0;
     return svg("rect", { x: index + 0.14, y: HEIGHT - height, width: 0.72, height, class: "bar" });
   });
   return chart(values.length, label, rects);
 }
 
-/** One bar cut into shares: [[name, share], ...]. */
+/** One bar divided into shares: [[name, share], ...]. */
 export function shares(parts, label) {
   let x = 0;
   const rects = parts.map(([name, share]) => {
@@ -31,7 +31,7 @@ export function shares(parts, label) {
 export function columns(rates) {
   const list = element("ol", { class: "columns" });
   for (const [index, rate] of rates.entries()) {
-    const height = Math.max(LEAST, HEIGHT * rate);
+    const height = Math.max(MIN_HEIGHT, HEIGHT * rate);
     const bar = svg("rect", { x: 0, y: HEIGHT - height, width: 1, height, class: "bar" });
     const track = svg("rect", { x: 0, y: 0, width: 1, height: HEIGHT, class: "track" });
     const column = chart(1, `token ${index + 1}: accepted in ${percent(rate)} of drafts`, [track, bar]);
@@ -54,7 +54,7 @@ export function stacks(columns, label) {
   const rects = columns.flatMap((parts, index) => {
     let y = HEIGHT;
     return parts.map(([name, value]) => {
-      const height = value ? Math.max(LEAST / 2, (HEIGHT * value) / most) : 0;
+      const height = value ? Math.max(MIN_HEIGHT / 2, (HEIGHT * value) / most) : 0;
       y -= height;
       return svg("rect", { x: index + 0.14, y, width: 0.72, height, class: `share-${name}` });
     });
@@ -62,7 +62,7 @@ export function stacks(columns, label) {
   return chart(columns.length, label, rects);
 }
 
-/** A bar as long as its share of the longest. */
+/** A horizontal bar, filled to `share`. */
 export function meter(share, label) {
   return chart(1, label, [
     svg("rect", { x: 0, y: 0, width: 1, height: HEIGHT, class: "track" }),

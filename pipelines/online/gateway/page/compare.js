@@ -1,4 +1,4 @@
-// Side by side: one prompt to two models, the speed of each, and where their texts differ.
+// Side by side: send one prompt to two models, and show the speed of each and where their texts differ.
 
 import { receive } from "./answer.js";
 import { meter } from "./charts.js";
@@ -13,7 +13,7 @@ export class Compare {
   #stop = null;
   #cards = new Map();
 
-  /** `onError(error)` sees each ApiError first, and asks for a key if that is what is missing. */
+  /** `onError(error)` receives each ApiError first; it asks for a key and returns true if the key is the problem. */
   constructor(onError) {
     this.onError = onError;
     this.notice = new Notice(byId("compare-notice"));
@@ -34,7 +34,7 @@ export class Compare {
     for (const select of this.selects) select.addEventListener("change", () => this.#name());
   }
 
-  /** The models there are: with a drafter left, the same target without one right. */
+  /** Set the available models, and select one with a drafter (left) and the same target without a drafter (right). */
   offer(cards) {
     this.#cards = cards;
     byId("compare-empty").hidden = cards.size >= 2;
@@ -120,7 +120,7 @@ class Side {
   }
 
   scale(answer, answers) {
-    const most = Math.max(...answers.map((one) => one.tokens_per_s ?? 0));
+    const most = Math.max(...answers.map((other) => other.tokens_per_s ?? 0));
     this.bar.replaceChildren(meter(most ? answer.tokens_per_s / most : 0, `${amount(answer.tokens_per_s)} tokens/s`));
   }
 
@@ -129,7 +129,7 @@ class Side {
   }
 }
 
-/** Names of the two models to begin with. */
+/** Return the names of the two models to select first. */
 function pair(cards) {
   const isPlain = (card) => drafterOf(card) === "none";
   for (const left of cards.filter((card) => !isPlain(card))) {
@@ -144,18 +144,18 @@ function verdict(bold, text = "") {
 }
 
 function ratio(left, right, [one, two]) {
-  if (!one.tokens_per_s || !two.tokens_per_s) return "One of them made no token.";
+  if (!one.tokens_per_s || !two.tokens_per_s) return "One of the models generated no tokens.";
   const [fast, slow] = one.tokens_per_s >= two.tokens_per_s ? [left, right] : [right, left];
   const speeds = [one.tokens_per_s, two.tokens_per_s].sort((a, b) => b - a);
-  return `${fast.id} made ${decimals(speeds[0] / speeds[1], 2)} times the tokens/s of ${slow.id}.`;
+  return `${fast.id} generated ${decimals(speeds[0] / speeds[1], 2)} times as many tokens/s as ${slow.id}.`;
 }
 
 function difference({ isSame, firstDifference, left, right }, isByLot, isSameTarget) {
-  if (isSame) return `The texts are equal, all ${counted(left.numWords, "word")}.`;
-  const marked = `${counted(left.numDifferent, "word")} left and ${right.numDifferent} right are marked`;
-  const where = `The texts differ from word ${firstDifference + 1} on: ${marked}.`;
-  if (!isSameTarget) return `${where} These are two different targets.`;
+  if (isSame) return `The texts are identical (${counted(left.numWords, "word")}).`;
+  const marked = `${counted(left.numDifferent, "word")} on the left and ${right.numDifferent} on the right are marked`;
+  const where = `The texts differ starting at word ${firstDifference + 1}: ${marked}.`;
+  if (!isSameTarget) return `${where} The models have different targets.`;
   return isByLot
-    ? `${where} Above temperature 0 each is drawn by lot.`
-    : `${where} At temperature 0 only a tie between two tokens, broken by rounding, does that.`;
+    ? `${where} At a temperature above 0, tokens are sampled randomly.`
+    : `${where} At temperature 0 this only happens if two tokens are equally likely up to rounding.`;
 }

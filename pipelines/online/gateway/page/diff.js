@@ -1,14 +1,14 @@
-// Where two texts differ, word by word.
+// A word-by-word diff of two texts.
 
-const MOST_WORDS = 3000; // in the part that differs, of each text; beyond it the whole part counts as different
+const MOST_WORDS = 3000; // per text, in the part that differs; in longer parts every word counts as different
 
-/** Words with the space before each; joined they are the text. */
+/** Split a text into words, each with the space before it; joined, they are the text. */
 export const words = (text) => text.match(/\s*\S+|\s+$/g) ?? [];
 
 /**
- * Both texts as pieces [text, differs], in order; and how many words of each the other has not.
+ * Return both texts as pieces [text, differs], with the number of words that differ.
  *
- * What is equal at the beginning and the end is set aside first; the longest common sequence decides the rest.
+ * Strips the common prefix and suffix first, then finds the longest common subsequence of the rest.
  */
 export function compare(left, right) {
   const [a, b] = [words(left), words(right)];
@@ -40,7 +40,7 @@ function commonWords(a, b) {
   return { left: inLeft, right: inRight };
 }
 
-/** Entry (i, j): the length of the longest common sequence of a from i and b from j. */
+/** Return a table whose entry (i, j) is the length of the longest common subsequence of a[i:] and b[j:]. */
 function commonLengths(a, b) {
   const width = b.length + 1;
   const lengths = new Uint16Array((a.length + 1) * width);

@@ -1,4 +1,4 @@
-// Elements from text. Nothing here or elsewhere reads HTML: what a model writes stays text.
+// Creates elements from text. The page never parses HTML, so model output stays text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** Set a text, and touch the page only if it differs. */
+/** Set an element's text, if it changed. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

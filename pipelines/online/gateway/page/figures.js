@@ -1,4 +1,4 @@
-// The figures of one answer, as a list that is there before they are.
+// The metrics of one answer, as a list that is shown before the values are known.
 
 import { element, say } from "./dom.js";
 import { amount, count, decimals, dollars, seconds } from "./format.js";
@@ -13,7 +13,7 @@ const ROWS = [
 ];
 
 export class Figures {
-  /** `without`: names that are shown elsewhere. */
+  /** `without`: names of metrics to omit, since they are shown elsewhere. */
   constructor(without = []) {
     this.rows = ROWS.filter(([name]) => !without.includes(name));
     this.values = this.rows.map(() => element("dd", {}, "–"));

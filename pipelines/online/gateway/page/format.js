@@ -1,4 +1,4 @@
-// Numbers as people read them. What is not known is an en dash.
+// Formats numbers. Unknown values are shown as an en dash.
 
 const UNKNOWN = "–";
 const SPACE = "\u00a0"; // a number and its unit stay on one line
@@ -18,7 +18,7 @@ export function amount(value) {
 /** Whole numbers. */
 export const count = (value) => (isKnown(value) ? fixed(value, 0) : UNKNOWN);
 
-/** With so many digits behind the point. */
+/** A number with this many decimal places. */
 export const decimals = (value, digits) => (isKnown(value) ? fixed(value, digits) : UNKNOWN);
 
 /** 84 ms, 0.84 s, 12.3 s. */
@@ -28,7 +28,7 @@ export function seconds(value) {
   return `${fixed(value, value < 10 ? 2 : 1)}${SPACE}s`;
 }
 
-/** $12.30, $0.851, $0.000038: below a tenth of a cent two digits count. */
+/** $12.30, $0.851, $0.000038: below a tenth of a cent, two significant digits. */
 export function dollars(value) {
   if (!isKnown(value)) return UNKNOWN;
   if (value === 0) return "$0";
@@ -49,5 +49,5 @@ export const counted = (number, noun) => `${count(number)} ${noun}${number === 1
 /** 1 min, 90 s. */
 export const span = (value_s) => (value_s % 60 ? `${value_s}${SPACE}s` : `${value_s / 60}${SPACE}min`);
 
-/** The clock on the wall, from Unix seconds. */
+/** Local time of day, from Unix seconds. */
 export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString("en-GB");

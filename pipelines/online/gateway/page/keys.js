@@ -1,11 +1,11 @@
-// Asks for the API key where the endpoint has keys, and keeps it for this tab.
+// Asks for the API key if the endpoint has keys, and keeps it for this tab.
 
 import { keyStore } from "./api.js";
 import { byId } from "./dom.js";
 import { Notice } from "./notice.js";
 
 export class Keys {
-  /** `onKey()` is called when there is a new key, or none any more. */
+  /** `onKey()` is called when the key was set or forgotten. */
   constructor(onKey) {
     this.dialog = byId("key-dialog");
     this.notice = new Notice(byId("key-notice"));
@@ -23,12 +23,12 @@ export class Keys {
     });
   }
 
-  /** The endpoint has keys: they can be changed at any time. */
+  /** Show the key button. */
   offer() {
     byId("key-button").hidden = false;
   }
 
-  /** Open the dialog, with what was wrong with the last key. */
+  /** Open the dialog, with a message about the previous key. */
   ask(message = "") {
     this.offer();
     this.notice.info(message);

@@ -1,4 +1,4 @@
-// The live figures: asks /v1/live every two seconds while the page is seen, and writes them into their tiles.
+// The live metrics: polls /v1/live every two seconds while the page is visible, and updates the tiles.
 
 import { getJson } from "./api.js";
 import { caveats } from "./caveats.js";
@@ -11,9 +11,9 @@ const LONGEST_WAIT_S = 30;
 const NUM_SEEN = 30;
 const MOST_PIPS = 24;
 const STATES = ["running", "starting", "stopping"];
-const LEAST_SHARE = 0.0005; // of the money that is shown
-const FOR_OPERATORS = "shown to operators";
-const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compiling", lost: "under way or lost" };
+const MIN_SHARE = 0.0005; // smaller shares of the cost are not shown
+const FOR_OPERATORS = "only shown to operators";
+const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compiling", lost: "in progress or lost" };
 
 export class Live {
   #timer = 0;
@@ -22,7 +22,7 @@ export class Live {
   #window_s = 60;
   #round = 0;
 
-  /** `onError(error)` sees each ApiError first; it gives true if a key is what is missing. */
+  /** `onError(error)` receives each ApiError first; it asks for a key and returns true if the key is the problem. */
   constructor(onError) {
     this.onError = onError;
     this.cards = new Map();
@@ -34,7 +34,7 @@ export class Live {
     addEventListener("online", () => this.start());
   }
 
-  /** The models of the endpoint, by name. */
+  /** Set the models of the endpoint, by name. */
   offer(cards) {
     this.cards = cards;
     showModels({}, cards);
@@ -51,7 +51,7 @@ export class Live {
     clearTimeout(this.#timer);
   }
 
-  /** Nothing is asked until there is a key. */
+  /** Stop polling until there is a key. */
   needsKey() {
     this.stop();
     byId("tiles").classList.add("stale");
@@ -69,14 +69,14 @@ export class Live {
       byId("tiles").classList.add("stale");
       if (this.onError(error)) return;
       this.#wait_s = Math.min(LONGEST_WAIT_S, Math.max(this.#wait_s * 2, error.retryAfter_s ?? 0));
-      state(`${error.status ? error.message : "no connection"}; next try in ${this.#wait_s} s`, true);
+      state(`${error.status ? error.message : "no connection"}; retrying in ${this.#wait_s} s`, true);
     }
     this.#timer = setTimeout(() => this.#look(round), this.#wait_s * 1000);
   }
 
   #show(report) {
     byId("tiles").classList.remove("stale");
-    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", requests of this key alone"}`);
+    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only requests of this key"}`);
     for (const node of document.querySelectorAll(".ago")) say(node, `${span(report.window_s)} ago`);
     showSpeed(report);
     showMoney(report);
@@ -93,7 +93,7 @@ export class Live {
     say(byId("requests-sub"), waitingOf(load));
     this.#seen = [...this.#seen, underWay].slice(-NUM_SEEN);
     const values = [...new Array(NUM_SEEN - this.#seen.length).fill(null), ...this.#seen];
-    byId("requests-chart").replaceChildren(bars(values, `requests under way, now ${count(underWay)}`));
+    byId("requests-chart").replaceChildren(bars(values, `running requests, now ${count(underWay)}`));
   }
 }
 
@@ -105,8 +105,8 @@ function state(text, isBad = false) {
 function showSpeed({ total, series, window_s }) {
   const peak = Math.max(...series.output_tokens_per_s);
   say(byId("speed"), amount(total.output_tokens_per_s));
-  const ended = `${counted(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
-  say(byId("speed-sub"), total.num_requests ? ended : `no request ended in ${span(window_s)}`);
+  const summary = `${counted(total.num_requests, "request")} in ${span(window_s)}, peak ${amount(peak)}`;
+  say(byId("speed-sub"), total.num_requests ? summary : `no request finished in the last ${span(window_s)}`);
   byId("speed-chart").replaceChildren(bars(series.output_tokens_per_s, `output tokens/s, peak ${amount(peak)}`));
 }
 
@@ -114,26 +114,26 @@ function showMoney({ total, account }) {
   const ofWhole = account ? account.tokens_per_usd : total.tokens_per_busy_usd;
   say(byId("money"), amount(ofWhole));
   const perMillion = dollars(account ? account.usd_per_million_tokens : total.busy_usd_per_million_tokens);
-  const busy = account ? `busy time only ${amount(total.tokens_per_busy_usd)}` : "of busy time";
-  say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens, so no price of one");
+  const busy = account ? `busy time only: ${amount(total.tokens_per_busy_usd)}` : "busy time only";
+  say(byId("money-sub"), ofWhole ? `${perMillion} per million; ${busy}` : "no tokens in this window");
   say(byId("price"), account ? priceOf(account.price) : "");
   caveats({ isAssumed: account?.price.basis === "assumed" });
   const whole = account?.usd.total;
   const parts = Object.keys(SHARES)
     .map((name) => [name, whole ? account.usd[name] / whole : 0])
-    .filter(([, share]) => share > LEAST_SHARE);
+    .filter(([, share]) => share > MIN_SHARE);
   const words = parts.map(([name, share]) => `${SHARES[name]} ${percent(share)}`);
-  const label = `where the money went: ${words.join(", ")}`;
+  const label = `cost by engine state: ${words.join(", ")}`;
   byId("money-chart").replaceChildren(...(parts.length ? [shares(parts, label)] : []));
   byId("money-legend").replaceChildren(
     ...parts.map(([name], index) => element("li", {}, element("i", { class: `share-${name}` }), words[index])),
   );
 }
 
-/** A machine's price, and whether it was stated, detected or assumed. */
+/** Describe a machine's price, and whether it was stated, detected or assumed. */
 function priceOf({ usd_per_hour, num_devices, device, accelerator, instance_type, basis }) {
   const kind = device === "vcpu" ? "vCPU" : (accelerator ?? device);
-  return `Dollars are by ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
+  return `Price: ${dollars(usd_per_hour)} an hour for ${num_devices} ${kind} (${instance_type}, ${basis}).`;
 }
 
 function showAcceptance({ total }) {
@@ -141,10 +141,10 @@ function showAcceptance({ total }) {
   say(byId("acceptance"), decimals(total.acceptance_length, 2));
   const accepted = percent(total.num_accepted_tokens / drafted);
   const lookedUp = percent(total.num_lookup_tokens / total.num_accepted_tokens);
-  const source = total.num_lookup_tokens ? `, ${lookedUp} of them by the prompt lookup` : "";
+  const source = total.num_lookup_tokens ? `, ${lookedUp} of them from prompt lookup` : "";
   const share = drafted
     ? `${accepted} of ${count(drafted)} drafted tokens accepted${source}`
-    : "nothing drafted in the window";
+    : "no drafts in this window";
   say(byId("acceptance-sub"), share);
   byId("acceptance-chart").replaceChildren(...(drafted ? [columns(total.acceptance_rates)] : []));
 }
@@ -152,7 +152,7 @@ function showAcceptance({ total }) {
 function showFirstToken({ total, series }) {
   say(byId("ttft"), seconds(total.ttft_p50_s));
   const isKnown = total.ttft_p95_s !== null;
-  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}; in the engine` : "no answer in the window");
+  say(byId("ttft-sub"), isKnown ? `p95 ${seconds(total.ttft_p95_s)}, measured in the engine` : "no answers in this window");
   byId("ttft-chart").replaceChildren(bars(series.ttft_p50_s, `time to first token, p50 ${seconds(total.ttft_p50_s)}`));
 }
 
@@ -192,7 +192,7 @@ function showModels({ by_model, load }, cards) {
   );
 }
 
-/** What drafts for a model, in words. */
+/** Describe a model's drafter. */
 export function drafterOf(card) {
   const { drafter, num_speculative_tokens: k } = card.peagle ?? {};
   return k ? `${drafter}, K=${k}` : "none";
@@ -201,12 +201,12 @@ export function drafterOf(card) {
 function waitingOf(load) {
   if (!load) return FOR_OPERATORS;
   const waiting = sum(load, "num_requests_waiting");
-  return waiting ? `${count(waiting)} of them wait for an engine` : "none waits for an engine";
+  return waiting ? `${count(waiting)} waiting for an engine` : "none waiting for an engine";
 }
 
 function room(running, most) {
-  if (!running) return "all asleep; a request starts one";
-  return running < most ? `${count(most - running)} more under load` : "as many as there may be";
+  if (!running) return "scaled to zero; a request starts one";
+  return running < most ? `up to ${count(most - running)} more under load` : "at the maximum";
 }
 
-const sum = (load, name) => (load ? Object.values(load).reduce((total, one) => total + one[name], 0) : null);
+const sum = (load, name) => (load ? Object.values(load).reduce((total, counts) => total + counts[name], 0) : null);

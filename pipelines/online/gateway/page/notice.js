@@ -1,16 +1,16 @@
-// What went wrong, in words, where it happened. Its place is there before, so that nothing moves.
+// Error messages next to the form they belong to. Their space is reserved, so that the layout does not shift.
 
 import { say } from "./dom.js";
 
-const WHAT = {
+const TITLES = {
   0: "No connection",
   401: "The API key was not accepted",
   403: "Not allowed",
   404: "Not found",
-  413: "Too long",
+  413: "Request too large",
   429: "Limit reached",
-  503: "Every engine is busy",
-  504: "It took too long",
+  503: "All engines are busy",
+  504: "Timeout",
 };
 
 export class Notice {
@@ -31,10 +31,10 @@ export class Notice {
     say(this.node, text);
   }
 
-  /** Show an ApiError; where waiting helps, count down. */
+  /** Show an ApiError, with a countdown if the request can be retried later. */
   error(error) {
     this.clear();
-    const text = `${WHAT[error.status] ?? "The request failed"}: ${sentence(error.message)}`;
+    const text = `${TITLES[error.status] ?? "The request failed"}: ${sentence(error.message)}`;
     this.node.classList.add("bad");
     if (error.retryAfter_s === null || error.retryAfter_s === undefined) return say(this.node, text);
     const until = performance.now() + error.retryAfter_s * 1000;

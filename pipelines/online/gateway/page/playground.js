@@ -1,4 +1,4 @@
-// The playground: a conversation with one model, each answer with its figures.
+// The playground: a conversation with one model, with metrics for each answer.
 
 import { receive } from "./answer.js";
 import { byId, element, say } from "./dom.js";
@@ -9,7 +9,7 @@ export class Playground {
   #turns = [];
   #stop = null;
 
-  /** `onError(error)` sees each ApiError first, and asks for a key if that is what is missing. */
+  /** `onError(error)` receives each ApiError first; it asks for a key and returns true if the key is the problem. */
   constructor(onError) {
     this.onError = onError;
     this.notice = new Notice(byId("playground-notice"));
@@ -41,10 +41,10 @@ export class Playground {
   async #send() {
     const field = byId("playground-message");
     const message = { role: "user", content: field.value };
-    const [asked, turn] = [userTurn(field.value), new AnswerTurn()];
+    const [question, turn] = [userTurn(field.value), new AnswerTurn()];
     this.notice.clear();
     this.empty.remove();
-    this.log.append(asked, turn.node);
+    this.log.append(question, turn.node);
     this.log.scrollTop = this.log.scrollHeight;
     field.value = "";
     try {
@@ -52,8 +52,8 @@ export class Playground {
       this.#turns.push(message, { role: "assistant", content: answer.text });
     } catch (error) {
       if (error.name === "AbortError") return turn.end("stopped");
-      if (turn.isEmpty) this.#takeBack(asked, turn, message.content);
-      else turn.end("broken off");
+      if (turn.isEmpty) this.#undo(question, turn, message.content);
+      else turn.end("interrupted");
       if (!this.onError(error)) this.notice.error(error);
     }
   }
@@ -70,8 +70,8 @@ export class Playground {
     say(byId("playground-send"), "Stop");
     this.log.setAttribute("aria-busy", "true");
     try {
-      const answer = await receive(body, this.#stop.signal, (so) => this.#follow(() => turn.show(so)));
-      if (answer.finishReason === "length") this.#follow(() => turn.end("ended at max tokens"));
+      const answer = await receive(body, this.#stop.signal, (partial) => this.#follow(() => turn.show(partial)));
+      if (answer.finishReason === "length") this.#follow(() => turn.end("stopped at max tokens"));
       return answer;
     } finally {
       this.#stop = null;
@@ -80,7 +80,7 @@ export class Playground {
     }
   }
 
-  /** Change the log, and keep its end in sight if it was. */
+  /** Change the log, and keep it scrolled to the end if it was. */
   #follow(change) {
     const { log } = this;
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 24;
@@ -88,8 +88,8 @@ export class Playground {
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
 
-  #takeBack(asked, turn, text) {
-    asked.remove();
+  #undo(question, turn, text) {
+      question.remove();
     turn.node.remove();
     if (!this.log.children.length) this.log.append(this.empty);
     const field = byId("playground-message");
@@ -117,7 +117,7 @@ class AnswerTurn {
     this.figures.show(answer);
   }
 
-  end(how) {
-    this.node.append(element("p", { class: "failed" }, how));
+  end(reason) {
+    this.node.append(element("p", { class: "failed" }, reason));
   }
 }

@@ -1,5 +1,5 @@
-// Spending of a month, by day and by key, model or tags, and budgets: asks /v1/cost when it comes into view, once a
-// minute at most.
+// Spend of a month by day and by key, model or tag, and budgets. Requests /v1/cost when the section is visible, at most
+// once a minute.
 
 import { getJson } from "./api.js";
 import { showBudgets } from "./budgets.js";
@@ -9,56 +9,56 @@ import { clock, count, dollars } from "./format.js";
 
 const FRESH_S = 60;
 const MOST_ROWS = 20;
-const KINDS = { attributed: "busy", overhead: "idle", lost: "lost" }; // each in the colour of a share
+const KINDS = { attributed: "busy", overhead: "idle", lost: "lost" }; // the share whose colour is used
 const WORDS = { attributed: "attributed", overhead: "overhead (loading, idle)", lost: "lost" };
 const COUNTS = ["num_requests", "num_output_tokens"];
 
 export class Spend {
-  #asked_at_s = Number.NEGATIVE_INFINITY;
+  #requested_at_s = Number.NEGATIVE_INFINITY;
   #isReady = false;
-  #isSeen = false;
+  #isVisible = false;
   #round = 0;
 
-  /** `onError(error)` sees each ApiError first; it gives true if a key is what is missing. */
+  /** `onError(error)` receives each ApiError first; it asks for a key and returns true if the key is the problem. */
   constructor(onError) {
     this.onError = onError;
     byId("spend-form").addEventListener("change", () => this.start());
     const observer = new IntersectionObserver((entries) => {
-      this.#isSeen = entries.at(-1).isIntersecting;
+      this.#isVisible = entries.at(-1).isIntersecting;
       this.#look();
     });
     observer.observe(byId("spend"));
   }
 
-  /** The endpoint answers, and asks for no other key. */
+  /** Start requesting: the endpoint is up and accepts the key. */
   start() {
     this.#isReady = true;
-    this.#asked_at_s = Number.NEGATIVE_INFINITY;
+    this.#requested_at_s = Number.NEGATIVE_INFINITY;
     this.#look();
   }
 
   async #look() {
-    if (!this.#isReady || !this.#isSeen || Date.now() / 1000 < this.#asked_at_s + FRESH_S) return;
-    this.#asked_at_s = Date.now() / 1000;
+    if (!this.#isReady || !this.#isVisible || Date.now() / 1000 < this.#requested_at_s + FRESH_S) return;
+    this.#requested_at_s = Date.now() / 1000;
     const round = ++this.#round;
     const { by, month } = Object.fromEntries(new FormData(byId("spend-form")));
     try {
       const [start, end] = days(Number(month));
-      const asked = [`v1/cost?start=${start}&end=${end}&by=day,${by}`, "v1/cost"];
-      const [statement, report] = await Promise.all(asked.map(getJson));
+      const paths = [`v1/cost?start=${start}&end=${end}&by=day,${by}`, "v1/cost"];
+      const [statement, report] = await Promise.all(paths.map(getJson));
       if (round !== this.#round) return;
       show(statement, by, daysBetween(start, end));
       showBudgets(report);
     } catch (error) {
       if (round !== this.#round || this.onError(error)) return;
-      this.#asked_at_s = Number.NEGATIVE_INFINITY;
+      this.#requested_at_s = Number.NEGATIVE_INFINITY;
       state(error.message, true);
     }
   }
 }
 
 function show({ rows, total }, by, dates) {
-  state(`as of ${clock(Date.now() / 1000)}, days of UTC`);
+  state(`as of ${clock(Date.now() / 1000)}, days in UTC`);
   for (const kind of [...Object.keys(KINDS), "total"]) say(byId(`spend-${kind}`), dollars(total.usd[kind]));
   say(byId("spend-saved"), savedBy(total.saved.speculation));
   const byDay = grouped(rows, "day");
@@ -70,7 +70,7 @@ function show({ rows, total }, by, dates) {
   byId("spend-rows").replaceChildren(...groupRows(rows, by));
 }
 
-/** The largest groups, and the rest as one. */
+/** Return table rows for the largest groups, and one row for the others. */
 function groupRows(rows, by) {
   const groups = [...grouped(rows, by)].sort((one, other) => other[1].total - one[1].total);
   const rest = groups.slice(MOST_ROWS);
@@ -90,7 +90,7 @@ function groupRows(rows, by) {
   });
 }
 
-/** Sums of the rows by one of their dimensions; what has no price counts nothing, and says so. */
+/** Sum the rows by a dimension. Rows without a price count as 0 and set `isPriced` to false. */
 function grouped(rows, dimension) {
   const groups = new Map();
   for (const row of rows) {
@@ -110,12 +110,12 @@ function added(one, other) {
 }
 
 function savedBy({ usd, error_usd: error, unknown_usd: unknown }) {
-  if (usd === null) return unknown ? "What the drafters saved is unknown: their steps were not measured." : "";
-  const range = error === null ? "of unknown error" : `± ${dollars(error)}`;
+  if (usd === null) return unknown ? "Savings by drafters are unknown: their step times were not measured." : "";
+  const range = error === null ? "(error unknown)" : `± ${dollars(error)}`;
   return `Drafters ${usd < 0 ? "lost" : "saved"} ${dollars(Math.abs(usd))} ${range}.`;
 }
 
-/** The first and the last day of a month so many months ago, in UTC. */
+/** Return the first and last day of the month `monthsAgo` months ago, in UTC. */
 function days(monthsAgo) {
   const now = new Date();
   const day = (months, date) => new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth() + months, date));

@@ -1,5 +1,6 @@
-// The colour scheme before anything is drawn: what was chosen here last, else the system's. No module, so that it runs
-// before the first paint. What is below the live figures waits until their table has its rows, so that nothing moves.
+// Sets the colour scheme: the last choice in this browser, else the system's. Not a module, so that it runs before the
+// first paint. The class "starting" hides the sections below until the models table has its rows, to avoid a layout
+// shift.
 {
   document.documentElement.classList.add("starting");
   const chosen = localStorage.getItem("peagle-theme");

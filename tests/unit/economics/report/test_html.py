@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from peagle.economics.report.figures import ASSUMED, STAND_IN, format_usd
+from peagle.economics.report.figures import ASSUMED, FAKE_ENGINE, format_usd
 from peagle.economics.report.html import headline, of_rows, over_time, render_html
 from peagle.economics.report.plots import engines_svg, series_svg
 from tests.unit.economics.report.conftest import PRICE
@@ -128,9 +128,9 @@ def test_assumed_costs_are_labelled(make_report):
     assumed = dataclasses.replace(PRICE, basis="assumed")
     report = make_report(price=assumed, is_stand_in=True)
     page = render_html(report)
-    assert Balanced(page).text.count(STAND_IN) == Balanced(page).text.count(ASSUMED) >= 3
+    assert Balanced(page).text.count(FAKE_ENGINE) == Balanced(page).text.count(ASSUMED) >= 3
     other = make_report(label="measured")
-    assert f"{STAND_IN} (no drafter)" in Balanced(render_html([report, other])).text
+    assert f"{FAKE_ENGINE} (no drafter)" in Balanced(render_html([report, other])).text
     assert 'class="caveat"' not in render_html(other)
 
 

@@ -57,7 +57,7 @@ def test_missing_column_is_named_with_the_file(columns, keys, message):
     ("keys", "message"),
     [
         ({"max_tokens": 9000}, "max_tokens: 9000 is more than the context of 8192"),
-        ({"n": 2}, "n: 2 responses need a temperature above 0"),
+        ({"n": 2}, "n: 2 responses require a temperature above 0"),
     ],
 )
 def test_invalid_sampling_is_refused(keys, message):

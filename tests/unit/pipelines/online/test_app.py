@@ -143,7 +143,7 @@ def test_ledger_of_another_device_is_refused(tmp_path):
     engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
     assert price_of(tmp_path, CPU, usd_per_hour=1)
-    with pytest.raises(PriceError, match="ledger: its engines are billed by the vcpu") as error:
+    with pytest.raises(PriceError, match="ledger: this ledger bills engines by the vcpu") as error:
         price_of(tmp_path, GPU, usd_per_hour=1)
     assert "--state" in error.value.hint
 
