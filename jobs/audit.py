@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from peagle.errors import ConfigError
     from peagle.runs.audit import audit
     from peagle.runs.directory import RunDirectory
-    from pipelines.cluster.node import start_alone
+    from pipelines.cluster.node import start_only_engine
 
     if args.sample < 1:
         raise ConfigError(f"--sample must be at least 1, got {args.sample}", hint="use --no-regenerate to check files")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         seed=args.seed,
         max_tie=args.max_tie,
         announce=lambda message: None if is_json_only else print(message, flush=True),
-        start=start_alone,
+        start=start_only_engine,
     )
     if not is_json_only:
         print(done.describe())

@@ -223,7 +223,7 @@ def _start(application: Any, state: Path) -> None:
     from peagle.economics.ledger import read_sessions
     from peagle.economics.usage import start_warnings
     from peagle.engine.self_check import require_none_failed
-    from peagle.engine.startup import as_told
+    from peagle.engine.startup import format_start_warning
     from peagle.engine.vllm_internals import with_root_cause
     from peagle.errors import EngineError
 
@@ -242,7 +242,7 @@ def _start(application: Any, state: Path) -> None:
         text = "\n".join(log.read_text(errors="replace") for log in new)
         raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
     for warning in start_warnings(started()):
-        print(as_told(warning), flush=True)
+        print(format_start_warning(warning), flush=True)
 
 
 def _wait(config: ServeConfig, here: Any, served: "list[Served]", stopped: threading.Event) -> None:
@@ -272,7 +272,7 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
     from pipelines.online.serve.ray_names import begin_deletion
 
     if is_up or is_remote:
-        # Serve kills the application after `drain_s`. If its controller dies in that time, the next controller starts over,
+        # Serve kills the application after `drain_s`. If its controller dies in that time, the next one starts over,
         # so this may take twice as long.
         limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
         give_up_at = time.monotonic() + limit_s

@@ -1,7 +1,7 @@
-"""An evaluation of drafters: a preset of the benchmark.
+"""Evaluate drafters with a preset of the benchmark.
 
-Each drafter and K has its own engine, which answers all prompts once at one concurrency. The report shows acceptance by
-category.
+Each drafter and K has its own engine, which answers all prompts once, at a fixed concurrency. The report shows
+acceptance by category.
 
     evaluation.json        the fingerprint that all cells share (written once)
     cells/*.json           a finished drafter and K each
@@ -194,13 +194,13 @@ def _setups(
 
 
 def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
-    """Return the drafters' names, with as much of their paths as makes equal names distinct."""
+    """Return the drafters' names, with enough of their paths to make them unique."""
     fingerprints = [drafter.fingerprint for drafter in drafters]
     paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
     for i, drafter in enumerate(drafters):
         if drafter.fingerprint in fingerprints[:i]:
             raise ConfigError(
-                f"drafter {drafter.name} occurs twice, possibly by different names", hint="use each head once"
+                f"drafter {drafter.name} is listed twice, possibly under different names", hint="list each head once"
             )
     names = [drafter.name or "" for drafter in drafters]
     depth = 1
@@ -301,7 +301,7 @@ def position_plot(report: Mapping[str, Any]) -> str:
 
 
 def _by_drafter(report: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Group cells by drafter, K ascending; only as many drafters as there are distinguishable colours."""
+    """Group cells by drafter, K ascending, for at most as many drafters as there are distinguishable colours."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         groups.setdefault(cell["drafter"], []).append(cell)

@@ -11,8 +11,8 @@ Synthetic acceptance, by method and K; the most specific entry wins:
     peagle=...         for one method
     peagle:7=...       for one method and K
 
-The length at K is 1 plus the first K rates, so two lengths determine the mean of the rates between them. Real lengths
-grow ever more slowly with K, so linear interpolation never overestimates them.
+The length at K is 1 plus the sum of the first K rates, so two lengths determine the mean of the rates between them.
+Real lengths grow more slowly with larger K, so linear interpolation never overestimates them.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def rates_for(method: str, k: int, entries: dict[Key, Numbers]) -> tuple[float, 
         if numbers > k + 1:
             raise ConfigError(
                 f"acceptance length {numbers:g} exceeds the maximum of {method} at K={k}: {k + 1}",
-                hint=f"add a length for that K: --synthetic-acceptance {method}:{k}=LENGTH",
+                hint=f"add a length for this K: --synthetic-acceptance {method}:{k}=LENGTH",
             )
         return rates_of_length(numbers, k)
     if len(numbers) < k:
@@ -203,7 +203,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     requests_per_slot: int | None = Field(
         None,
         ge=1,
-        description="length of a pass: N x concurrency prompts, repeated if necessary; default: every prompt once",
+        description="prompts per pass: N x concurrency, repeated if necessary; default: every prompt once",
     )
     time_budget_s: float | None = Field(
         None, gt=0, description="do not start passes that would exceed this time; repeat the command to resume"
@@ -217,7 +217,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     max_cudagraph_capture_size: int | None = Field(
         None,
         ge=1,
-        description="maximum tokens per step with CUDA graphs; default: those of --max-num-seqs requests, at most 4096",
+        description="maximum tokens per step with CUDA graphs; default: for --max-num-seqs requests, at most 4096",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the target, only for timing"
@@ -263,7 +263,7 @@ class BenchConfig(PriceOptions, MeasurementOptions, DraftingOptions):
         return bool(self.synthetic_acceptance) or self.load_format == "dummy"
 
     def sampling(self) -> dict[str, Any]:
-        # Meaningless text ends at random, so all responses get the full length.
+        # Meaningless text would end at random points, so all responses get the full length.
         return super().sampling() | ({"ignore_eos": True} if self.is_synthetic else {})
 
 
@@ -277,7 +277,7 @@ class EvaluateConfig(MeasurementOptions):
     num_speculative_tokens: list[int] | None = Field(
         None, description="draft tokens per step (K), such as 3 or 3,5,7; default: each drafter's own"
     )
-    category_column: str = Field("category", description="column by which to group acceptance, if the data has it")
+    category_column: str = Field("category", description="column to group acceptance by, if the data has it")
     output: Path | None = Field(
         None,
         description="folder for results; an existing evaluation is resumed; default: runs/evaluate/FINGERPRINT",
@@ -294,7 +294,7 @@ class EvaluateConfig(MeasurementOptions):
     def _drafts(cls, names: list[str]) -> list[str]:
         if "none" in names:
             raise ValueError(
-                "none does not draft, so there is no acceptance to measure (`peagle bench --methods none` times the"
+                "none does not draft, so it has no acceptance to measure (`peagle bench --methods none` times the"
                 " target)"
             )
         return names
@@ -308,7 +308,7 @@ class EvaluateConfig(MeasurementOptions):
 def as_benchmark(config: MeasurementOptions, **own: Any) -> BenchConfig:
     """Return the benchmark that performs the measurement of another command.
 
-    Copies only options that the user set, because a price that the user requests must be known.
+    Only options that the user set are copied: if the user sets a price option, an unknown price is an error.
     """
     shared = {*PriceOptions.model_fields, *MeasurementOptions.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **own})

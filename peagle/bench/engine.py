@@ -3,8 +3,8 @@
 The engine runs in this process, so that a GPU host only needs vLLM.
 
 Memory on a CPU is the resident memory of this process and its descendants; shared pages count twice. On a GPU it is the
-memory in use according to the driver, minus that before the first engine started. vLLM fills a GPU up to
-`gpu_memory_utilization` with KV cache, so there the figure is the reservation, not the need.
+memory in use according to the driver, minus the memory in use before the first engine started. vLLM fills a GPU up to
+`gpu_memory_utilization` with KV cache, so on a GPU this is what vLLM reserves, not what it needs.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from peagle.catalog.local import fetched_spec
 from peagle.engine.interface import Engine, Generation, RequestRefused
 from peagle.engine.self_check import require_passed, self_check
 from peagle.engine.spec import EngineSpec
-from peagle.engine.startup import as_told
+from peagle.engine.startup import format_start_warning
 from peagle.engine.vllm_internals import costly_warnings, with_root_cause
 from peagle.errors import EngineError
 from peagle.hardware import Hardware
@@ -53,9 +53,9 @@ def with_engine(
     """Start an engine, run its self-check, use it, and shut it down.
 
     Args:
-        use: called with the engine and the seconds that it took to start.
+        use: called with the engine and its start time in seconds.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the tables
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # keep standard output for the tables
     with QuietStderr() as quiet:
         quiet.move_to(log)
         began_at, started = log.stat().st_size, time.monotonic()
@@ -73,7 +73,7 @@ def with_engine(
 async def _use(
     engine: Engine, spec: EngineSpec, hardware: Hardware, quiet: QuietStderr, use: Callable[[], Awaitable[Result]]
 ) -> Result:
-    # Shut the engine down in the event loop that used it, because vLLM has tasks there.
+    # Shut the engine down in the same event loop, because vLLM has tasks in it.
     try:
         engine.self_check = await self_check(engine.checkable, spec, hardware)
         if engine.self_check.outcome == "skipped":
@@ -85,7 +85,7 @@ async def _use(
 
 
 def _warn(quiet: QuietStderr, warning: str) -> None:
-    quiet.tell(as_told(warning))
+    quiet.tell(format_start_warning(warning))
 
 
 def read_from(log: Path, position: int) -> str:
@@ -206,7 +206,7 @@ class Loop:
     """The result of one pass over all prompts.
 
     Attributes:
-        drafted: drafts counted by the engine during the pass; None if it does not count drafts.
+        drafted: drafts counted by the engine during the pass; None if the engine does not count drafts.
     """
 
     answers: Sequence[Answer | None]

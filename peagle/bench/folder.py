@@ -1,4 +1,4 @@
-"""A folder of measurements, so that a repeated command does not repeat finished measurements.
+"""A folder of finished measurements, which a repeated command does not measure again.
 
 NAME.json      the fingerprint that all records share (written once)
 cells/*.json   a finished measurement each
@@ -22,7 +22,7 @@ Record = TypeVar("Record")
 
 
 class MeasurementFolder:
-    """Creates or opens a folder of measurements.
+    """A folder of measurements, created if it does not exist.
 
     Args:
         fingerprint: the settings that all records share, as JSON-ready data.
@@ -44,7 +44,7 @@ class MeasurementFolder:
             raise ConfigError(f"output {root}: cannot be written: {error}") from error
         require_same(
             _read(manifest)["fingerprint"], fingerprint, str(root)
-        )  # another command may have written it first
+        )  # another command may have written the file first
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"

@@ -1,7 +1,7 @@
 """The loop of every measuring command: start engines one after another and run their passes.
 
-Each command decides which pass is next. An engine keeps running while the next pass uses it. Finished passes are saved
-immediately, and a failed engine is skipped for the rest of the command.
+Each command decides which pass is next. An engine keeps running as long as the next pass uses it. Finished passes are
+saved immediately, and a failed engine is skipped for the rest of the command.
 """
 
 import time
@@ -95,7 +95,7 @@ class Measurement(ABC):
     def caveats(self) -> list[str]:
         return []
 
-    # --- shared
+    # --- shared by all commands
 
     @classmethod
     def prepare(
@@ -141,7 +141,7 @@ class Measurement(ABC):
             one = self.next()
 
     def _visit(self, first: Pass) -> None:
-        """Start an engine and run passes while the next one uses it."""
+        """Start an engine and run passes as long as the next pass uses the engine."""
         setup = first.setup
         self.say(f"{setup.label}: starting the engine")
         before_s, up_since = self.spent_s, time.monotonic()

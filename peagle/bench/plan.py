@@ -3,8 +3,8 @@
 Configuration errors are raised here or in `prompts`, before an engine starts.
 
 Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
-methods. But each start of an engine takes a minute or more. So the repeats are divided among rounds. Every round
-starts each engine once, in alternating order (A B C, C B A), so that a steady drift affects all equally and the last
+methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every round starts
+each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines equally and the last
 engine of a round keeps running.
 """
 
@@ -65,7 +65,7 @@ def target_spec(
     """Return the engine of a configuration, without a drafter.
 
     Args:
-        own: fields that the command sets itself.
+        own: fields that are set by the command.
     """
     if fixed := spec_fields(config):
         raise ConfigError(
@@ -86,7 +86,7 @@ def make_setup(
     """Return the setup of an engine with or without a drafter.
 
     Args:
-        label: replaces the default label of method and K.
+        label: replaces the default label, which is made of method and K.
     """
     method, k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
     rates = drafter.synthetic_rates if drafter else None
@@ -111,7 +111,7 @@ def make_setups(
     if config.synthetic_acceptance and hardware.platform == "cpu":
         raise ConfigError(
             "vLLM 0.29 crashes on a CPU with --synthetic-acceptance",
-            hint="--load-format dummy works on a CPU without it, but random weights accept almost no drafts",
+            hint="without it, --load-format dummy works on a CPU, but random weights accept almost no drafts",
         )
     setups: list[Setup] = []
     notes: list[str] = []
@@ -210,7 +210,7 @@ class BenchPlan:
     """The engines to measure, and their common settings.
 
     Attributes:
-        own: settings of this command that every pass depends on; JSON-ready.
+        own: JSON-ready settings of this command that every pass depends on.
         category_column: acceptance is grouped by this column; None disables it.
     """
 
@@ -289,7 +289,7 @@ def make_plan(config: BenchConfig, hardware: Hardware, model: ResolvedModel) -> 
         "precision": precision.describe(),
         "requests_per_slot": config.requests_per_slot,
         "load_format": spec.load_format,
-        # The rates belong to each engine. Without rates this has always been an empty list.
+        # Each engine has its own rates. Earlier versions always stored an empty list without rates.
         "synthetic_acceptance": "by lot" if config.synthetic_acceptance else [],
         "max_num_seqs": spec.max_num_seqs,
         "max_cudagraph_capture_size": capture_size,

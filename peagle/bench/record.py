@@ -1,6 +1,6 @@
 """The record of one pass, and the summary of a cell's passes.
 
-Speeds are computed per pass; the summary has their median, and as spread their range divided by the median. Latencies
+Speeds are computed per pass; the summary has their median and their spread (range divided by median). Latencies
 and acceptance are computed over all requests of all passes.
 """
 
@@ -24,11 +24,11 @@ UNCATEGORISED = "(none)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """The times of a request, as the client sees them.
+    """The times of a request, as seen by the client.
 
     Attributes:
-        elapsed_s: from the request to the complete response.
-        decode_s: from the first token to the last, by the engine's clock; None if unknown.
+        elapsed_s: seconds from the request to the complete response.
+        decode_s: seconds from the first token to the last, by the engine's clock; None if unknown.
     """
 
     num_output_tokens: int
@@ -64,13 +64,14 @@ class PassRecord:
     """The measurements of one pass.
 
     Attributes:
-        wall_s: from the first request to the last response, without the warm-up.
+        wall_s: seconds from the first request to the last response, without the warm-up.
         start_s: seconds to start the engine, including compilation.
         speculation: drafts of all responses; empty without drafts.
-        peak_memory_gib: during the pass (`peagle.bench.engine`); None if unknown.
-        model_runner: vLLM's, "V1" or "V2"; None if unknown, and in old records.
-        self_check: from `SelfCheck.to_dict`; None in old records.
-        by_category: empty if the data has no categories, or the engine does not count drafts per request.
+        peak_memory_gib: peak memory during the pass (`peagle.bench.engine`); None if unknown.
+        model_runner: vLLM's model runner, "V1" or "V2"; None if unknown, and in old records.
+        self_check: result of `SelfCheck.to_dict`; None in old records.
+        by_category: results by category; empty if the data has no categories, or the engine does not count drafts per
+            request.
     """
 
     method: str
@@ -167,7 +168,7 @@ def _category_result(generations: Sequence[Generation]) -> CategoryResult:
 
 
 def _drafted(loop: Loop) -> SpeculationStats:
-    """Return the drafts of the responses if known, otherwise those counted by the engine."""
+    """Return the drafts of the responses if known, otherwise the drafts counted by the engine."""
     known = [response.speculation for response in loop.responses if response.speculation is not None]
     return sum(known, start=SpeculationStats.empty()) if known else loop.drafted or SpeculationStats.empty()
 
@@ -254,8 +255,8 @@ def _num_steps(record: PassRecord) -> int:
     """Count the steps after the first token of each response.
 
     With a head, every step verifies a draft. Otherwise a step yields one token of the target plus accepted drafts, so
-    there are as many steps as later tokens minus accepted drafts. This is slightly low, since drafts accepted
-    after the end of a response count too.
+    the number of steps is the number of later tokens minus accepted drafts. This is slightly too low, since drafts
+    accepted after the end of a response count, too.
     """
     if record.method in DRAFT_METHODS:
         return record.speculation.num_drafts

@@ -1,4 +1,4 @@
-"""The report of a benchmark: JSON-ready data, and the tables and plots that are made from it.
+"""The report of a benchmark: JSON-ready data, tables and plots.
 
 The first two tables have the layout of published results: speed by method, K and concurrency; then the best K of each
 method and their ratios by concurrency.
@@ -21,7 +21,7 @@ from peagle.profiles.measurements import METHOD_NAMES, NONE
 from peagle.provenance import git_revision, versions
 from peagle.tables import aligned, markdown
 
-_ENOUGH = 3  # requests per slot; with fewer, much of a pass runs below its concurrency
+_ENOUGH = 3  # requests per slot; with fewer, much of a pass runs below the nominal concurrency
 
 
 def require_prompts(config: BenchConfig, num_prompts: int) -> None:
@@ -61,7 +61,7 @@ def model_runners(config: BenchConfig, platform: str, chosen: str | None, record
     if platform == "cuda" and chosen is None and len(config.methods) > 1 and not is_known:
         return [
             f"{MODEL_RUNNER} is not set, and on a GPU vLLM may use another model runner for P-EAGLE than for other "
-            f"methods. Set {MODEL_RUNNER}=0 to run all of them on V1."
+            f"methods. Set {MODEL_RUNNER}=0 to run all methods on V1."
         ]
     return []
 

@@ -1,4 +1,4 @@
-"""A benchmark, from its configuration to its report.
+"""Run a benchmark, from configuration to report.
 
 bench.json     the fingerprint that all passes share (written once)
 cells/*.json   a finished pass each
@@ -45,7 +45,7 @@ def next_s(done: Sequence[PassRecord], one: Pass, *, is_up: bool) -> float:
 
 
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
-    """Estimate the seconds of a pass from finished ones, preferably at its concurrency."""
+    """Estimate the seconds of a pass from finished passes, preferably at the same concurrency."""
     same = [record.wall_s for record in done if record.concurrency == concurrency]
     return statistics.mean(same or [record.wall_s for record in done])
 

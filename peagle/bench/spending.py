@@ -1,4 +1,4 @@
-"""The cost of a measurement's engines, as ledger records for `peagle cost OUTPUT`.
+"""Record the cost of a measurement's engines in a ledger for `peagle cost OUTPUT`.
 
 Each engine is a session in OUTPUT/ledger, and each request of its passes is a record without an API key. Passes are
 busy time; time between them, such as warm-up or an interrupted pass, is idle.
@@ -20,7 +20,7 @@ from peagle.speculation import SpeculationStats
 
 
 class EngineSpending:
-    """Records one engine, from before its start until its end."""
+    """Record the cost of one engine, from its start to its shutdown."""
 
     def __init__(self, folder: Path, plan: BenchPlan, setup: Setup, *, now: Callable[[], float] = time.time) -> None:
         make_folder(folder)

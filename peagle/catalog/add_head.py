@@ -1,7 +1,7 @@
 """Add a drafter head to the user's catalog.
 
 The head is checked and copied to `$PEAGLE_HOME/heads/NAME-METHOD-FINGERPRINT`, so that later changes of the original
-folder have no effect. Heads added before are kept. The card that `--drafter auto` reads is in
+folder have no effect. Previously added heads are kept. The card that `--drafter auto` reads is in
 `$PEAGLE_HOME/models/NAME.yaml`.
 """
 
@@ -98,8 +98,8 @@ def rows_with(
 ) -> list[SpeculationRow]:
     """Return the card's rows with this head instead of the previous one.
 
-    Measured concurrency limits are kept and, for a head of the same method, K too. A platform without rows gets one for
-    any concurrency.
+    Measured concurrency limits are kept and, for a head of the same method, K too. A platform without rows gets a row
+    for any concurrency.
     """
     rows: list[SpeculationRow] = []
     for platform in _PLATFORMS:
@@ -210,7 +210,7 @@ def _inherited(row: SpeculationRow, facts: HeadFacts, k: int | None) -> Speculat
 
 
 def _copy(source: Path, folder: Path) -> None:
-    if folder.exists():  # the same head was added before
+    if folder.exists():  # the same head was already added
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

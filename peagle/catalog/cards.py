@@ -42,18 +42,18 @@ class PublishedSpeeds(Strict):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if (self.method == "none") != (self.num_speculative_tokens == 0):
-            raise ValueError("num_speculative_tokens is 0 exactly with method none")
+            raise ValueError("num_speculative_tokens must be 0 with method none, and only then")
         if min(self.output_tokens_per_s) <= 0:
             raise ValueError("output_tokens_per_s must be positive")
         return self
 
 
 class PublishedTable(Strict):
-    """Published output tokens/s of an engine by method, K and concurrency.
+    """Published output tokens/s of one engine by method, K and concurrency.
 
     Attributes:
         accelerator: name in the price table.
-        precision: of the target, a value of `--precision`.
+        precision: the target's precision, a value of `--precision`.
     """
 
     dataset: str
@@ -218,11 +218,11 @@ class HeadCard(Strict):
     """A drafter head for the model.
 
     Attributes:
-        kind: in this package, on the Hugging Face hub, or in a local folder.
-        id: folder name under `heads/`, hub id, or absolute path; None if it is not published.
-        published: whether it can be downloaded; otherwise `note` has the reason.
-        long_context_id: the variant for long prompts.
-        max_speculative_tokens: the depth that it was trained for; None if not confirmed.
+        kind: where the head is: in this package, on the Hugging Face hub, or in a local folder.
+        id: folder name under `heads/`, hub id, or absolute path; None if the head is not published.
+        published: whether the head can be downloaded; otherwise `note` has the reason.
+        long_context_id: id of the variant for long prompts.
+        max_speculative_tokens: the depth that the head was trained for; None if not confirmed.
     """
 
     kind: Literal["shipped", "huggingface", "folder"]
@@ -238,7 +238,7 @@ class HeadCard(Strict):
     @model_validator(mode="after")
     def _published_has_an_id(self) -> Self:
         if self.published and not self.id:
-            raise ValueError("a published head needs an id")
+            raise ValueError("a published head requires an id")
         return self
 
 
@@ -252,7 +252,7 @@ class SpeculationRow(Strict):
     @model_validator(mode="after")
     def _k_follows_method(self) -> Self:
         if (self.method == "none") != (self.num_speculative_tokens == 0):
-            raise ValueError("num_speculative_tokens is 0 exactly with method none")
+            raise ValueError("num_speculative_tokens must be 0 with method none, and only then")
         return self
 
 
@@ -292,7 +292,9 @@ class ModelCard(Strict):
             limits = [row.max_concurrency for row in self.speculation if row.platform == platform]
             numbers = [float("inf") if limit is None else limit for limit in limits]
             if numbers != sorted(set(numbers)):
-                raise ValueError(f"speculation: rows for {platform} must ascend in max_concurrency, the open one last")
+                raise ValueError(
+                    f"speculation: rows for {platform} must ascend in max_concurrency, with the unlimited row last"
+                )
         for row in self.speculation:
             if row.method != "none" and row.method not in self.heads:
                 raise ValueError(f"speculation: no head {row.method!r} in heads")

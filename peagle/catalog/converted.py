@@ -27,7 +27,7 @@ _VERIFIED = ".verified.json"
 def ensure_converted(
     folder: Path, lock: str, fill: Callable[[Path], dict[str, Any]], *, before: Callable[[], None]
 ) -> Path:
-    """Return the folder after converting it if it is missing or damaged.
+    """Return the converted folder; convert it first if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
 

@@ -27,7 +27,7 @@ class ResolvedDrafter:
 
     Attributes:
         note: the reason for this choice, for the user.
-        fingerprint: of the head; None without a drafter.
+        fingerprint: fingerprint of the head; None without a drafter.
     """
 
     spec: DrafterSpec | None
@@ -90,11 +90,11 @@ def _automatic(
     model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None, commits: Mapping[str, str]
 ) -> ResolvedDrafter:
     if model.card is None:
-        return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use one")
+        return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use a drafter")
     row = model.card.speculation_for(concurrency, platform)
     if row is None:
         load = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
-        return _no_drafter(f"no measurements for {load}; set --drafter to try one")
+        return _no_drafter(f"no measurements for {load}; set --drafter to try a drafter")
     if row.method == "none":
         return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
     path = _head_path(model.card.heads[row.method])
@@ -189,8 +189,8 @@ def _path_on_card(model: ResolvedModel, method: str) -> str:
         others = [one.name for one in load_catalog() if (head := _heads(one).get(method)) and head.published]
         raise DrafterError(
             f"the catalog has no {method} head for {model.name}{reason}",
-            hint=f"it has one for {', '.join(others)}; for another model name the head's folder or hub id, or use no "
-            "drafter",
+            hint=f"the catalog has one for {', '.join(others)}; for other models, set --drafter to a folder or hub id,"
+            " or to none",
         )
     return _head_path(card)
 

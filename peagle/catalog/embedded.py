@@ -58,7 +58,7 @@ def embedded_of_upstream(model_id: str) -> str | None:
 
 
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
-    """Return the folder of a target after converting it if it is missing or damaged.
+    """Return the folder of a converted target; convert it first if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
     """

@@ -31,9 +31,9 @@ class HeadFacts:
 
     Attributes:
         target_hidden_size: width of the target's states.
-        draft_vocab_size: number of tokens it can draft; by default all.
-        aux_layer_ids: layers of the target whose inputs it reads; if empty, vLLM chooses.
-        mask_token_id: represents unknown tokens; only for P-EAGLE.
+        draft_vocab_size: number of tokens that the head can draft; by default all.
+        aux_layer_ids: layers of the target whose inputs the head reads; if empty, vLLM chooses.
+        mask_token_id: token that stands for positions not drafted yet; only for P-EAGLE.
         unmapped: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -146,7 +146,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _Table = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
 _LENGTH_BYTES = 8
-_LARGEST_TABLE_BYTES = 100_000_000  # the format's own limit
+_LARGEST_TABLE_BYTES = 100_000_000  # the limit of the format
 _LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
@@ -171,7 +171,7 @@ def check_weights(shapes: Shapes, head: HeadFacts) -> None:
         rows = shapes["lm_head.weight"][0]
         raise _mismatch(f"lm_head has {rows:,} rows for a draft vocabulary of {head.draft_vocab_size:,}")
     if head.draft_vocab_size < head.vocab_size and not (has_lm_head and "d2t" in shapes):
-        raise _mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} needs lm_head.weight and d2t")
+        raise _mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} requires lm_head.weight and d2t")
 
 
 def _check_mask_state(shapes: Shapes) -> None:

@@ -143,7 +143,7 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
     fused = next((name for name, shape in shapes.items() if "experts" in name and len(shape) > 2), None)
     if fused is not None:
         raise PrecisionError(
-            f"{path} has its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
+            f"{path} stores its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
         )
     if not any(is_quantisable(name, len(shape)) for name, shape in shapes.items()):
         reason = "no linear layers to convert to int8" if shapes else "no *.safetensors to convert to int8"
@@ -153,7 +153,7 @@ def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware
 def ensure_int8(
     model: str, revision: str | None = None, *, announce: Callable[[str], None] = lambda message: None
 ) -> Path:
-    """Return the folder of a target in INT8 after converting it if it is missing or damaged.
+    """Return the folder of a target in INT8; convert it first if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
     """

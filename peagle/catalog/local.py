@@ -1,4 +1,4 @@
-"""This node's model files for a spec from another machine's driver."""
+"""Find this node's model files for a spec from a driver on another machine."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def local_path(name: str) -> str:
     if is_hub_id(name):
         return name
     raise CatalogError(
-        f"{name} does not exist on this node", hint="put it on shared storage, at the same path on every node"
+        f"{name} does not exist on this node", hint="put the files on shared storage, at the same path on every node"
     )
 
 
@@ -75,7 +75,7 @@ def localize(model: str, revision: str | None = None, *, weights: bool = True) -
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
-    """Return the target's tokenizer, loaded once per process; one for bytes if the fake engine has no model."""
+    """Return the target's tokenizer, loaded once per process; a byte tokenizer for a fake engine without a model."""
     if model is None:
         from peagle.engine.fake import ByteTokenizer
 

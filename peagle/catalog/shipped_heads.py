@@ -1,8 +1,8 @@
 """Heads inside this package, completed on first use.
 
-vLLM requires a head with a draft vocabulary to contain its rows of lm_head. If they were not trained they equal the
-target's, so the package omits them (9 MB for a head of the embedded default) and they are restored once. FP8 matrices
-of such a head are converted to bf16:
+vLLM requires a head with a draft vocabulary to contain its rows of lm_head. Untrained rows are equal to the target's,
+so the package omits them (9 MB for a head of the embedded default) and restores them on first use. FP8 matrices of
+such a head are converted to bf16:
 
     $PEAGLE_HOME/heads/<id>-<fingerprint>/    config.json  model.safetensors  README.md
 """
@@ -86,7 +86,7 @@ def target_of(folder: Path) -> str:
 
 def _lacks_rows(folder: Path) -> bool:
     if not any(folder.glob("*.safetensors")):
-        return False  # loading it reports what is missing
+        return False  # loading the head reports what is missing
     shapes = read_shapes(folder)
     return "d2t" in shapes and _LM_HEAD not in shapes
 

@@ -204,7 +204,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
-    """Return the model after fetching it from a store, if that is where it is."""
+    """Return the model; fetch it first if it is in an object store."""
     if not is_stored(model.path):
         return model
     folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)

@@ -1,7 +1,7 @@
 """COD sampling and training batches.
 
 P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The row at depth 0 has the last known token and the target's
-state; the row at depth d, d tokens later, has a mask token and a learnt state. Training every position at every depth
+state; the row at depth d, d tokens later, has a mask token and a learned state. Training every position at every depth
 would cost K times the sequence. Conditional-on-distribution (COD) sampling keeps all positions at depth 0 and a share
 ratio**d of them at depth d.
 
@@ -70,7 +70,7 @@ def sample_rows(
     smaller depths of its own chain.
 
     Example: T=5, loss on the positions 2, 3, 4, ratio 1, three depths:
-        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (it predicts from 3 and 4) and that of 3 (from 4).
+        depth 0: anchors 0 1 2 3 4; then the chain of anchor 2 (predicts from 3 and 4) and of anchor 3 (from 4).
 
     Args:
         num_depths: K_train, including depth 0.

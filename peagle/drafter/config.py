@@ -51,7 +51,7 @@ class TrainConfig(PriceOptions, TagOptions):
         " responses in --prompts",
     )
     limit: int | None = Field(
-        None, ge=1, description="maximum number of prompts to answer, over all sources; default: all"
+        None, ge=1, description="maximum number of prompts to answer, from all sources together; default: all"
     )
     sampled_share: float = Field(
         0.5, ge=0, le=1, description="share of the prompts answered by sampling; the others are answered greedily"
@@ -141,7 +141,7 @@ class TrainConfig(PriceOptions, TagOptions):
     )
     seed: int = Field(0, ge=0, description="seed for initial weights, data order and sampling")
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses a GPU if available")
     workers: int = Field(1, ge=1, description="number of training processes under Ray Train; 1 does not require Ray")
     worker_failures: int = Field(3, ge=0, description="worker crashes after which the training fails")
     time_budget_s: float | None = Field(
@@ -177,13 +177,13 @@ class TrainConfig(PriceOptions, TagOptions):
             raise ValueError("features and on_the_fly cannot be combined: on_the_fly does not store hidden states")
         return self
 
-    def answers(self, way: str) -> Path:
-        return self.output / "responses" / way
+    def answers(self, mode: str) -> Path:
+        return self.output / "responses" / mode
 
     @property
     def response_sources(self) -> list[str]:
         if self.responses == "given":
             return self.prompts
-        runs = [self.answers(way) for way in DECODING_MODES]
+        runs = [self.answers(mode) for mode in DECODING_MODES]
         existing = [run for run in runs if run.is_dir()]
         return [str(run) for run in existing or runs]

@@ -13,7 +13,7 @@ class Sample:
     """A document: the templated prompt and the target's response.
 
     Attributes:
-        num_prompt_tokens: the first tokens, which bear no loss.
+        num_prompt_tokens: number of prompt tokens at the start, which have no loss.
     """
 
     id: str

@@ -108,7 +108,7 @@ def index_of(evaluation_sets: Sequence[str]) -> NgramIndex:
     for name in evaluation_sets:
         if name != NONE and not index.add(_references(name), name):
             raise InputError(
-                f"--exclude {name}: an overlap is {NUM_WORDS} consecutive words, and none of its texts is that long",
+                f"--exclude {name}: an overlap is {NUM_WORDS} consecutive words, but all of its texts are shorter",
                 hint="use a file that contains the prompts themselves",
             )
     return index

@@ -5,8 +5,9 @@ concatenated, and the state BEFORE the final norm, from which the target's distr
 
 A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. The process that
 computes a shard writes it; the process that fills the store then adds it to the index, with its checksum. So an
-interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order. Features on the fly
-have the same interface and the same numbers, rounded to bf16; each pass over the documents runs the target again.
+interrupted extraction resumes where it stopped, and shards can be computed anywhere in any order. Features that are
+computed on the fly have the same interface and the same numbers, rounded to bf16; each pass over the documents runs the
+target again.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """
@@ -106,7 +107,7 @@ class StoreWriter:
         self._add_to_index(_shard_name(number), write_shard(self._folder, number, tensors))
 
     def take(self, number: int, checksum: str) -> None:
-        """Add a shard to the index that another process has written."""
+        """Add a shard that another process has written to the index."""
         file = self._folder / _shard_name(number)
         if not file.is_file() or sha256(file) != checksum:
             raise PeagleError(
@@ -144,7 +145,7 @@ class FeatureStore:
         for name in sorted(index["shards"]):
             file = folder / name
             if not file.is_file():
-                raise InputError(f"{file}: not found", hint="repeat the command to extract it again")
+                raise InputError(f"{file}: not found", hint="repeat the command to extract the shard again")
             if verify and sha256(file) != index["shards"][name]:
                 raise InputError(
                     f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
@@ -193,7 +194,7 @@ def _open_index(store: Path, spec: FeatureSpec, num_shards: int) -> dict[str, An
     if stored != spec:
         other = [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]
         raise ConfigError(
-            f"{store}: has other features: {', '.join(other)} differ",
+            f"{store}: has features with different {', '.join(other)}",
             hint="use another folder, or delete this one",
         )
     return index

@@ -1,13 +1,13 @@
 """Forward passes of the heads over a batch, and their loss.
 
 These functions use the modules of `speculators`' models. The library's own forward passes pack documents into one
-square mask, sample rows themselves and store the logits of every row. These take the rows as arguments, attend
-document by document, and compute logits only for rows under the loss. For the same rows the results are equal
+square mask, sample rows themselves and store the logits of every row. The functions here take the rows as arguments,
+attend document by document, and compute logits only for rows under the loss. For the same rows the results are equal
 (tests/unit/drafter/test_forward.py).
 
 A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. There, the row at depth d reads
-the token d places after its anchor's, and the head's own state at depth d - 1 of the same chain. In training this token
-is the document's (teacher forcing, like `speculators`); in an engine the head drafted it.
+the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In training this is
+the document's token (teacher forcing, like `speculators`); in an engine it is a draft of the head.
 
 Shapes: T tokens, S rows, S_d rows at depth d, H hidden size.
 """
@@ -113,7 +113,7 @@ class BatchLoss:
 
     Attributes:
         loss: scalar with a gradient: the weighted loss over the total fixed weight, or the batch's share of it. With
-            D-PACE it is not a mean, and comparable only with itself.
+            D-PACE it is not a mean, and only comparable to other D-PACE losses.
         accepted_D: number of correct rows for which all earlier rows of their chain are correct too.
     """
 
@@ -148,8 +148,8 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
     """Return the head's states after its norm, [R, H], for rows under the loss and padding.
 
     Args:
-        free_run: an EAGLE-3 head continues its own drafts, like in an engine, instead of the document's tokens. It has
-            no effect on a P-EAGLE head, which reads no token after the anchor.
+        free_run: an EAGLE-3 head continues its own drafts, as in an engine, instead of the document's tokens. No effect
+                on a P-EAGLE head, which reads no token after the anchor.
     """
     states = parallel_states(head, batch) if is_parallel(head) else sequential_states(head, batch, free_run=free_run)
     normed: torch.Tensor = head.norm(states[batch.row_R])

@@ -1,6 +1,6 @@
 """Build a P-EAGLE or EAGLE-3 head for a target, and save it in the format that vLLM loads.
 
-Its initial weights are the target's last layers, a saved head, or random. The networks are `speculators`' models. The
+The initial weights are the target's last layers, a saved head, or random. The networks are `speculators`' models. The
 target's own weights (norm, lm_head, and embeddings unless they are trained) are never saved. With a draft vocabulary,
 the rows of lm_head are saved, because vLLM cannot take them from the target.
 """
@@ -32,12 +32,12 @@ class HeadSpec:
     Attributes:
         num_key_value_heads: KV heads of the head's attention; None copies the target's number. Attention is the only
             source of context for a mask row, so more KV heads may help; they start as copies of the target's.
-        init: "warm": layers start as the target's last ones, which must be like Llama's, and `fc` passes on the last
+        init: "warm": layers start as the target's last layers, which must be like Llama's, and `fc` passes on the last
             aux state. "random". Or the folder of a saved head to continue, of the same shape or with fewer layers or
             KV heads, which are then repeated. A P-EAGLE head may continue an EAGLE-3 head. New layers start as the
             identity.
-        num_frozen_layers: first layers of the saved head that are not trained. Their inputs (`fc`, mask state,
-            embeddings) are not trained either.
+        num_frozen_layers: number of first layers of the saved head that are not trained. Their inputs (`fc`, mask
+                state, embeddings) are not trained either.
         train_embeddings: train embeddings instead of sharing the target's. They are then saved with the head:
             vocabulary x hidden size, most of its bytes.
     """
@@ -69,7 +69,7 @@ class HeadSpec:
         if self.num_frozen_layers and self.train_embeddings:
             raise ConfigError(
                 "train_embeddings cannot be combined with num_frozen_layers: embeddings are an input of frozen layers",
-                hint="set only one of them",
+                hint="set only one of these options",
             )
 
 
@@ -141,7 +141,7 @@ _LEFT_OUT = {
 def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_layers: int) -> str | None:
     """Return why a head cannot start from the target's last layers; None if it can."""
     if architecture.hidden_act != "silu":
-        return f"the target's MLPs use {architecture.hidden_act}, a head's silu"
+        return f"the target's MLPs use {architecture.hidden_act}, but a head's use silu"
     if architecture.norm_offset:
         return f"the target's norms add {architecture.norm_offset} to their weights"
     for index in _last_layers(architecture, num_layers):
@@ -331,7 +331,7 @@ def save_head(head: Any, folder: Path, *, verifier: str, num_speculative_tokens:
     """Write `config.json` and `model.safetensors` (bf16) in the format that vLLM loads.
 
     Args:
-        verifier: the target's public name, which replaces the path it was trained with.
+        verifier: the target's public name, which replaces the path that was used in training.
     """
     from safetensors.torch import save
 

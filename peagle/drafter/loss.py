@@ -8,7 +8,7 @@ A draft is discarded after its first rejected token, so the value of a row depen
 D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's confidence
 at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is its share of the
 gradient by log c_d: the sum of the products that contain c_d. Weights move during training, from the first depths to
-the later depths of chains whose beginning is learnt.
+the later depths of chains whose beginning has been learned.
 
 Shapes: R rows under the loss, P positions they predict from, H hidden size, V draft vocabulary, T tokens, D depths.
 """
@@ -24,7 +24,7 @@ from peagle.drafter.batch import TrainingBatch
 
 CHUNK_ROWS = 256
 _GPU_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
-_SMOOTHING = 0.5  # from the paper: confidence c counts as (1 - s) c + s, so that no chain is given up
+_SMOOTHING = 0.5  # from the paper: confidence c counts as (1 - s) c + s, so that every chain keeps some weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def by_chain(batch: TrainingBatch, value_R: torch.Tensor) -> torch.Tensor:
     """Arrange values of rows by anchor and depth, [T, D]; 0 where no row is under the loss.
 
     Args:
-        value_R: without padding.
+        value_R: a value per row, without padding.
     """
     rows = batch.row_R[: batch.num_loss_rows]
     anchor, depth = batch.anchor_S[rows], batch.depth_S[rows]

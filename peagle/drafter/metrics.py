@@ -24,11 +24,11 @@ class TrainingProgress:
     """A line of metrics.jsonl.
 
     Attributes:
-        accuracy: by depth, share of rows whose most likely token is the target's; None without rows.
-        accepted: by depth, share of rows that are correct like all earlier rows of their chain. An engine accepts
-            drafts up to the first wrong one.
+        accuracy: by depth, share of rows whose most likely token is that of the target; None without rows.
+        accepted: by depth, share of rows that are correct and whose earlier rows in the chain are all correct. An
+                    engine accepts drafts up to the first wrong draft.
         divergence: by depth, mean KL divergence.
-        loss: with D-PACE comparable only with itself, since the weights change.
+        loss: with D-PACE only comparable to other D-PACE losses, since the weights change.
         tokens_per_s: document tokens per second of this attempt.
     """
 

@@ -1,7 +1,7 @@
 """The steps of `peagle train`, from responses to a head that vLLM serves. Each step can be resumed.
 
-`prepare` reads the documents and computes the target's hidden states. `train_prepared` trains, in one process or as one
-of several workers. `finish` estimates the acceptance and saves the head. `train_head` runs all three in one process.
+`prepare` reads the documents and computes the target's hidden states. `train_prepared` trains, alone or as one of
+several workers. `finish` estimates the acceptance and saves the head. `train_head` runs all three in one process.
 
 The output folder contains `features/` (hidden states), `training/` (checkpoint.pt, metrics.jsonl, metrics.svg), `head/`
 (config.json, model.safetensors, README.md) and `run.json` (configuration, data and results).
@@ -59,7 +59,7 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
         The configuration with a supported `init`, the target, and the device of this process.
     """
     has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # the cluster checks several workers
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # with several workers, the cluster checks
         raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
     device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if config.init not in INITS:
@@ -237,7 +237,7 @@ def train_prepared(
     progress: Callable[[TrainingProgress], None],
     saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
-    """Train `head` in place, starting from the last checkpoint if there is one.
+    """Train `head` in place, starting from the last checkpoint if it exists.
 
     Args:
         identity: the identity that a checkpoint must have; None uses that of `prepared`.
@@ -335,7 +335,7 @@ def _features(
         + (", computed in each pass instead of stored" if config.on_the_fly else "")
     )
     if config.on_the_fly:
-        large = device.type != "cpu" and config.micro_batch_tokens is None  # micro-batches are there to save memory
+        large = device.type != "cpu" and config.micro_batch_tokens is None  # micro-batches are meant to save memory
         batch_tokens = GPU_BATCH_TOKENS if large else BATCH_TOKENS
         reader = partial(load_reader, target.folder, spec.aux_layers, device)
         return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)

@@ -27,11 +27,11 @@ from peagle.runs.directory import unit_files
 from peagle.storage import storage_path
 
 MESSAGES = "messages"
-PROMPT = "prompt"  # always this name: the source's may conflict with a column of the run, such as `response`
+PROMPT = "prompt"  # always this name: the source's name may conflict with a column of the run, such as `response`
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Read rows with `id` and either `messages` or `prompt`, the same for all. Reports rows that are dropped.
+    """Read rows with `id` and either `messages` or `prompt` (the same for all rows), and report dropped rows.
 
     A limit is divided evenly among the sources; if one has too few rows, the others provide more.
     """
@@ -144,7 +144,7 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
 
 
 def _without_request(row: Row) -> Row:
-    """The row, or the prompt or messages of an OpenAI batch request.
+    """Return the row, or the prompt or messages of an OpenAI batch request.
 
     The request's `custom_id` is its id.
     """

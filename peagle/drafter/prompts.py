@@ -1,4 +1,4 @@
-"""The shipped training prompts: code, and text of many kinds.
+"""The built-in training prompts: code, and text of many kinds.
 
 A source has materials, and each material has several wordings of a request. Code prompts are made from signatures and
 docstrings of the standard library or an installed package; modules are parsed, never imported. Other prompts use text
@@ -264,7 +264,7 @@ class Content:
     Attributes:
         group: "prose", "topic", "table" or "sum".
         module: the package or reference that contains it; otherwise the group.
-        held_out: use the kinds of task that are never trained on.
+        held_out: whether to use the kinds of task that are never trained on.
     """
 
     group: str
@@ -403,7 +403,7 @@ def generate_prompts(
 ) -> Iterator[TrainingPrompt]:
     """Yield up to `limit` prompts, in an order that depends only on `seed` and the materials.
 
-    Every material occurs once before one occurs again in another wording.
+    Every material is used once before any material is used again in another wording.
     """
     available = num_available(materials)
     if limit is not None and limit > available:

@@ -1,7 +1,7 @@
-"""The recipe of a training: every number that a step depends on, and the documents of each step.
+"""The recipe of a training run: every number that a step depends on, and the documents of each step.
 
-The order of documents is a pure function of the seed and the step, so that a resumed training and every worker process
-the same documents without communication.
+The order of documents is a pure function of the seed and the step. So a resumed training run, and every worker,
+processes the same documents without communication.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The cost of a training, as ledger records.
+"""The cost of a training run, as ledger records.
 
 Each attempt is a session in OUTPUT/ledger, on all devices that it uses. Time until the first work is loading; then
 computing states, training steps, the estimate and saving the head are work. Work is recorded when its result is
@@ -31,11 +31,11 @@ _FULL = "free some space, then repeat the command to resume from the last checkp
 
 
 class TrainingSpending:
-    """Records one attempt of a training.
+    """Record one attempt of a training run.
 
-    A successful attempt ends with its last saved work, a failed one includes the lost work. Nothing is written before
-    the first work, so that a rejected training leaves no files. Every method raises CapacityError if the disk is
-    full.
+    A successful attempt ends with its last saved work; a failed attempt includes the lost work. Nothing is written
+    before the first work, so that a rejected training run leaves no files. Every method raises CapacityError if the
+    disk is full.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts, *, now: Callable[[], float] = time.time) -> None:

@@ -1,4 +1,4 @@
-"""The target of a training: its architecture, weights and tokenizer, checked early."""
+"""The target of a training run: its architecture, weights and tokenizer, checked early."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,8 +190,8 @@ _LM_HEAD = "lm_head.weight"
 class TargetWeights:
     """A target's safetensors by Llama's names, such as `norm.weight` and `layers.3.mlp.up_proj.weight`.
 
-    The prefix of these names differs (`model.`, `model.language_model.` in multimodal models); it is that of the
-    embeddings.
+    The prefix of these names differs (`model.`, `model.language_model.` in multimodal models). The prefix of the
+    embeddings is used.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -244,7 +244,7 @@ class TargetWeights:
 def share_output(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
     """Set a head's copy of the target's final norm and its soft cap of logits.
 
-    The library only supports Llama's name of the norm, and no soft-capped logits.
+    `speculators` only supports Llama's name of the norm, and no soft-capped logits.
     """
     head.verifier_norm.weight.copy_(weights.final_norm())
     head.verifier_softcap = architecture.logit_softcap
@@ -279,7 +279,7 @@ class Target:
                 raise ConfigError(
                     f"{self.folder}: the tokenizer produces token {largest} for row {sample.id}, but the target only"
                     f" has tokens 0 to {self.vocab_size - 1}",
-                    hint="replace it by the target's own tokenizer",
+                    hint="replace it with the target's own tokenizer",
                 )
 
 
@@ -338,6 +338,6 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
     if end is None or (stated and end not in stated):
         raise ConfigError(
             f"{folder}: the tokenizer's end-of-text token is {end}, the target's {stated or 'unknown'}",
-            hint="replace it by the target's own tokenizer, with its eos_token",
+            hint="replace it with the target's own tokenizer, with its eos_token",
         )
     return tokenizer

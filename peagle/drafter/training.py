@@ -1,8 +1,8 @@
 """The training loop of a head, with its optimizer, micro-batches and checkpoint.
 
 The documents (`recipe.py`), the rows (COD, seeded by step and document) and the learning rate of a step are a pure
-function of the seed and the step. So a training that resumes from a checkpoint repeats the uninterrupted curve, and
-several workers, each with a share of a step's documents, repeat the curve of one.
+function of the seed and the step. So a training run that resumes from a checkpoint reproduces the uninterrupted loss
+curve, and several workers, each with a share of a step's documents, reproduce the curve of a single worker.
 
 Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
 document is split by ranges of anchors. The checkpoint is replaced atomically.
@@ -38,11 +38,11 @@ FILE = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The state of a training at a step.
+    """The state of a training run at a step.
 
     Attributes:
-        fingerprint: the settings that a resumed training must share.
-        num_tokens: tokens seen.
+        fingerprint: the settings that must be equal to resume.
+        num_tokens: number of tokens seen.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    remove_temporaries(folder)  # of killed trainings: they are large
+    remove_temporaries(folder)  # files of killed training runs, which are large
     with atomic_file(folder / FILE) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
@@ -83,14 +83,14 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
     if fingerprint is None:
         return checkpoint
     stored = checkpoint.fingerprint
-    # Earlier versions stored how new layers were initialised. A checkpoint has their weights, so it makes no
-    # difference.
+    # Earlier versions also stored how new layers were initialised. A checkpoint has their weights, so this does not
+    # matter.
     if isinstance(stored.get("head"), dict):
         stored["head"].pop("further_layers", None)
     changed = sorted(name for name in stored.keys() | fingerprint.keys() if stored.get(name) != fingerprint.get(name))
     if changed:
         raise ConfigError(
-            f"{folder}: the training there has a different {', '.join(changed)}",
+            f"{folder}: the existing training run has a different {', '.join(changed)}",
             hint="use the same options to resume it, or another --output",
         )
     return checkpoint
@@ -99,7 +99,7 @@ def load_checkpoint(folder: Path, fingerprint: dict[str, Any] | None = None) -> 
 def micro_batches(
     store: Features, documents: Sequence[int], config: TrainingConfig, *, step: int
 ) -> Iterator[TrainingBatch]:
-    """Yield the batches of a step, as few as `config.micro_batch_tokens` allows."""
+    """Yield the micro-batches of a step, as few as `config.micro_batch_tokens` allows."""
     limit = config.micro_batch_tokens
     packed: list[int] = []
     for index in documents:
@@ -208,7 +208,7 @@ _FULL = "free some space, then repeat the command to resume from the last checkp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """The result of a training.
+    """The result of a training run.
 
     Attributes:
         finished: False if the time budget ran out first; the same call resumes.
@@ -235,7 +235,7 @@ def train(
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     saved: Callable[[], None] = lambda: None,
 ) -> TrainingOutcome:
-    """Train `head` in place, starting from the checkpoint in `folder` if there is one.
+    """Train `head` in place, starting from the checkpoint in `folder` if it exists.
 
     Args:
         fingerprint: settings, besides the recipe, that must be equal to resume: target, features, shape of the head.
@@ -278,7 +278,7 @@ def _flushing_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-# These do not change the result of a step, so a resumed training may change them.
+# These settings do not change the result of a step, so they may differ when a training run is resumed.
 _NON_SEMANTIC_KEYS = ("checkpoint_every_s", "micro_batch_tokens")
 
 
@@ -329,9 +329,9 @@ class _Trainer:
         return [self.documents[place] for place in self.order.documents(step)]
 
     def _read_ahead(self) -> None:
-        """Have the target read the documents of several steps together.
+        """Compute the target's states for the documents of several steps together.
 
-        The grouping depends only on the step numbers, so that a resumed training reads the same groups.
+        The grouping depends only on the step numbers, so that a resumed training run computes the same groups.
         """
         num_steps = self.store.tokens_ahead * self.workers.size // self.config.batch_tokens
         if num_steps < 2 or not (self.step % num_steps == 0 or self._attempt_tokens == 0):
@@ -388,7 +388,7 @@ class _Trainer:
 
     def _restore(self) -> None:
         checkpoint = load_checkpoint(self.folder, self.fingerprint)
-        self.workers.barrier()  # all workers have read before one writes
+        self.workers.barrier()  # all workers must have read the checkpoint before a worker writes it
         if self.workers.rank == 0:
             self.metrics.cut(checkpoint.metrics_bytes if checkpoint else 0)
         if checkpoint is None:

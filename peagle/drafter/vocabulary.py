@@ -60,7 +60,7 @@ class DraftVocabulary:
 def frequent_vocabulary(
     token_ids: Iterable[int], *, size: int, target_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Return the `size` most frequent tokens, including `always`; of equally frequent ones, the smaller ids."""
+    """Return the `size` most frequent tokens, including `always`. Among equally frequent tokens, smaller ids win."""
     if not 1 <= size <= target_size:
         raise ConfigError(f"draft vocabulary of {size}: must be from 1 to the target's {target_size}")
     counts = Counter(token_ids)

@@ -1,4 +1,4 @@
-"""Communication between the worker processes of a training."""
+"""Communication between the worker processes of a training run."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ class SingleProcess:
     size = 1
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all workers."""
+        """Replace each tensor with its sum over all workers."""
 
     def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by the first worker's."""
+        """Replace each tensor with the first worker's tensor."""
 
     def agree(self, stop: bool) -> bool:
         """Return the first worker's value, so that all workers stop at the same step."""

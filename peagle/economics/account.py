@@ -1,7 +1,7 @@
 """The account of a run: usage times price, over committed output.
 
-Every device-second of an engine belongs to one share: load, compile, busy (it became committed output), idle, or lost
-(work that was not committed). All seconds are paid; only committed tokens are output.
+Every device-second of an engine belongs to one share: load, compile, busy (produced committed output), idle, or lost
+(work that was not committed). All seconds cost money; only committed tokens are output.
 
 Example: an engine on 2 vCPUs at 0.10 USD per vCPU-hour lives 100 s: 20 load, 10 compile, 60 busy, 10 idle. One unit
 commits 1,500 tokens with 50 s. Device-seconds: 40 load, 20 compile, 100 busy, 20 idle, 20 lost; 200 in total. The cost
@@ -174,7 +174,7 @@ def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
             raise PriceError(
                 f"the price of {price.instance_type} is per {price.device}, but an engine on "
                 f"{session.hostname} ran on {session.num_devices} x {session.device}",
-                hint="set --instance-type to the machine that it ran on",
+                hint="set --instance-type to the machine that the engine ran on",
             )
 
 
@@ -190,7 +190,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
     or lost. So no share is negative, and the periods add up to the whole life.
 
     Example: a unit of 30 s is open for 10 s when the day ends. Busy seconds at the ends of the two days are 10 and 30,
-    committed ones are 0 and 30. All 30 belong to the second day, and none are lost.
+    committed seconds are 0 and 30. All 30 s belong to the second day, and none are lost.
 
     Args:
         ends: the session at the end of each period.
@@ -198,7 +198,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
     """
     total_s = accumulate(committed_s)
     lost_s = _for_good([max(end.busy_s - s, 0.0) for end, s in zip(ends, total_s, strict=True)])
-    # All seconds are load until an engine is ready; then some of them become compile.
+    # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
     load_s = _for_good([end.load_s for end in ends])
     compile_s = [end.compile_s + end.load_s - s for end, s in zip(ends, load_s, strict=True)]
     idle_s = [end.idle_s for end in ends]
@@ -210,7 +210,7 @@ def shares_by_period(ends: Sequence[EngineSession], committed_s: Sequence[float]
 
 
 def _for_good(totals: Sequence[float]) -> list[float]:
-    """Return the part of each running total that no later total takes back."""
+    """Return the part of each running total that later totals do not reduce."""
     return list(accumulate(reversed(totals), min))[::-1]
 
 

@@ -15,10 +15,10 @@ from peagle.speculation import break_even_acceptance_length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The step times at one concurrency.
+    """Step times at one concurrency.
 
     Attributes:
-        plain_step_s: seconds without the drafter; equal to `step_s` for an engine without one.
+        plain_step_s: seconds without the drafter; equal to `step_s` for an engine without a drafter.
         error: relative error of the ratio of the two, or None if it is unknown.
     """
 
@@ -30,11 +30,11 @@ class Step:
     def __post_init__(self) -> None:
         numbers = (self.concurrency, self.step_s, self.plain_step_s, *(() if self.error is None else (self.error,)))
         if any(type(number) not in (int, float) for number in numbers):
-            raise ValueError(f"a step has numbers, got {numbers}")
+            raise ValueError(f"the times of a step must be numbers, got {numbers}")
         if not (1 <= self.concurrency < float("inf") and 0 <= (self.error or 0.0) < float("inf")):
-            raise ValueError(f"a step of concurrency {self.concurrency} with an error of {self.error}")
+            raise ValueError(f"invalid concurrency {self.concurrency} or error {self.error} of a step")
         if not (0 < self.step_s < float("inf") and 0 < self.plain_step_s < float("inf")):
-            raise ValueError(f"a step takes more than no time, got {self.step_s} and {self.plain_step_s} s")
+            raise ValueError(f"step times must be above 0, got {self.step_s} and {self.plain_step_s} s")
 
     @property
     def break_even(self) -> float:
@@ -51,7 +51,7 @@ class Baseline:
 
     def __post_init__(self) -> None:
         if not self.steps or any(one.concurrency >= other.concurrency for one, other in pairwise(self.steps)):
-            raise ValueError("a baseline has steps of ascending concurrency")
+            raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> Step:
         """Return the step times at a concurrency: interpolated within the measured range.

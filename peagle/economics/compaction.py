@@ -1,8 +1,8 @@
-"""Merging of small ledger files, while others read and write the ledger.
+"""Merge small ledger files while other processes read and write the ledger.
 
 The merged file is written completely before the old files are deleted, so a crash at any point leaves an equivalent
 ledger, and the next run finishes the work. Only files of processes that have ended are merged: one hour after their
-last record, or one day after the last sign of life. A file that changes during the merge stays.
+last record, or one day after their last sign of life. A file that changes during the merge is kept.
 """
 
 import hashlib

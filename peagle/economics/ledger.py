@@ -52,8 +52,8 @@ class Segment:
     """The lines of one process.
 
     Attributes:
-        begin: their offset in the file.
-        size: their bytes; None for the process's own file, which may grow.
+        begin: offset of the lines in the file.
+        size: length of the lines in bytes; None for the process's own file, which may grow.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Segment:
         """Yield the whole lines from an offset in the segment, without an unfinished last one.
 
         Raises:
-            FileNotFoundError: compaction moved it.
+            FileNotFoundError: compaction moved the segment.
         """
         with open_to_read(self.path) as file:
             file.seek(self.begin + position)
@@ -80,7 +80,7 @@ class Segment:
         """Return the content.
 
         Raises:
-            FileNotFoundError: compaction moved it.
+            FileNotFoundError: compaction moved the segment.
         """
         with open_to_read(self.path) as file:
             file.seek(self.begin)
@@ -119,7 +119,7 @@ def segments(folder: StoragePath, kind: str) -> list[Segment]:
 
 
 def retry_if_moved(read: Callable[[], T]) -> T:
-    """Call `read`, and retry if compaction deletes a file meanwhile."""
+    """Call `read`, and retry if compaction deletes a file during the call."""
     for _ in range(_RETRIES - 1):
         with contextlib.suppress(FileNotFoundError):
             return read()
@@ -150,8 +150,8 @@ def files_of(folder: StoragePath, kind: str) -> Files:
 def placed(files: Files) -> dict[str, Segment]:
     """Return each segment once, by name.
 
-    After a crash a segment may be in several files; the longest one counts. If a process continued after its file was
-    merged, its new file is another segment.
+    After a crash a segment may be in several files; the longest copy counts. If a process continued after its file was
+    merged, its new file is a separate segment.
 
     Raises:
         FileNotFoundError: a file was deleted during the call.
@@ -195,8 +195,8 @@ def index_bytes(members: list[tuple[str, int]]) -> bytes:
 def listed(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
     """Return a consistent listing of the files of a kind.
 
-    A listing during compaction may miss both a new file and the old one that it replaces, so it is repeated until two
-    are equal.
+    A listing during compaction may miss both a new file and the old file that it replaces, so listing is repeated until
+    two consecutive listings are equal.
     """
     before: set[str] | None = None
     for _ in range(_RETRIES):
@@ -224,7 +224,7 @@ def _read_index(index: str) -> list[tuple[str, int, int]]:
 
 
 SESSION_FILES, REQUEST_FILES = "session-*.parquet", "requests-*.jsonl"
-_TAIL_BYTES = 1024 * 1024  # of each file, searched for a recent request of another process
+_TAIL_BYTES = 1024 * 1024  # end of each file that is searched for a recent request of another process
 _PIECE_BYTES = 64 * 1024  # read size when reading a file backwards
 _CLOCKS_S = 60.0  # tolerated difference between the clocks of two machines
 _log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class SessionReader:
         return session_at_time(self._folder, session, moment)
 
     def since(self, moment: float) -> list[EngineSession]:
-        """Return the usage of each session since a Unix time. Sessions that ended before it are left out."""
+        """Return the usage of each session since a Unix time, without sessions that ended earlier."""
         alive = [session for session in self.all() if session.last_seen_at > moment]
         return [
             session if session.started_at >= moment else session_since(session, self.then(session, moment))
@@ -319,10 +319,10 @@ def session_at_time(folder: StoragePath, session: EngineSession, moment: float) 
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
-    """Return the last heartbeat until a Unix time and the first one after it, by bisection."""
+    """Return the last heartbeat before a Unix time and the first heartbeat after it, by bisection."""
     earlier = later = None
     with open_to_read(beats.path) as file:
-        # Lines that begin before `low` are earlier, from `high` on later.
+        # Lines that begin before `low` are earlier than `moment`, lines from `high` on are later.
         low, high = beats.begin, beats.begin + beats.size_now()
         while low < high:
             middle = (low + high) // 2
@@ -436,7 +436,7 @@ class RequestReader:
     def each(self) -> Iterator[RequestUsage]:
         """Yield the requests since the last call, each once.
 
-        An unfinished line is left for the next call; an invalid one is logged and skipped.
+        An unfinished line is left for the next call; an invalid line is logged and skipped.
         """
         is_whole = False
         while not is_whole:
@@ -448,7 +448,7 @@ class RequestReader:
                         position += len(line)
                         self._read_bytes[segment.name] = position
                         yield from readable(segment.path, [line], RequestUsage.from_json)
-                except FileNotFoundError:  # compaction moved it
+                except FileNotFoundError:  # compaction moved the segment
                     is_whole = False
 
     def again(self, since: float) -> Iterator[RequestUsage]:

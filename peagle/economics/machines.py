@@ -1,7 +1,7 @@
-"""The hardware of a machine that is not available here, from its instance type or accelerator.
+"""Describe the hardware of a machine that is not available here, from its instance type or accelerator.
 
-The price table lists the devices of an instance type, and `CARDS` the properties of each accelerator. Nothing is
-detected, so plans state that.
+The price table lists the devices of an instance type, and `CARDS` the properties of each accelerator. Plans note that
+this hardware was not detected.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ CARDS = {
 
 
 def machine_for(keys: PriceOptions, accelerator: str | None, *, num_accelerators: int) -> tuple[Hardware, bool]:
-    """Return the configured machine, else this one, and whether it is this one.
+    """Return the hardware of the configured machine, else of this machine, and whether it is this machine.
 
     Arguments and errors are those of `named_machine`.
     """
@@ -56,15 +56,15 @@ def named_machine(keys: PriceOptions, accelerator: str | None, *, num_accelerato
     """Return the machine that a configuration names, or None.
 
     Args:
-        num_accelerators: per machine, used if no instance type is named.
+        num_accelerators: number per machine, used if no instance type is named.
     """
     kind = None if accelerator == _ANY else accelerator
     offer = _offer(keys)
     if offer is not None and offer.accelerator:
         if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
             raise ConfigError(
-                f"instance_type {offer.instance_type} has {offer.accelerator}, and accelerator_type is {kind}",
-                hint="name another instance type, or leave accelerator_type out",
+                f"instance_type {offer.instance_type} has {offer.accelerator}, but accelerator_type is {kind}",
+                hint="use another instance type, or remove accelerator_type",
             )
         return _machine(offer.accelerator, offer.num_accelerators, offer.num_vcpus)
     # An engine needs one CPU for placement.
@@ -95,7 +95,7 @@ def _machine(accelerator: str, num_accelerators: int, num_cpus: int) -> Hardware
     if card is None:
         raise ConfigError(
             f"unknown accelerator {accelerator}: its memory and precisions are not in the tables",
-            hint=f"known are {', '.join(CARDS)}; on the machine itself peagle asks the driver",
+            hint=f"known accelerators: {', '.join(CARDS)}; on the machine itself, peagle asks the driver",
         )
     return _of_cards(card, num_accelerators, num_cpus)
 

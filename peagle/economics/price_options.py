@@ -49,7 +49,7 @@ def resolve_price_defaults(keys: PriceOptions, price: Price) -> dict[str, tuple[
 
 
 def require_price(keys: PriceOptions, accelerator: str | None) -> None:
-    """Require a price for machines that do not exist yet."""
+    """Check that machines that do not exist yet have a price."""
     if keys.usd_per_hour is not None:
         return
     if keys.instance_type is None and accelerator is None:
@@ -78,8 +78,8 @@ def require_same_price(
 ) -> None:
     """Require the original price when a run continues.
 
-    The price stays if the price table changed or the options are left out. Another stated price, or accelerators with
-    another price, are refused.
+    The original price is kept if the price table changed or the options are omitted. A different stated price, or
+    accelerators with a different price, are refused.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
@@ -96,7 +96,7 @@ def require_same_price(
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Require a price for the billed kind of device."""
+    """Check that the price is per the billed kind of device."""
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
@@ -111,7 +111,7 @@ def machine_of(hardware: Mapping[str, Any]) -> str:
     '8 x H100'
     """
     if hardware["platform"] == "cpu":
-        return "CPUs"  # nodes of a cluster may have different numbers of them
+        return "CPUs"  # nodes of a cluster may have different numbers of CPUs
     return f"{hardware['num_accelerators']} x {hardware['accelerator']}"
 
 

@@ -1,10 +1,10 @@
 """The price of an instance type: packaged, from a user's table, or stated.
 
 A price is shared by the devices of the instance: its accelerators, or its vCPUs if it has none. If several instance
-types or prices match, the error lists them; only a spot price without a region is chosen, the cheapest one.
+types or prices match, the error lists them; only for a spot price without a region, the cheapest is chosen.
 
-The packaged prices.csv comes from a public catalogue of cloud prices: `source` names its file and commit, `as_of` the
-day of that commit. Spot prices are medians over the zones of a region.
+The packaged prices.csv comes from a public catalogue of cloud prices: `source` names the catalogue's file and commit,
+`as_of` the day of the commit. Spot prices are medians over the zones of a region.
 """
 
 import csv
@@ -39,7 +39,7 @@ PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """An instance type in one region, priced in USD per hour. A price is None if it is not sold that way.
+    """An instance type in one region, priced in USD per hour. A price is None if the market is not offered.
 
     Attributes:
         doubt_on_demand: why the on-demand price may be wrong; empty if nothing suggests it.
@@ -124,7 +124,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
             raise PriceError(f"{path}: unknown column {name!r}", hint=hint)
     if "instance_type" not in names or not set(PRICE_COLUMNS) & set(names):
         raise PriceError(
-            f"{path}: a price table needs the column instance_type and one of {', '.join(PRICE_COLUMNS)}",
+            f"{path}: a price table requires the column instance_type and one of {', '.join(PRICE_COLUMNS)}",
             hint=f"columns: {','.join(COLUMNS)}",
         )
 
@@ -194,7 +194,7 @@ Basis = Literal["stated", "detected", "assumed"]
 
 DEFAULT_CPU_INSTANCE = "c7a.large"
 PRICE_HINT = "set --usd-per-hour, or use a price table with --prices FILE.csv"
-# Closer prices are equal, with different rounding (p4d.24xlarge: 21.957642 and 21.95764).
+# Prices closer than this are equal up to rounding (p4d.24xlarge: 21.957642 and 21.95764).
 _SAME_PRICE = 1e-4
 
 
@@ -204,11 +204,11 @@ class Price:
 
     Attributes:
         market: "fixed" if the user stated the price.
-        accelerator: as in the price table; None for CPU instances.
+        accelerator: name in the price table; None for CPU instances.
         doubt: why the price may be wrong; empty if nothing suggests it.
         basis: whether the user stated the price or instance type, it was detected, or it is assumed. None for a row of
             the table.
-        on_demand_usd_per_hour: of a spot instance; None if unknown.
+        on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.
     """
 
     instance_type: str
@@ -235,7 +235,7 @@ class Price:
                 hint="for your own hardware, divide its cost by its hours of use",
             )
         if self.num_devices < 1:
-            raise PriceError(f"a price needs at least one device, got {self.num_devices}")
+            raise PriceError(f"a price requires at least one device, got {self.num_devices}")
 
     @classmethod
     def fixed(cls, *, usd_per_hour: float, device: Device, num_devices: int) -> Self:
@@ -302,8 +302,8 @@ class PriceTable:
     ) -> Price:
         """Return the price of an instance type.
 
-        If the price differs between regions and none is given, spot uses the cheapest one and describes the range in
-        `doubt`; on demand raises.
+        If the price differs between regions and no region is given, spot uses the cheapest region and describes the
+        range in `doubt`; on demand raises.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -333,7 +333,7 @@ class PriceTable:
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
     def sells(self, instance_type: str, accelerator: str | None) -> bool:
-        """Return whether an instance type has this accelerator; None means none."""
+        """Return whether an instance type has this accelerator; None means no accelerator."""
         return any(offer.instance_type == instance_type for offer in self.carrying(accelerator))
 
     def carrying(self, accelerator: str | None) -> list[Offer]:
@@ -362,7 +362,7 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", called: Sequence[str] = ()
 ) -> str:
-    """Return the instance type to assume: c7a.large without an accelerator, else the only one that has it."""
+    """Return the instance type to assume: c7a.large without an accelerator, else the only type that has it."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = table.carrying(accelerator)
@@ -370,7 +370,7 @@ def default_instance(
     if len(names) == 1:
         return names.pop()
     found = f"{len(names)} instance types have it" if names else "no instance type in the table has it"
-    unknown = f"; none is called {', '.join(called)}, like this machine" if called else ""
+    unknown = f"; the table has no {', '.join(called)}, the type of this machine" if called else ""
     raise PriceError(
         f"no price for {accelerator!r} without an instance type; {found}{unknown}",
         hint="\n    ".join([f"set --instance-type, {PRICE_HINT}", *choices(offers, market)]),
@@ -380,7 +380,8 @@ def default_instance(
 def choices(offers: Iterable[Offer], market: str) -> list[str]:
     """Return a line per instance type: devices, USD per hour, provider.
 
-    For example "p5.48xlarge  8 x H100  $55.04/h on demand  aws". Without a price in the market, the other one is shown.
+    For example "p5.48xlarge  8 x H100  $55.04/h on demand  aws". Without a price in this market, the other market's
+    price is shown.
     """
     by_type: defaultdict[str, list[Offer]] = defaultdict(list)
     for offer in offers:

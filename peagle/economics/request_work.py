@@ -1,4 +1,4 @@
-"""The work in an endpoint's ledger by day, read in bulk.
+"""Read the work in an endpoint's ledger by day, in bulk.
 
 A month may have a million lines, so they are parsed and added up as columns. A part of a file with an invalid line is
 parsed line by line, like in `RequestReader`, and the invalid line is skipped.
@@ -90,7 +90,7 @@ class WorkReader:
 
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
-    """Yield whole lines of a file, some megabytes at a time; a torn last one is left out."""
+    """Yield whole lines of a file, some megabytes at a time, without a torn last line."""
     rest, left = b"", math.inf if num_bytes is None else num_bytes
     while data := file.read(int(min(_PIECE_BYTES, left))):
         left -= len(data)

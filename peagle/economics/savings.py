@@ -1,7 +1,7 @@
 """Savings from drafters and spot machines, and the cost of prompts and generation.
 
-A request has one step per draft. With `n` concurrent requests it pays 1/n of each step of `step_s` seconds. The rest of
-its busy seconds is its prompt. Without the drafter it would need one step per token:
+A request has one step per draft. With `n` concurrent requests it is billed 1/n of each step of `step_s` seconds. The
+rest of its busy seconds is the cost of its prompt. Without the drafter it would need one step per token:
 
     generation     drafts x step_s / n
     without        generation x acceptance length / break-even acceptance length
@@ -24,12 +24,12 @@ from peagle.economics.usage import EngineSession, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
-    """Dollars to compare; they add up with `+`.
+    """Dollars with and without a drafter or spot machines. Add them with `+`.
 
     Attributes:
         prompt_usd, generation_usd: work with measured step times.
         drafted_usd: generation with a drafter that can be compared.
-        undrafted_usd: its estimated cost without the drafter.
+        undrafted_usd: estimated cost of the same generation without the drafter.
         uncompared_usd: work with a drafter that cannot be compared.
         spot_usd: spot machines, including lost work.
         on_demand_usd: the same without lost work, at the on-demand price.
@@ -126,7 +126,7 @@ _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is
 
 
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
-    """Return the savings of work. Without a drafter, each token after a request's first one is a step."""
+    """Return the savings of work. Without a drafter, each token after a request's first token is a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
     is_counted = num_steps > 0 or num_later_tokens == 0

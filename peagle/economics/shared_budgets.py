@@ -66,7 +66,7 @@ class SharedBudget(BaseModel):
 
     def describe_budget(self) -> str:
         if self.name == ENDPOINT:
-            return "the budget of this endpoint"  # the amount is not shown to every key
+            return "the budget of this endpoint"  # without the amount, which not every key may see
         every = f" a {self.budget_every}" if self.budget_every else ""
         return f"the budget of ${self.budget_usd:g}{every} of {self.name}"
 
@@ -98,7 +98,7 @@ def tag_accounts(tags: str) -> tuple[str, ...]:
 
 
 def read_budgets(path: Path) -> tuple[SharedBudget, ...]:
-    values = read_list(path, "budgets", hint="`peagle serve budgets set` writes such files")
+    values = read_list(path, "budgets", hint="create the file with `peagle serve budgets set`")
     return tuple(record_of(SharedBudget, value, where=f"budgets {path}") for value in values)
 
 
@@ -123,7 +123,7 @@ class Draw:
 
     Attributes:
         usd_by_day: the cost of the run, by UTC day.
-        held_usd: the reserved cost of the rest.
+        held_usd: the reserved cost of the remaining work.
     """
 
     run: str
@@ -175,7 +175,7 @@ def drawn(draws: Iterable[Draw], now: float | None = None) -> tuple[ByDay, dict[
 
 
 def engines_usd(sessions: Iterable[EngineSession]) -> dict[int, float]:
-    """Return the cost of engine time by UTC day. Engines without a price cost nothing."""
+    """Return the cost of engine time by UTC day. Engines without a price count as 0."""
     by_day = defaultdict[int, float](float)
     for session in sessions:
         usd_per_s = session.num_devices * session.usd_per_device_s

@@ -59,7 +59,7 @@ class Days:
 
     def __post_init__(self) -> None:
         if self.first is not None and self.last is not None and self.last < self.first:
-            raise ValueError(f"it ends on {day_text(self.last)}, before it starts on {day_text(self.first)}")
+            raise ValueError(f"the end {day_text(self.last)} is before the start {day_text(self.first)}")
 
     def __contains__(self, day: int) -> bool:
         return self.overlap(day, day)
@@ -89,7 +89,7 @@ _NO_SAVINGS = Savings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
-    """Dollars by kind, and the work paid for; they add up with `+`.
+    """Dollars by kind, and the work they paid for. Add them with `+`.
 
     Attributes:
         is_priced: False if some engine time has no price; then only `attributed_usd` is known.
@@ -138,8 +138,8 @@ class Charge:
     """Spending of one engine process on one day.
 
     Attributes:
-        drafter: "none" without one; empty if the model is unknown.
-        instance, provider, region, market, usd_per_device_s: of the price; empty or 0 if unknown.
+        drafter: "none" without a drafter; empty if the model is unknown.
+        instance, provider, region, market, usd_per_device_s: from the price; empty or 0 if unknown.
     """
 
     day: int
@@ -236,7 +236,7 @@ NAME = "head and CPU nodes"
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
-    """Yield the charges by day of the hours with a live engine."""
+    """Yield the charges for cluster nodes by day, for the hours with a live engine."""
     for begin, end in merged(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
         yield from _charges(begin, end, days, usd_per_hour)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, field_validator
 from peagle.key_values import parse_pairs
 
 NO_TAGS = "{}"
-"""The text of no tags."""
+"""The text that stands for no tags."""
 MAX_TAGS = 16
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _VALUE = re.compile(r"[A-Za-z0-9_.:/@+-][A-Za-z0-9_.:/@+ -]{0,127}")

@@ -1,7 +1,7 @@
 """A run over time: output tokens, dollars, and the state of each engine, in a fixed number of steps.
 
-Seconds count only while an engine is live; pauses are cut out. A heartbeat says how long an engine was in each state,
-not when. The timeline assumes: loading and compiling first, busy while a unit is open that is committed later, lost
+Only seconds with a live engine count; pauses are omitted. A heartbeat records how long an engine was in each state, but
+not when. The timeline assumes: loading and compiling first, busy while a unit is running that is committed later, lost
 seconds at the end, and idle otherwise.
 """
 
@@ -48,7 +48,7 @@ class UnitTimes:
             yield unit
 
     def timeline(self, sessions: Sequence[EngineSession], price: Price) -> dict[str, Any] | None:
-        """Return the run over time for JSON, or None before any engine has lived.
+        """Return the run over time for JSON, or None before the first engine.
 
         Returns:
             `started_at` (Unix seconds), `total_s`, `step_s`, `tokens_per_s` and `usd` (cumulative) at the end of each

@@ -1,4 +1,4 @@
-"""Usage records: what the ledger contains.
+"""Usage records, which make up the ledger.
 
     UnitUsage       the usage of a committed unit; in the metadata (`UNIT_KEY`) of its Parquet file, so that output and
                     usage are committed together
@@ -40,8 +40,8 @@ class UnitUsage:
         num_rows: rows with a response.
         num_failed_rows: dead letters; not included in `num_rows`.
         num_cached_tokens: prompt tokens from the prefix cache; included in `num_prompt_tokens`.
-        busy_s: its share of the engine's busy seconds. Concurrent units divide them, so that all units, committed or
-            not, add up to the session's `busy_s`.
+        busy_s: the unit's share of the engine's busy seconds. Concurrent units divide them, so that all units,
+                    committed or not, add up to the session's `busy_s`.
     """
 
     session_id: str
@@ -120,9 +120,9 @@ class RequestUsage:
         outcome: "ok"; "cut" if the client disconnected, and `usage` covers the output until then; "failed" without an
             answer.
         ttft_s: time to first token in the engine; or None.
-        usage: as of a unit with one row.
-        usd: price of its busy seconds, without loading and idling.
-        tags: of the endpoint, the key and the request, as JSON (`tags.py`).
+        usage: usage like that of a unit with one row.
+        usd: price of the request's busy seconds, without loading and idle time.
+        tags: merged tags of the endpoint, the key and the request, as JSON (`tags.py`).
     """
 
     request_id: str
@@ -139,7 +139,7 @@ class RequestUsage:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a whole batch with its own session."""
+        """Whether the record is a whole batch with its own session."""
         return self.request_id == self.usage.session_id
 
     def to_json(self) -> bytes:
@@ -171,13 +171,13 @@ class EngineFacts:
     """Facts about an engine that do not change during its life; older records have only the devices.
 
     Attributes:
-        num_devices: its accelerators, or vCPUs.
+        num_devices: number of accelerators, or of vCPUs.
         num_speculative_tokens: K; 0 without a drafter.
         usd_per_device_s: 0 if unknown.
         on_demand_usd_per_device_s: for spot machines; 0 if unknown.
         baseline: measured step times as JSON (`baseline.py`); may be empty.
         price_basis: stated, detected or assumed; empty without a price.
-        is_stand_in: the fake engine, whose speed and cost are meaningless.
+        is_stand_in: whether this is the fake engine, whose speed and cost are meaningless.
     """
 
     model: str = ""
@@ -205,7 +205,7 @@ class EngineFacts:
         baseline: Baseline | None = None,
         **facts: Any,
     ) -> Self:
-        """Return the facts of an engine with this price; None if it is unknown."""
+        """Return the facts of an engine with this price (None if unknown)."""
         if price is not None:
             facts |= {
                 "usd_per_device_s": price.usd_per_device_s,
@@ -223,7 +223,7 @@ class EngineFacts:
         )
 
     def unbilled(self, request_id: str, usage: UnitUsage) -> RequestUsage:
-        """Return the record of work that no key pays for."""
+        """Return the record of work that is billed to no key."""
         return RequestUsage(
             request_id=request_id,
             key="",
@@ -246,8 +246,8 @@ class EngineSession(EngineFacts):
     cannot be priced.
 
     Attributes:
-        engine_index: which engine of the run; a restarted engine is a new session.
-        ended: False while it runs, and after a crash.
+        engine_index: number of the engine in the run; a restarted engine is a new session.
+        ended: whether the engine was shut down; False while it runs, and after a crash.
         self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty before it.
         start_warnings: warnings about cost or correctness, one per line.
     """
@@ -273,7 +273,7 @@ class EngineSession(EngineFacts):
         tags_from_text(self.tags)
         Baseline.from_text(self.baseline)
         if self.num_devices < 1:
-            raise ValueError("an engine needs at least one device")
+            raise ValueError("an engine requires at least one device")
         life_s = self.last_seen_at - self.started_at
         states_s = self.load_s + self.compile_s + self.busy_s + self.idle_s
         if abs(states_s - life_s) > _TOLERANCE_S:
@@ -321,11 +321,12 @@ COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Committed work; it adds up with `+`.
+    """Committed work. Add with `+`.
 
     Attributes:
-        busy_s: its share of the engine's busy seconds.
-        request_s: seconds of its requests from start to end; `request_s / busy_s` is the concurrency. 0 if unknown.
+        busy_s: the work's share of the engine's busy seconds.
+        request_s: total seconds of the requests from start to end; `request_s / busy_s` is the concurrency. 0 if
+            unknown.
     """
 
     num_requests: int = 0
@@ -363,8 +364,8 @@ _STATES = ("load_s", "compile_s", "busy_s", "idle_s")
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
     """Return a session's usage after an earlier heartbeat, as if it had started then.
 
-    All startup seconds are load until the engine is ready; then part of them becomes compile. The difference of both
-    together is used, so none counts twice.
+    All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
+    difference of load + compile is used, so that no second counts twice.
     """
     passed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
@@ -413,16 +414,16 @@ def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
     try:
         check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())
         if sorted(table.column_names) == sorted(expected.names):
-            table = table.select(expected.names)  # earlier versions wrote them in another order
+            table = table.select(expected.names)  # earlier versions wrote the columns in another order
         if not table.schema.equals(expected):
-            raise ValueError(f"its columns are {table.schema.names}, not {expected.names} of the same types")
+            raise ValueError(f"the columns are {table.schema.names}, but must be {expected.names} of the same types")
         return [EngineSession(**row) for row in table.to_pylist()]
     except ValueError as error:
         raise PeagleError(f"not a record of engine sessions: {error}") from error
 
 
 def _session_schema(existing: Collection[str] | None = None) -> "pa.Schema":
-    """Return all columns, or the required ones and those of the others in `existing`."""
+    """Return all columns, or the required columns and the optional columns in `existing`."""
     import pyarrow as pa
 
     types: dict[Any, Any] = {

@@ -1,4 +1,1 @@
-"""From an EngineSpec to vLLM: arguments, environment, precision, memory.
-
-Pure: it starts nothing.
-"""
+"""Translate an EngineSpec for vLLM (arguments, environment, precision, memory), and run the engine."""

@@ -28,12 +28,12 @@ DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM decides what is None.
+    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. None leaves the choice to vLLM.
 
     Args:
         hardware: the node that will run the engine.
         num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
-        request_metrics: request acceptance per request, which vLLM has since 0.29 (0.24 rejects the argument).
+        request_metrics: report acceptance per request, which vLLM 0.29 introduced (0.24 rejects the argument).
 
     Raises:
         ConfigError: `spec.extra` sets what the spec manages, or vLLM's dynamic K.
@@ -103,7 +103,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config`. P-EAGLE is its EAGLE-3 method with `parallel_drafting`.
+    """Return vLLM's `speculative_config`. To vLLM, P-EAGLE is EAGLE-3 with `parallel_drafting`.
 
     vLLM's dynamic K (`num_speculative_tokens_per_batch_size`) is never set: parallel drafting lays out its slots for
     the largest K, so other values of K have wrong shapes, which vLLM does not check.
@@ -130,8 +130,8 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     if drafter.attention_backend is not None:
         config["attention_backend"] = drafter.attention_backend
     if drafter.method == "suffix":
-        # Only the request's own text: cached responses of earlier requests would be those to the same prompts
-        # wherever a measurement repeats them.
+        # Look up only the request's own text: if a measurement repeats prompts, the cache of earlier responses would
+        # contain the responses to the same prompts.
         config["suffix_decoding_max_cached_requests"] = 0
     if drafter.synthetic_rates:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(drafter.synthetic_rates)}
@@ -174,7 +174,7 @@ class NodeRank:
 
     Attributes:
         number: 0 for the leader.
-        host: the address at which the other nodes reach this one.
+        host: this node's address for the other nodes.
         leader: the leader's address and a free port there.
     """
 
@@ -183,9 +183,7 @@ class NodeRank:
     leader: tuple[str, int]
 
     def arguments(self, num_nodes: int) -> dict[str, Any]:
-        """Additions to `engine_args`. Each node starts its own ranks, because vLLM 0.29's Ray executor does not support
-        CPUs.
-        """
+        """Return additional `engine_args`: each node starts its own ranks (vLLM 0.29's Ray executor lacks CPUs)."""
         address, port = self.leader
         return {
             "distributed_executor_backend": "mp",
@@ -196,5 +194,5 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """Additions to `environment`. Otherwise vLLM guesses the address from a route to the internet."""
+        """Return additional variables. Without them, vLLM guesses the address from a route to the internet."""
         return {"VLLM_HOST_IP": self.host}

@@ -1,7 +1,7 @@
 """Choose attention back ends that are safe with an FP8 KV cache and a drafter. Pure functions.
 
-vLLM chooses a back end by what each declares to support. The table below lists combinations that its issues report as
-broken: another back end is chosen there, and an explicit choice of the broken one is refused.
+vLLM trusts what each back end declares to support. The table below lists combinations that vLLM issues report as
+broken: for these, another back end is chosen, and an explicit choice of the broken back end is refused.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class Avoided:
 
     Attributes:
         capabilities: the first and the last affected compute capability.
-        least_k: smallest affected K; 0 also without a drafter.
-        symptom: what was reported.
-        source: the report.
-        instead: the back end to use; None if vLLM's own choice is another one.
+        least_k: smallest affected K; 0 if engines without a drafter are affected, too.
+        symptom: the reported symptom.
+        source: the vLLM issue.
+        instead: the back end to use; None if vLLM does not choose the broken back end by itself.
     """
 
     capabilities: tuple[tuple[int, int], tuple[int, int]]
@@ -36,7 +36,7 @@ class Avoided:
     instead: str | None
 
     def holds_for(self, spec: EngineSpec, hardware: Hardware) -> bool:
-        """Whether it affects this engine, if its KV cache is in FP8."""
+        """Return whether this row affects an engine, assuming an FP8 KV cache."""
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         first, last = self.capabilities
         return k >= self.least_k and first <= (hardware.compute_capability or (0, 0)) <= last
@@ -50,7 +50,7 @@ AVOIDED = (
         source="vllm-project/vllm issues 41651 and 49010",
         instead=_TRITON,
     ),
-    # FlashAttention 3 has FP8 there for heads that are not wide, and vLLM prefers it.
+    # On these, FlashAttention 3 supports FP8 for narrow heads, and vLLM prefers it.
     Avoided(
         capabilities=((9, 0), (9, 0)),
         least_k=3,
@@ -72,12 +72,12 @@ def target_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
     """Return the target's back end; None for vLLM's choice.
 
     Raises:
-        ConfigError: the user chose a broken one.
+        ConfigError: the user chose a broken back end.
     """
     configured = _configured(spec.extra)
     stated = spec.extra.get("attention_backend") or configured
     found = _backend(stated, spec, hardware, spec_precision(spec, hardware).kv_cache)
-    return None if configured else found  # vLLM takes one of both
+    return None if configured else found  # vLLM accepts only one of the two settings
 
 
 def _configured(extra: Mapping[str, Any]) -> str | None:
@@ -87,7 +87,7 @@ def _configured(extra: Mapping[str, Any]) -> str | None:
 
 
 def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
-    """Return the drafter's back end, which need not be the target's; None for vLLM's choice.
+    """Return the drafter's back end, which may differ from the target's; None for vLLM's choice.
 
     Raises:
         ConfigError: as `target_backend`.
@@ -111,24 +111,24 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     """Refuse broken combinations before anything starts.
 
     Args:
-        head_dim: of the target's widest attention heads; a drafter's are assumed to be as wide.
+        head_dim: dimension of the target's widest attention heads; a drafter's are assumed to be as wide.
 
     Raises:
-        ConfigError: as `target_backend`; or vLLM would choose a broken one for the drafter and there is no other.
+        ConfigError: as `target_backend`; or vLLM would choose a broken back end for the drafter and there is no other.
     """
     if spec.drafter is not None and spec.extra.get(_CONTEXT_PARALLEL, 1) != 1:
         raise ConfigError(
-            f"{_CONTEXT_PARALLEL} is avoided with a drafter: output that is cut or repeats itself, with CUDA graphs"
+            f"{_CONTEXT_PARALLEL} is refused with a drafter: output is truncated or repeats itself with CUDA graphs"
             " (vllm-project/vllm issue 45425)",
-            hint=f"leave {_CONTEXT_PARALLEL} out, or use --drafter none",
+            hint=f"remove {_CONTEXT_PARALLEL}, or use --drafter none",
         )
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
     row = next((row for row in AVOIDED if row.instead is None and row.holds_for(spec, hardware)), None)
     if is_fp8 and backend is None and row is not None and head_dim > WIDEST_FP8_HEAD:
         raise ConfigError(
-            f"with heads as wide as {head_dim} vLLM would take {_FLASHINFER} for the drafter's KV cache in fp8, which"
-            f" is avoided on {hardware.accelerator}: {row.symptom} ({row.source})",
+            f"with heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in fp8, which"
+            f" is refused on {hardware.accelerator}: {row.symptom} ({row.source})",
             hint=f"use --kv-cache-precision bf16, or --draft-attention-backend {_TRITON}",
         )
 
@@ -139,8 +139,8 @@ def _backend(stated: str | None, spec: EngineSpec, hardware: Hardware, kv_cache:
         return stated
     if stated is not None and stated.upper() == _FLASHINFER:
         raise ConfigError(
-            f"{stated} with a KV cache in fp8 is avoided on {hardware.accelerator}:"
+            f"{stated} with a KV cache in fp8 is refused on {hardware.accelerator}:"
             f" {avoided.symptom} ({avoided.source})",
-            hint=f"leave the attention back end out, name {_TRITON}, or use --kv-cache-precision bf16",
+            hint=f"remove the attention back end, use {_TRITON}, or use --kv-cache-precision bf16",
         )
     return stated or avoided.instead

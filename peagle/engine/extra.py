@@ -7,7 +7,7 @@ from typing import Any
 from peagle.errors import ConfigError
 
 _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
-# Arguments that follow from the spec, and the field to set instead.
+# Arguments that are derived from the spec, and the field to set instead.
 _MANAGED = (
     {
         "model": "model",
@@ -50,11 +50,11 @@ _REFUSED = {
     "tokenizer_mode": "prompts are prepared with the target's own tokenizer",
     "skip_tokenizer_init": "responses are text",
     "served_model_name": "the endpoint names its models with --name",
-    "generation_config": "a request that names no sampling parameters gets the same in a batch and online",
-    "override_generation_config": "a request that names no sampling parameters gets the same in a batch and online",
-    "structured_outputs_config": "every grammar is tried before it reaches an engine, with one back end",
+    "generation_config": "sampling defaults must be the same in a batch and online",
+    "override_generation_config": "sampling defaults must be the same in a batch and online",
+    "structured_outputs_config": "every grammar is tried with one back end before it reaches an engine",
     "reasoning_parser": "the endpoint has --reasoning-parser",
-    "disable_log_stats": "an engine's steps show that it lives",
+    "disable_log_stats": "an engine's steps show that it is alive",
     "runner": "engines generate text",
     "convert": "engines generate text",
 }
@@ -69,8 +69,8 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     if _DYNAMIC_K in json.dumps(extra, default=str):
         raise ConfigError(
             f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"
-            " for one K, and vLLM computes wrong drafts for any other without saying so",
-            hint="choose one K for your concurrency with --num-speculative-tokens",
+            " for one K, and vLLM silently computes wrong drafts for any other K",
+            hint="choose a K for your concurrency with --num-speculative-tokens",
         )
     for name in extra:
         if name in _MANAGED:

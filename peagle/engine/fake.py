@@ -37,10 +37,10 @@ class FakeTraits:
     Attributes:
         token_s: seconds per token.
         start_s: seconds to start.
-        has_core: it has its own process, like vLLM, and dies with it. The process is named `CORE_NAME`.
-        is_wrong: its answers differ from its target's, as with a broken kernel.
-        die_on: a prompt with this text kills the engine, as a crash kills vLLM's own process.
-        kill_on: a prompt with this text kills the process that the engine is in.
+        has_core: whether the engine has its own process, like vLLM, and dies with it. The process is named `CORE_NAME`.
+        is_wrong: whether answers differ from those of the target, as with a broken kernel.
+        die_on: a prompt with this text kills the engine, like a crash of vLLM's engine process.
+        kill_on: a prompt with this text kills the process that hosts the engine.
         hang_on: after a prompt with this text, the engine hangs.
     """
 
@@ -56,7 +56,7 @@ class FakeTraits:
 
 
 class FakeEngine:
-    """Answers with a digest of the prompt.
+    """An engine that answers with a digest of the prompt.
 
     Args:
         traits: the caller waits for `start_s`; this constructor returns immediately.
@@ -122,7 +122,7 @@ class FakeEngine:
         return self._totals if self._num_speculative_tokens else None
 
     def signs_of_life(self) -> int:
-        """See `Engine.signs_of_life`: it grows with every call unless the engine hangs."""
+        """See `Engine.signs_of_life`. The number grows with every call unless the engine hangs."""
         self._signs_of_life += not self._hangs
         return self._signs_of_life
 
@@ -132,7 +132,7 @@ class FakeEngine:
         return self._core.pid if self._core else None
 
     def shutdown(self) -> None:
-        """Stop the engine's own process, if it has one."""
+        """Stop the engine's process, if it has one."""
         if self._core is not None:
             self._core.communicate()
 
@@ -182,7 +182,7 @@ class FakeEngine:
         """Check that the engine is alive.
 
         Raises:
-            EngineError: it died.
+            EngineError: the engine died.
         """
         self._is_dead = self._is_dead or (self._core is not None and self._core.poll() is not None)
         if self._is_dead:
@@ -280,5 +280,5 @@ class ByteTokenizer:
         return list(text.encode())
 
     def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        """Return a line for each message, and the role that answers."""
+        """Return a line for each message, and the start of the assistant's line."""
         return "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "

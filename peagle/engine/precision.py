@@ -7,14 +7,14 @@
 | int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
 | bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
 
-`auto` loses accuracy only for a gain: on a GPU, FP8 halves the weights that a decode step reads. It also halves the KV
-cache, but attention in FP8 costs time, so `auto` uses it only for long contexts (`_FP8_CACHE_PAYS_FROM`). On a CPU the
-weights would stay bf16, and only the target's output would change. An x86-64 CPU without AVX-512 is faster in float32,
-which needs twice the memory; other CPUs (ARM) use bf16.
+`auto` trades accuracy only for speed: on a GPU, FP8 halves the weights that a decode step reads. FP8 also halves the
+KV cache, but attention in FP8 costs time, so `auto` uses an FP8 cache only for long contexts
+(`_FP8_CACHE_PAYS_FROM`). On a CPU, weights stay in bf16, so FP8 would change the output without a gain. An
+x86-64 CPU without AVX-512 is faster in float32, which needs twice the memory; other CPUs (ARM) use bf16.
 
 A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision. With `auto`
-it also keeps its cache: FP8 if it was published for that and the hardware supports it. It cannot run in INT8 or
-float32. The precision of the KV cache can be requested separately; then it is used or refused.
+it also keeps its published cache format, if the hardware supports it. It cannot run in INT8 or float32. The precision
+of the KV cache can be requested separately; then it is used or refused.
 
 INT8 is W8A8, for hardware without FP8: weights are converted beforehand (`catalog/int8.py`), activations at run time,
 and everything else is computed in bf16, in float16 below 8.0, or in float32 without AVX-512.
@@ -38,9 +38,9 @@ INT8_NEEDS = {
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-# By major compute capability, the context in tokens above which a request decodes faster with an FP8 KV cache: on
-# H100 and on B200, vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22. Nothing is
-# published for other cards; wider heads prefill more slowly with it, by the same post.
+# By major compute capability: the context in tokens above which a request decodes faster with an FP8 KV cache, on H100
+# and B200 (vLLM blog, "The State of FP8 KV-Cache and Attention Quantization in vLLM", 2026-04-22). There are no numbers
+# for other cards. According to the same post, wider heads prefill more slowly with it.
 _FP8_CACHE_PAYS_FROM = {9: 7_000, 10: 4_000}
 WIDEST_FP8_HEAD = 128
 
@@ -50,9 +50,9 @@ class Precision:
     """Formats in vLLM's terms.
 
     Attributes:
-        dtype: of activations, and of weights unless quantised.
-        quantization: of the weights of linear layers: FP8 as vLLM loads them, INT8 in a converted folder; None as
-            published.
+        dtype: format of activations, and of weights unless quantised.
+        quantization: format of the weights of linear layers: FP8 (converted by vLLM when loading), INT8 (in a converted
+            folder), or None (as published).
         kv_cache_dtype: "auto" means `dtype`; "fp8" is E4M3.
         native_quantization: the checkpoint's own quantisation, such as "mxfp4".
     """
@@ -112,11 +112,11 @@ def resolve_precision(
 
     Args:
         requested: one of `PRECISIONS`.
-        native_quantization: the checkpoint's own, or None.
+        native_quantization: the checkpoint's own quantisation, or None.
         native_kv_cache: the format of the KV cache that the checkpoint was published for, or None.
         kv_cache: one of `KV_CACHE_PRECISIONS`; "auto" follows `requested`.
         context_tokens: maximum tokens of a request, for `auto`; None if unknown.
-        head_dim: of the target's widest attention heads.
+        head_dim: dimension of the target's widest attention heads.
 
     Raises:
         PrecisionError: unknown name, or not supported by the hardware or the checkpoint; with a hint.
@@ -192,7 +192,7 @@ def _instead(hardware: Hardware, native_quantization: str | None = None) -> str:
     """Return the precisions to use instead of an 8-bit format that this hardware lacks."""
     eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
     names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
-    return f"use --precision {', '.join(names)}, or auto for the best that this hardware has"
+    return f"use --precision {', '.join(names)}, or auto for the best precision on this hardware"
 
 
 def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> Precision:
@@ -201,11 +201,13 @@ def _with_kv_cache(precision: Precision, kv_cache: str, hardware: Hardware) -> P
         raise PrecisionError(f"unknown precision {kv_cache!r} of the KV cache", hint=hint)
     if precision.dtype != "bfloat16":
         raise PrecisionError(
-            f"a KV cache in {kv_cache} is for an engine in bf16, fp8 or int8; this one is in {_SHORT[precision.dtype]}",
-            hint="leave --kv-cache-precision out, or use --precision bf16",
+            f"a KV cache in {kv_cache} requires an engine in bf16, fp8 or int8, not {_SHORT[precision.dtype]}",
+            hint="remove --kv-cache-precision, or use --precision bf16",
         )
     if kv_cache == "fp8" and not hardware.supports_fp8_kv_cache:
-        raise PrecisionError(f"{hardware.describe()} has no KV cache in fp8", hint="use --kv-cache-precision bf16")
+        raise PrecisionError(
+            f"{hardware.describe()} does not support a KV cache in fp8", hint="use --kv-cache-precision bf16"
+        )
     return replace(precision, kv_cache_dtype="fp8" if kv_cache == "fp8" else "auto")
 
 
@@ -213,5 +215,5 @@ def _require_bf16(hardware: Hardware) -> None:
     if not hardware.supports_bf16:
         raise PrecisionError(
             f"bf16 needs CUDA compute capability 8.0 (Ampere or later); this is {hardware.describe()}",
-            hint="use --precision float16, or float32 where exactness matters more than speed",
+            hint="use --precision float16, or float32 if exactness matters more than speed",
         )

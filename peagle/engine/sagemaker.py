@@ -5,16 +5,16 @@ The rules are those of AWS's vLLM container (scripts/docker/vllm/sagemaker_args.
 
     SM_VLLM_X_Y=value   --x-y value
     true, or empty      --x-y
-    false               left out
-    a JSON array        --x-y with a token for each element; an empty one is left out
-    a JSON object       --x-y with the object; several objects in a row are as an array of them
+    false               omitted
+    a JSON array        --x-y with a word for each element; an empty array is omitted
+    a JSON object       --x-y with the object; several consecutive objects are like an array of them
 
-Where AWS's container would fail to start, peagle takes the obvious meaning: a switch may also be 1, yes, on, 0, no or
-off, and an argument that needs a value is left out if its variable is empty.
+Where AWS's container would fail to start, peagle assumes the obvious meaning: a switch may also be 1, yes, on, 0, no or
+off, and an argument that requires a value is omitted if its variable is empty.
 
-vLLM's own parser reads the values. An argument that peagle manages becomes its option; any other argument of the engine
-goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG, which is also written here, so that a setting
-can move between JumpStart and peagle unchanged. Errors name the variable.
+Values are parsed by vLLM's own parser. An argument that peagle manages is mapped to peagle's option; any other engine
+argument goes to `engine_args`. The drafter is JSON in SM_VLLM_SPECULATIVE_CONFIG. This module can also write that
+variable, so that a setting can be moved between JumpStart and peagle. Errors name the variable.
 """
 
 import json
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 PREFIX = "SM_VLLM_"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")
-"""Where SageMaker puts a model's own data, before it starts the container."""
-# It changes no draft. peagle always sets it; the vLLM in AWS's container may not know it.
+"""Where SageMaker puts the model data before it starts the container."""
+# Does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
 _KEYS = (
     "method",
@@ -84,7 +84,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", "allowed_media_domains")
 _READ_HERE = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
 # Arguments of vLLM's API server, and what to set instead.
-_PAGES = "pages of other sites cannot call the endpoint: let a reverse proxy in front of it add CORS headers"
+_PAGES = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"
 _INSTEAD = {
     "api_key": "set PEAGLE_API_KEYS=NAME=KEY, or PEAGLE_KEYS to a file of keys",
     "ssl_certfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
@@ -148,7 +148,7 @@ def variable_of(env: Mapping[str, str], key: str) -> str:
 def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
     """Return vLLM's arguments by AWS's rules, before vLLM parses them.
 
-    A bare flag is True, an array a list, any other value its text.
+    A bare flag becomes True, an array a list, any other value its text.
 
     >>> vllm_arguments({"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_SEED": "1", "SM_VLLM_ENABLE_LORA": "false"})
     {'enforce_eager': True, 'seed': '1'}
@@ -177,8 +177,8 @@ def switch(variable: str, text: str) -> bool:
 def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the options that set the drafter; empty if the variable is unset or empty.
 
-    Without a model in the configuration, the catalog's head for the target is used. The head itself says whether it
-    drafts in parallel.
+    Without a model in the configuration, the catalog's head for the target is used. Whether it drafts in parallel is
+    read from the head's files.
 
     Raises:
         ConfigError: the value is not valid.
@@ -197,10 +197,10 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
         )
     if unknown := [key for key in config if key not in _KEYS]:
         raise ConfigError(
-            f"{VARIABLE}: peagle does not take the key {shown(unknown[0])}", hint=did_you_mean(unknown[0], _KEYS)
+            f"{VARIABLE}: peagle does not support the key {shown(unknown[0])}", hint=did_you_mean(unknown[0], _KEYS)
         )
     if "num_speculative_tokens" not in config:
-        raise ConfigError(f"{VARIABLE} lacks num_speculative_tokens")
+        raise ConfigError(f"{VARIABLE}: num_speculative_tokens is missing")
     is_parallel = config.get("parallel_drafting", False)
     if not isinstance(is_parallel, bool):
         raise ConfigError(f"{VARIABLE}: parallel_drafting must be true or false, not {is_parallel!r}")
@@ -212,11 +212,11 @@ def drafter_keys(env: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"{VARIABLE}: {name} must be text, not {config[name]!r}")
     if config.get("revision") is not None:
         raise ConfigError(
-            f"{VARIABLE}: peagle serves a head at the commit where its main branch is, not at a revision",
-            hint="leave revision out, or give the head's folder as its model",
+            f"{VARIABLE}: peagle always uses the latest commit of a head's main branch, so revision is not supported",
+            hint="remove revision, or set model to a folder with the head",
         )
     if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
-        raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not one that peagle carries")
+        raise ConfigError(f"{VARIABLE}: kv_cache_dtype {cache!r} is not supported")
     return {
         "drafter": config.get("model") or ("peagle" if is_parallel else "eagle3"),
         "num_speculative_tokens": k,
@@ -254,7 +254,7 @@ def _model_without_variable(env: Mapping[str, str], folder: Path) -> str | None:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a variable; None if the argument is left out."""
+    """Return the value of a variable; None if the argument is omitted."""
     plain = text.strip()
     if plain.lower() in ("true", ""):
         return True
@@ -292,7 +292,7 @@ def _text(raw: Mapping[str, Any], name: str) -> str | None:
     if value is True:
         raise ConfigError(f"{_variable(name)} needs a value")
     if isinstance(value, list):
-        raise ConfigError(f"{_variable(name)} takes one value, not {len(value)}")
+        raise ConfigError(f"{_variable(name)} must have one value, not {len(value)}")
     return None if value is None else str(value).strip()
 
 
@@ -302,8 +302,8 @@ def _only_name(value: Any) -> str:
     names = value if isinstance(value, list) else [value]
     if len(names) > 1:
         raise ConfigError(
-            f"{_variable('served_model_name')}: a model of peagle's endpoint has one name, and these are {len(names)}",
-            hint="give one; a request may also leave `model` out where the endpoint has one model",
+            f"{_variable('served_model_name')}: a model of peagle's endpoint has only one name, not {len(names)}",
+            hint="set one name; if the endpoint has only one model, requests may also omit `model`",
         )
     return str(names[0]).strip()
 
@@ -320,7 +320,7 @@ def _precisions(raw: Mapping[str, Any]) -> dict[str, str]:
     if (quantization := _text(raw, "quantization")) is not None:
         quantization = _translated("quantization", quantization, {"fp8": "fp8"})
         if found.get("precision", "auto") not in ("auto", "bf16"):
-            raise ConfigError(f"{_variable('quantization')}=fp8 computes in bfloat16, and {_variable('dtype')} differs")
+            raise ConfigError(f"{_variable('quantization')}=fp8 computes in bfloat16, but {_variable('dtype')} differs")
         found["precision"] = quantization
     if (cache := _text(raw, "kv_cache_dtype")) is not None:
         found["kv_cache_precision"] = _translated("kv_cache_dtype", cache, _KV_CACHE_PRECISIONS)
@@ -331,7 +331,7 @@ def _translated(name: str, value: str, words: Mapping[str, str]) -> str:
     if value not in words:
         raise ConfigError(
             f"{_variable(name)}: {value} is not one of {', '.join(words)}",
-            hint="a checkpoint that is published in another format is served in it without this variable",
+            hint="without this variable, a checkpoint is served in the format in which it is published",
         )
     return words[value]
 
@@ -351,7 +351,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
         variable = _variable(name)
         if name not in arguments.names:
             near = [_variable(known) for known in arguments.names]
-            raise ConfigError(f"{variable}: vLLM has no argument of that name", hint=did_you_mean(variable, near))
+            raise ConfigError(f"{variable}: vLLM has no such argument", hint=did_you_mean(variable, near))
         if value is True and not env[variable].strip() and not arguments.is_switch(name):
             continue  # an empty variable sets nothing
         field = arguments.destination(name)
@@ -362,7 +362,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
         if field not in (*_SAME, "enable_auto_tool_choice") and field not in arguments.of_engine:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
-                hint=_INSTEAD.get(field, "leave it out"),
+                hint=_INSTEAD.get(field, "remove the variable"),
             )
         if field not in (*_SAME, *SPEC_FIELDS, *_TRANSLATED, "enable_auto_tool_choice"):
             try:
@@ -392,7 +392,7 @@ def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
         if not values:
             raise ConfigError(f"{variable} needs a value") from None
         raise ConfigError(
-            f"{variable}: vLLM does not take {shown(' '.join(values))}", hint=_reason(str(error))
+            f"{variable}: vLLM does not accept {shown(' '.join(values))}", hint=_reason(str(error))
         ) from None
 
 

@@ -1,9 +1,9 @@
 """The self-check of an engine: compare its greedy answer with what its target would generate without a drafter.
 
-It runs before an engine accepts work, in bulk runs and in the endpoint. The engine answers a text greedily with its
-drafter, if possible with a sampled request in the same batch. Then the same engine reads prompt and answer in one
-prefill and reports the target's most likely token at each position. Both must agree, except for ties in rounding
-(`peagle.engine.lossless`).
+The check runs before an engine accepts work, in bulk runs and in the endpoint. The engine continues a text greedily
+with its drafter, if possible with a sampled request in the same batch. Then the same engine reads prompt and answer
+in one prefill and reports the target's most likely token at each position. The tokens must agree, except for rounding
+ties (`peagle.engine.lossless`).
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from peagle.hardware import Hardware
 
 NUM_TOKENS = 32
 _NUM_TOKENS_UNDRAFTED = 16  # one step each
-LIMIT_S = 1800.0  # a kernel may be compiled at first use, which takes minutes
-# Code with prose accepts long and short drafts, so a few steps verify much. In prose, drafts
-# of the embedded heads are hardly ever accepted (0.8 s for its 32 tokens, and 0.5 s for these, on two cores with AMX).
+LIMIT_S = 1800.0  # a kernel may be compiled on first use, which takes minutes
+# In code with a docstring, drafts of all lengths are accepted, so a few steps verify a lot. In prose, drafts of the
+# embedded heads are hardly ever accepted (0.8 s for 32 tokens of prose, 0.5 s for these, on two cores with AMX).
 TEXT = '''def celsius(fahrenheit):
     """Convert degrees Fahrenheit to degrees Celsius."""
     return (fahrenheit - 32) * 5 / 9
@@ -39,13 +39,13 @@ def fahrenheit(celsius):
 
 
 async def self_check(engine: Checkable, spec: EngineSpec, hardware: Hardware, *, limit_s: float = LIMIT_S) -> SelfCheck:
-    """Check an engine, and write the result to standard error, which is its log.
+    """Check an engine, and write the result to standard error, which is the engine's log.
 
     Raises:
-        EngineError: it died, or did not answer in time.
+        EngineError: the engine died, or did not answer in time.
     """
     if spec.drafter is not None and spec.drafter.synthetic_rates is not None:
-        found = SelfCheck(outcome="skipped", seen="drafts are accepted by lot, so no text is the target's")
+        found = SelfCheck(outcome="skipped", seen="drafts are accepted at random, so text differs from the target's")
     else:
         try:
             precision = spec_precision(spec, hardware)
@@ -62,17 +62,17 @@ def require_passed(check: SelfCheck) -> None:
     """Check that the self-check did not fail.
 
     Raises:
-        EngineError: the engine's answers are not its target's.
+        EngineError: the engine's answers differ from the target's.
     """
     if check.outcome == "failed":
         raise EngineError(f"the engine failed its self-check: {check.seen}", hint=check.advice)
 
 
 def require_none_failed(checks: Iterable[str]) -> None:
-    """The same for engines in a ledger, as counted by `counted`.
+    """Check that no engine in a ledger failed its self-check.
 
     Raises:
-        EngineError: one of them failed its self-check.
+        EngineError: an engine failed its self-check.
     """
     for check in checks:
         if check:
@@ -85,14 +85,14 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
     ways += ["--precision bf16"] * (precision.quantization is not None)
     ways += ["--enforce-eager"] * (not spec.enforce_eager)
     other = f"; try {' or '.join(ways)} to find out which" if ways else ""
-    return f"a kernel of vLLM is wrong on this hardware or in this precision{other}"
+    return f"a vLLM kernel computes wrong results on this hardware or in this precision{other}"
 
 
 def counted(checks: Iterable[str]) -> dict[str, int]:
     """Count the engines that passed, failed, or had no check.
 
     Args:
-        checks: results as JSON; empty for an engine that is not checked (yet).
+        checks: results as JSON; empty for an engine that was not checked (yet).
     """
     outcomes = Counter(json.loads(check)["outcome"] if check else "unchecked" for check in checks)
     return {outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped", "unchecked")}
@@ -108,9 +108,9 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
     wanted = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_UNDRAFTED
     num_tokens = min(wanted, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
-        return skipped(f"a context of {engine.max_model_len} tokens has no room for one")
+        return skipped(f"a context of {engine.max_model_len} tokens is too short")
     # Sampler bugs appear if greedy and sampled requests share a batch; the sampled answer itself is not checked.
-    # It is short because it slows down the greedy one.
+    # It is short because it slows down the greedy request.
     asked = [(num_tokens, 0.0)] + [(max(1, num_tokens // 4), 1.0)] * (spec.max_num_seqs > 1)
     try:
         answer, *_ = await asyncio.gather(
@@ -118,14 +118,14 @@ async def _checked(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfC
         )
         judgements = await engine.judge([*prompt, *answer], len(prompt)) if answer else []
     except RequestRefused as error:
-        return skipped(f"the engine refused it: {error}")
+        return skipped(f"the engine refused the request: {error}")
     return _verdict(judgements, max_tie, time.monotonic() - started)
 
 
 def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
     # NaN is not a tie.
     wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
-    seen = "it answered with no token" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
+    seen = "the answer is empty" if not judgements else _seen(judgements, wrong, max_tie) if wrong else ""
     largest = max((judgement.margin for judgement in judgements), default=None)
     return SelfCheck(
         outcome="failed" if seen else "passed",
@@ -141,13 +141,13 @@ def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) ->
 def _seen(judgements: Sequence[Judgement], wrong: Sequence[int], max_tie: float) -> str:
     first = judgements[wrong[0]]
     return (
-        f"token {wrong[0]} of its greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without "
+        f"token {wrong[0]} of the greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but without "
         f"a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} of "
         f"{len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
     )
 
 
-_FIRST_IDS = 16  # without a tokenizer
+_FIRST_IDS = 16  # used as the prompt without a tokenizer
 
 
 class CheckableLlm:
@@ -158,7 +158,7 @@ class CheckableLlm:
         self.max_model_len: int = llm.model_config.max_model_len
 
     def prompt(self, text: str) -> list[int]:
-        """See `Checkable.prompt`. Without a tokenizer, the first ids of the vocabulary."""
+        """See `Checkable.prompt`. Without a tokenizer, returns the first ids of the vocabulary."""
         if self._llm.model_config.skip_tokenizer_init:
             return list(range(min(_FIRST_IDS, self._llm.model_config.get_vocab_size())))
         return list(self._llm.get_tokenizer().encode(text))

@@ -21,16 +21,16 @@ class DrafterSpec:
     """A drafter.
 
     Attributes:
-        method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one after another; "ngram" and "suffix"
-            have no head and copy from earlier tokens of the request.
-        model: the head's folder (local or s3://) or hub id; empty without a head.
-        num_speculative_tokens: K.
-        synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text is
-            meaningless.
-        revision: of a hub id, as for `EngineSpec`.
-        kv_cache_precision: of the head's own KV cache; "auto" is the target's.
-        attention_backend: of the head, by vLLM's name; None for vLLM's choice.
-        lookup: also copy later drafts where the request's text continues itself (`lookup.py`).
+        method: "peagle" drafts all K tokens in one pass of its head, "eagle3" one token after another; "ngram" and
+            "suffix" have no head and copy from earlier tokens of the request.
+            model: the head's folder (local or s3://) or hub id; empty without a head.
+            num_speculative_tokens: K.
+            synthetic_rates: by position, the rate at which drafts are accepted at random, to measure hardware; the text
+                        is meaningless.
+                revision: revision of a hub id, as for `EngineSpec`.
+                kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
+                attention_backend: vLLM's name of the head's attention back end; None for vLLM's choice.
+                lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
     """
 
     method: DraftMethod | LookupMethod
@@ -47,9 +47,9 @@ class DrafterSpec:
         if self.method not in methods:
             raise ConfigError(f"unknown draft method {self.method!r}", hint=did_you_mean(self.method, methods))
         if self.has_head and not self.model:
-            raise ConfigError("a drafter needs a model: a folder or a hub id")
+            raise ConfigError("a drafter requires a model: a folder or a hub id")
         if self.model and not self.has_head:
-            raise ConfigError(f"{self.method} drafts without a head, and {self.model} was given")
+            raise ConfigError(f"{self.method} drafts without a head, but {self.model} was given")
         if self.kv_cache_precision not in KV_CACHE_PRECISIONS:
             hint = did_you_mean(self.kv_cache_precision, KV_CACHE_PRECISIONS)
             raise ConfigError(f"unknown precision {self.kv_cache_precision!r} of the drafter's KV cache", hint=hint)
@@ -57,18 +57,18 @@ class DrafterSpec:
         if self.synthetic_rates is not None:
             _require_rates(self.synthetic_rates, self.num_speculative_tokens)
         if self.lookup and not self.has_head:
-            raise ConfigError(f"{self.method} already is a lookup; draft_lookup needs a head")
+            raise ConfigError(f"{self.method} already is a lookup; draft_lookup requires a head")
         if self.lookup and self.synthetic_rates is not None:
-            raise ConfigError("drafts that are accepted by lot cannot be looked up", hint="leave --draft-lookup out")
+            raise ConfigError("draft_lookup cannot be combined with synthetic acceptance", hint="remove --draft-lookup")
 
     @property
     def has_head(self) -> bool:
-        """Whether it is a model with layers and a KV cache."""
+        """Whether the drafter is a model with layers and a KV cache."""
         return self.method in DRAFT_METHODS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DrafterSpec":
-        """The inverse of `dataclasses.asdict`; unknown keys are a ConfigError."""
+        """Load the result of `dataclasses.asdict`; unknown keys raise a ConfigError."""
         _require_known_keys(cls, values)
         rates = values.get("synthetic_rates")
         return cls(**{**values, "synthetic_rates": None if rates is None else tuple(rates)})
@@ -80,23 +80,23 @@ class EngineSpec:
 
     Attributes:
         model: the target: a folder (local or s3://) or a hub id.
-        revision: the commit of a hub id, or a branch, a tag or None if the commit is unknown. For a folder on S3, a
-            digest of its listing (`fetched.py`).
+        revision: the commit of a hub id; a branch, a tag or None if the commit is unknown. For a folder on S3, a digest
+                of its listing (`fetched.py`).
         drafter: None for no speculation.
         precision: one of `PRECISIONS`, resolved on the hardware that runs the engine.
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
-        native_quantization: the checkpoint's own, such as "mxfp4".
-        max_num_seqs: concurrent requests.
+        native_quantization: the checkpoint's own quantisation, such as "mxfp4".
+        max_num_seqs: maximum number of concurrent requests.
         max_model_len: maximum prompt and output tokens of a request; None for the model's own context.
-        tensor_parallel_size: accelerators that share each layer.
-        pipeline_parallel_size: accelerators between which the layers are divided.
-        num_nodes: nodes with an equal part of these accelerators each.
-        enforce_eager: no compilation and no graph capture: starts sooner, runs slower.
-        kv_cache_gib: None for automatic (CPU: `memory.py`; GPU: vLLM's profiling).
+        tensor_parallel_size: number of accelerators that share each layer.
+        pipeline_parallel_size: number of accelerators among which the layers are divided.
+        num_nodes: number of nodes, each with an equal part of these accelerators.
+        enforce_eager: disables compilation and graph capture: starts sooner, runs slower.
+        kv_cache_gib: size of the KV cache; None for automatic (CPU: `memory.py`; GPU: vLLM's profiling).
         gpu_memory_utilization: the fraction of an accelerator's memory that vLLM may use.
-        seed: of the engine's sampler.
-        load_format: vLLM's; "dummy" fills the target's weights at random for timing.
-        max_num_batched_tokens: token slots of one step; None for automatic, from K and `max_num_seqs`.
+        seed: seed of the engine's sampler.
+        load_format: vLLM's load format; "dummy" fills the target's weights at random for timing.
+        max_num_batched_tokens: maximum tokens of one step; None for automatic, from K and `max_num_seqs`.
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
         extra: more vLLM engine arguments, by vLLM's names.
         limit_mm_per_prompt: maximum media of a request by modality; empty for text only.
@@ -127,7 +127,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("an engine needs a model")
+            raise ConfigError("an engine requires a model")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"unknown precision {self.precision!r}", hint=did_you_mean(self.precision, PRECISIONS))
         for name in ("max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "num_nodes"):
@@ -150,7 +150,7 @@ class EngineSpec:
 
     @property
     def commits(self) -> dict[str, str]:
-        """The pinned commits of its target and head, by hub id."""
+        """The pinned commits of target and head, by hub id."""
         pinned = [(self.model, self.revision)]
         if self.drafter is not None:
             pinned.append((self.drafter.model, self.drafter.revision))
@@ -161,7 +161,7 @@ class EngineSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EngineSpec":
-        """The inverse of `to_dict`; an unknown key is a ConfigError that names the closest valid one."""
+        """Load the result of `to_dict`; an unknown key raises a ConfigError that names the closest valid key."""
         _require_known_keys(cls, values)
         drafter = values.get("drafter")
         domains = tuple(values.get("allowed_media_domains", ()))
@@ -194,8 +194,8 @@ def _require_rates(rates: tuple[float, ...], k: int) -> None:
     falls = all(earlier >= later for earlier, later in pairwise((1.0, *rates, 0.0)))
     if len(rates) != k or not falls:
         raise ConfigError(
-            f"synthetic rates must be {k} shares from 1 to 0 that never rise, not {list(rates)}",
-            hint="a draft is accepted as a prefix, so no position can be accepted more often than the one before it",
+            f"synthetic rates must be {k} non-increasing shares from 0 to 1, not {list(rates)}",
+            hint="drafts are accepted as a prefix, so no position can be accepted more often than the previous one",
         )
 
 
@@ -206,4 +206,4 @@ def _require_known_keys(cls: type, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"unknown key {key!r} in {cls.__name__}", hint=did_you_mean(key, valid))
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
-        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")
+        raise ConfigError(f"missing keys in {cls.__name__}: {', '.join(missing)}")

@@ -12,10 +12,10 @@ from typing import Any
 from peagle.errors import ConfigError, EngineError
 
 VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
-"""vLLM's own; there it limits the last step of a start, in which an engine that is up says so."""
+"""vLLM's variable; in vLLM it only limits the last step of a start, the engine's ready message."""
 DEFAULT_S = 3600
 LATE = r"the engine did not start within \d+ s"
-"""The message, as a pattern."""
+"""Pattern of the message after the time limit."""
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
 
 
@@ -27,7 +27,7 @@ def start_limit_s() -> int:
     """
     text = os.environ.get(VARIABLE) or str(DEFAULT_S)
     if not text.strip().isdecimal() or int(text) == 0:
-        raise ConfigError(f"{VARIABLE}: it must be a whole number of seconds above 0, not {text!r}")
+        raise ConfigError(f"{VARIABLE}: must be a whole number of seconds above 0, not {text!r}")
     return int(text)
 
 
@@ -35,10 +35,10 @@ def start_limit_s() -> int:
 def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
     """Abort the block after its time limit by killing the processes it waits for.
 
-    If that does not end the block, it hangs in this process, which is interrupted and finally ends.
+    If the block still does not end, it hangs in this process, which is then interrupted and finally exits.
 
     Args:
-        kill_children: kills all processes that this one has started.
+        kill_children: kills all descendants of this process.
 
     Raises:
         EngineError: the time limit passed.
@@ -57,7 +57,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
         if not is_left.wait(_UNWIND_S) and thread is threading.main_thread():
             signal.pthread_kill(thread.ident or 0, signal.SIGINT)  # also ends a wait in the kernel
         if not is_left.wait(_UNWIND_S):
-            sys.stdout.write(f"peagle: {what}, and cannot be given up; this process ends\n")
+            sys.stdout.write(f"peagle: {what}, and cannot be aborted; this process exits\n")
             sys.stdout.flush()
             os._exit(EngineError.exit_code)
 
@@ -67,13 +67,13 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if not is_over.is_set():
             raise
-        hint = f"see its log; set {VARIABLE} if it needs longer"
+        hint = f"see its log; increase {VARIABLE} if it needs more time"
         raise EngineError(what, hint=hint) from error
     finally:
         is_left.set()
 
 
-def as_told(warning: str) -> str:
+def format_start_warning(warning: str) -> str:
     """Return a warning as a line for the user."""
     return f"warning of an engine's start: {warning}"
 

@@ -1,4 +1,4 @@
-"""The token slots of an engine's steps, and the sizes of its CUDA graphs. Pure functions; vLLM's sources are cited.
+"""Choose `max_num_batched_tokens` and the sizes of CUDA graphs. Pure functions; vLLM's sources are cited.
 
 A step runs as a CUDA graph if a captured size is at least its number of tokens. A larger step runs eagerly: Python
 launches each kernel. By default, vLLM 0.29 captures up to 512 tokens (`VllmConfig._set_cudagraph_sizes`), which is too
@@ -24,14 +24,14 @@ _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 _FINE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 # vLLM's default maximum on most cards, and on Blackwell or with gpt-oss.
 _VLLM_TOKENS = 1024
-# Above vLLM's sizes, each is an eighth larger than the last, so padding wastes at most a ninth of a step.
+# Above vLLM's sizes, each size is an eighth larger than the previous one, so padding wastes at most a ninth of a step.
 _GROWTH = 1.125
 # The largest useful size: a wider step computes for longer than Python takes to launch it. The P-EAGLE launch's
 # own commands capture as much (cards of amazon/gpt-oss-20b-p-eagle and of its long-context variant).
 _MOST_TOKENS = 4096
 # Each size is captured twice, with attention and in pieces around it, at 24 to 28 MiB and 0.06 s a size in the log of
 # vllm-project/vllm pull 22897, at 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
-# bounds hold the start to some 40 s more, and the graphs to 4 % of the memory.
+# limits add at most about 40 s to the start, and the graphs take at most 4 % of the memory.
 _SIZE_GIB = 28 / 1024
 _MOST_SIZES = 96
 _MEMORY_SHARE = 0.04
@@ -40,7 +40,7 @@ _STATED = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "c
 
 
 def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
-    """Return the token slots of one step: for all decoding requests, plus room for prefill.
+    """Return the maximum tokens of one step: for all decoding requests, plus room for prefill.
 
     vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`) charges
     each request of a step with
@@ -59,18 +59,18 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
 
 
 def check_slots(spec: EngineSpec) -> None:
-    """Refuse a number of slots that leaves none for prefill, because decoding requests are served first.
+    """Refuse a value that leaves no room for prefill, because decoding requests are scheduled first.
 
     Raises:
         ConfigError: names the required number.
     """
     needed = spec.max_num_seqs * slots_per_request(spec.drafter)
     if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
-        drafts = f", each with {spec.drafter.num_speculative_tokens} drafts" if spec.drafter else ""
+        drafts = f" with {spec.drafter.num_speculative_tokens} drafts each" if spec.drafter else ""
         raise ConfigError(
             f"max_num_batched_tokens {spec.max_num_batched_tokens} leaves no room for prompts: {spec.max_num_seqs} "
-            f"requests at once{drafts}, take {needed} token slots of a step",
-            hint=f"give more than {needed}, or none, or fewer requests at once with --max-num-seqs",
+            f"concurrent requests{drafts} need {needed} tokens per step",
+            hint=f"use more than {needed}, remove the option, or decrease --max-num-seqs",
         )
 
 
@@ -115,7 +115,7 @@ def graphs_gib(spec: EngineSpec, hardware: Hardware) -> float:
 
 
 def _thinned(sizes: list[int], kept: set[int], most: int) -> list[int]:
-    """Remove the sizes with the closest neighbours until at most `most` are left, but none of `keep`."""
+    """Remove the sizes with the closest neighbours until at most `most` remain, but keep those in `kept`."""
     while len(sizes) > most:
         gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
         closest = min((size for size in gaps if size not in kept), key=lambda size: gaps[size], default=None)

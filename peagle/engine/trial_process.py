@@ -1,8 +1,8 @@
-"""Compile grammars on trial: `python -m peagle.engine.trial_process`.
+"""Try to compile grammars: `python -m peagle.engine.trial_process`.
 
 Reads lines of JSON: first the tokenizer (as xgrammar writes it, or the model's name), then constraints. A child process
-with limits on CPU time and memory compiles each. This process has no threads, so it can fork at any time; it ends when
-its standard input is closed.
+with limits on CPU time and memory compiles each constraint. This process has no threads, so it can fork at any time; it
+exits when its standard input is closed.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any
 from peagle.engine import vllm_plugin
 
 _WALL_FACTOR = 20  # CPU time
-# The compiler crashed, as it would in an engine. Other signals come from outside.
+# The compiler crashed, as it would in an engine. Other signals are external.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _STEPS = 16
-_STEP_S = 0.01  # CPU time per token mask: every request on the engine waits for it
+_STEP_S = 0.01  # CPU time per token mask, for which every request on the engine waits
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def _tokenizer(xgrammar: Any, settings: dict[str, Any]) -> Any:
     return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=settings["vocab_size"])
 
 
-def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _tried(xgrammar: Any, tokenizer: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Return a child's verdict on the constraint, or the signal that killed it."""
     readable, writable = os.pipe()
     child = os.fork()
@@ -53,7 +53,7 @@ def _tried(xgrammar: Any, tokenizer: Any, asked: dict[str, Any], settings: dict[
         try:
             os.dup2(2, 1)  # keep output of libraries out of standard output
             _limit(settings["cpu_s"], settings["memory_bytes"])
-            os.write(writable, json.dumps(_compile(xgrammar, tokenizer, asked)).encode())
+            os.write(writable, json.dumps(_compile(xgrammar, tokenizer, job)).encode())
         except MemoryError:
             os._exit(0)  # no output: too large
         except BaseException:
@@ -79,13 +79,13 @@ def _limit(cpu_s: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def _compile(xgrammar: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Compile like vLLM 0.29's `XgrammarBackend.compile_grammar`, and compute some masks."""
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    kind, spec = asked["kind"], asked["spec"]
+    kind, spec = job["kind"], job["spec"]
     try:
         if kind == "json":
-            compiled = compiler.compile_json_schema(spec, any_whitespace=asked["any_whitespace"])
+            compiled = compiler.compile_json_schema(spec, any_whitespace=job["any_whitespace"])
         elif kind == "regex":
             compiled = compiler.compile_regex(spec)
         elif kind == "grammar":
@@ -94,7 +94,7 @@ def _compile(xgrammar: Any, tokenizer: Any, asked: dict[str, Any]) -> dict[str, 
             compiled = _compile_tags(xgrammar, compiler, spec)
     except MemoryError:
         return {"outcome": "large"}
-    except Exception as error:  # xgrammar raises any type; vLLM handles or reports it itself
+    except Exception as error:  # xgrammar raises any type; vLLM handles or reports the error
         return {"outcome": "large" if "bad_alloc" in str(error) else "invalid"}
     step_s = _step_s(xgrammar, compiled, tokenizer.vocab_size)
     if step_s is None:
@@ -114,7 +114,7 @@ def _compile_tags(xgrammar: Any, compiler: Any, spec: str) -> Any:
 
 
 def _step_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
-    """Return the mean CPU seconds of a token mask along one valid response; None if no token can start one."""
+    """Return the mean CPU seconds of a token mask along one valid response; None if no token can start a response."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)
     began = time.process_time()

@@ -1,7 +1,7 @@
-"""Compile grammars on trial in a separate process, one at a time, before the engine compiles them. For bulk and online.
+"""Compile grammars in a separate trial process, one at a time, before the engine compiles them. For bulk and online.
 
-The cost of compiling a schema, a regular expression or a grammar cannot be seen from its size. vLLM compiles in the
-engine's process without limits, and all requests wait. A trial has limits on CPU time and memory; its verdict is
+The cost of compiling a schema, a regular expression or a grammar cannot be predicted from its size. vLLM compiles in
+the engine's process without limits, and all requests wait. A trial has limits on CPU time and memory; its result is
 cached, a refusal for ten minutes.
 """
 
@@ -27,12 +27,12 @@ from peagle.errors import ConfigError
 from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
-REQUESTER: ContextVar[str] = ContextVar("asker", default="")
-"""The requester of this task: trials take askers in turn."""
+REQUESTER: ContextVar[str] = ContextVar("requester", default="")
+"""The requester of the current task: trials serve requesters in turn."""
 _REMEMBERED = 4_096
 _REFUSED_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
-_MOST_OF_ONE = 5  # concurrent trials, including waiting ones
+_MOST_PER_REQUESTER = 5  # concurrent trials, including waiting trials
 _MOST_OF_ALL = 64
 _MOST_REFUSED_S, _FORGOTTEN = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
 _REASONS = {
@@ -43,11 +43,11 @@ _REASONS = {
 }
 
 
-class TrialRefused(Exception):  # noqa: N818 - it is an outcome, not a fault
+class TrialRefused(Exception):  # noqa: N818 - an outcome, not an error
     """A constraint that is too expensive or cannot be satisfied."""
 
 
-class TrialsBusy(Exception):  # noqa: N818 - likewise
+class TrialsBusy(Exception):  # noqa: N818 - an outcome, not an error
     """Too many constraints are waiting for their trial."""
 
 
@@ -56,7 +56,7 @@ class Trials:
 
     Args:
         tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
-        any_whitespace: as the engine compiles JSON schemas.
+        any_whitespace: the engine's setting for compiling JSON schemas.
         is_shared: limit how many trials of one requester may wait, and refuse requesters with many refused trials.
     """
 
@@ -78,7 +78,7 @@ class Trials:
         self._monotonic = monotonic
         self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()  # with its expiry
         self._running: dict[str, asyncio.Task[str | None]] = {}
-        self._of_asker: Counter[str] = Counter()
+        self._num_by_requester: Counter[str] = Counter()
         self._refused: dict[str, tuple[float, float]] = {}  # by requester: CPU time, and when it was updated
         self._lock = _FairLock()
 
@@ -86,8 +86,8 @@ class Trials:
         """Check a constraint (vLLM's `StructuredOutputsParams`).
 
         Raises:
-            TrialRefused: it takes too much time or memory, or cannot be satisfied.
-            TrialsBusy: too many are waiting.
+            TrialRefused: the constraint takes too much time or memory, or cannot be satisfied.
+            TrialsBusy: too many constraints are waiting.
         """
         for kind, spec in _specs(constraint):
             digest = hashlib.sha256(f"{kind}\0{spec}".encode(errors="surrogatepass")).hexdigest()
@@ -100,49 +100,50 @@ class Trials:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
-    async def _verdict(self, digest: str, asked: Mapping[str, Any]) -> str | None:
+    async def _verdict(self, digest: str, job: Mapping[str, Any]) -> str | None:
         reason, holds_until = self._verdicts.get(digest, (None, -math.inf))
         if self._monotonic() < holds_until:
             self._verdicts.move_to_end(digest)
             return reason
         task = self._running.get(digest)
         if task is None:
-            asker = REQUESTER.get()
-            if self._is_shared and (self._of_asker[asker] >= _MOST_OF_ONE or self._of_asker.total() >= _MOST_OF_ALL):
-                raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
-            if self._is_shared and self._refused_s(asker) >= _MOST_REFUSED_S:
-                raise TrialsBusy("too many schemas or grammars that take too long; try again in a minute")
-            self._of_asker[asker] += 1
-            # A disconnected client does not end its trial: otherwise it could start another immediately.
-            task = self._running[digest] = asyncio.create_task(self._try(digest, asked, asker))
-            task.add_done_callback(functools.partial(self._forget, digest, asker))
+            requester = REQUESTER.get()
+            counts = self._num_by_requester
+            if self._is_shared and (counts[requester] >= _MOST_PER_REQUESTER or counts.total() >= _MOST_OF_ALL):
+                raise TrialsBusy("too many new schemas or grammars; try again, or use fewer different ones")
+            if self._is_shared and self._refused_s(requester) >= _MOST_REFUSED_S:
+                raise TrialsBusy("too many of your schemas or grammars took too long; try again in a minute")
+            self._num_by_requester[requester] += 1
+            # A trial continues when its client disconnects: otherwise the client could start another one immediately.
+            task = self._running[digest] = asyncio.create_task(self._try(digest, job, requester))
+            task.add_done_callback(functools.partial(self._forget, digest, requester))
         return await asyncio.shield(task)
 
-    def _forget(self, digest: str, asker: str, task: "asyncio.Task[str | None]") -> None:
+    def _forget(self, digest: str, requester: str, task: "asyncio.Task[str | None]") -> None:
         del self._running[digest]
-        self._of_asker[asker] -= 1
+        self._num_by_requester[requester] -= 1
         if not task.cancelled():
             task.exception()  # the requester may be gone, and Python would log an unretrieved exception
 
-    async def _try(self, digest: str, asked: Mapping[str, Any], asker: str) -> str | None:
-        await self._lock.take(asker)
+    async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
+        await self._lock.acquire(requester)
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, asked)
+            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, job)
         finally:
-            self._lock.give()
+            self._lock.release()
         if verdict["outcome"] in ("busy", "gone"):
-            raise TrialsBusy("the machine is too busy to try a new schema or grammar; try again")
+            raise TrialsBusy("the machine is too busy to check a new schema or grammar; try again")
         reason = _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s) if verdict["outcome"] in _REASONS else None
         if reason is not None:
-            self._refused[asker] = self._refused_s(asker) + verdict.get("cpu_s", 0.0), self._monotonic()
+            self._refused[requester] = self._refused_s(requester) + verdict.get("cpu_s", 0.0), self._monotonic()
         self._verdicts[digest] = reason, math.inf if reason is None else self._monotonic() + _REFUSED_S
         if len(self._verdicts) > _REMEMBERED:
             self._verdicts.popitem(last=False)
         return reason
 
-    def _refused_s(self, asker: str) -> float:
+    def _refused_s(self, requester: str) -> float:
         """Return the CPU time of this requester's recent refused trials."""
-        seconds, at = self._refused.get(asker, (0.0, 0.0))
+        seconds, at = self._refused.get(requester, (0.0, 0.0))
         return max(0.0, seconds - (self._monotonic() - at) * _FORGOTTEN)
 
 
@@ -153,14 +154,14 @@ class _Process:
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Run one trial."""
         try:
             if self._process is None:
                 self._process = _started()
-                _asked(self._process, self._settings())
-            return _asked(self._process, asked)
-        except (OSError, ValueError):  # it died
+                _exchange(self._process, self._settings())
+            return _exchange(self._process, job)
+        except (OSError, ValueError):  # the process died
             self.close()
             return {"outcome": "gone"}
 
@@ -177,12 +178,12 @@ def _started() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # One thread, because it forks. It needs no accelerator.
+        # One thread, because the process forks. It needs no accelerator.
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
     )
 
 
-def _asked(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[str, Any]:
+def _exchange(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin, "it is a pipe"
     assert process.stdout, "it is a pipe"
     process.stdin.write(json.dumps(line) + "\n")
@@ -192,28 +193,28 @@ def _asked(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[st
 
 
 class _FairLock:
-    """A lock that serves waiting requesters in turn, however many times each waits."""
+    """A lock that serves waiting requesters in turn, no matter how many tasks each has waiting."""
 
     def __init__(self) -> None:
         self._is_taken = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def take(self, asker: str) -> None:
+    async def acquire(self, requester: str) -> None:
         """Wait for a turn."""
         if not self._is_taken:
             self._is_taken = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(asker, deque()).append(turn)
+        self._waiting.setdefault(requester, deque()).append(turn)
         await turn
 
-    def give(self) -> None:
-        """End a turn; the next asker has it."""
+    def release(self) -> None:
+        """End a turn; the next requester gets the lock."""
         while self._waiting:
-            asker, turns = self._waiting.popitem(last=False)
+            requester, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[asker] = turns
+                self._waiting[requester] = turns
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -221,20 +222,20 @@ class _FairLock:
 
 
 def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: int | None) -> None:
-    """Check a run's JSON schema as its engines will.
+    """Check a run's JSON schema in the same way as its engines.
 
     Raises:
         ConfigError: every row would be refused.
     """
     trials = Trials(lambda: {"model": model, "revision": revision, "vocab_size": vocab_size})
     try:
-        asyncio.run(trials.require(_SchemaAlone(schema)))
+        asyncio.run(trials.require(_SchemaOnly(schema)))
     except TrialRefused as refusal:
         raise ConfigError(
             f"json_schema: {refusal}", hint="make the schema smaller; docs/http-api.md lists the limits"
         ) from None
     except TrialsBusy:
-        pass  # each engine checks it as well
+        pass  # each engine checks the schema, too
     finally:
         trials.close()
 
@@ -242,8 +243,8 @@ def check_schema(schema: str, *, model: str, revision: str | None, vocab_size: i
 def guard_engine(client: Any, trials: Trials) -> None:
     """Make an `AsyncLLM` refuse requests that would crash or stall its engine core.
 
-    These have prompts with token ids outside the model's vocabulary, or constraints that fail their trial. Requests of
-    callers were checked before; this check also covers ids that the tokenizer has but the model has not.
+    These are prompts with token ids outside the model's vocabulary, and constraints that fail their trial. Callers have
+    already checked their requests; this check also covers ids that the tokenizer has but the model does not.
     """
     from vllm import exceptions
 
@@ -292,7 +293,7 @@ def _specs(constraint: Any) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SchemaAlone:
+class _SchemaOnly:
     """The fields of vLLM's `StructuredOutputsParams` that a run's schema needs."""
 
     json: str

@@ -96,8 +96,8 @@ async def generate(
     """Run one request of an `AsyncLLM` to its end, as `Engine.generate`.
 
     Args:
-        prompt: vLLM's: `prompt_token_ids`, and optionally `cache_salt`.
-        priority: lower values first, if the engine's scheduling policy is priority.
+        prompt: vLLM's prompt: `prompt_token_ids`, and optionally `cache_salt`.
+        priority: lower values run first, if the engine's scheduling policy is priority.
 
     Raises:
         RequestRefused, EngineError: as `Engine.generate`.
@@ -111,7 +111,7 @@ async def generate(
     except refusals() as error:
         raise RequestRefused(client_text(error)) from error
     except request_failure() as error:  # only this request failed
-        raise RequestFailed(f"vLLM failed on it: {error.__cause__!r}") from error
+        raise RequestFailed(f"vLLM failed on this request: {error.__cause__!r}") from error
     if not outputs:
         raise EngineError(f"vLLM ended request {request_id} without an output")
     _require_answers(outputs[-1], is_constrained=params.structured_outputs is not None)
@@ -136,9 +136,9 @@ class _StepCounter:
 
 
 def kill_children() -> None:
-    """Kill all descendants of this process, also those that vLLM has just started.
+    """Kill all descendants of this process, including those that vLLM has just started.
 
-    Python's own resource tracker is spared: it frees shared memory when the others are gone.
+    Python's resource tracker is not killed: it frees shared memory when the others are gone.
     """
     import psutil
 
@@ -209,7 +209,7 @@ def _require_answers(output: Any, *, is_constrained: bool) -> None:
             num_tokens = len(completion.token_ids)
             if is_constrained and reason == "error":
                 raise RequestRefused(f"the constraint allows no further token after {num_tokens} tokens")
-            raise RequestRefused(f"vLLM ended the response by itself ({reason}) after {num_tokens} tokens")
+            raise RequestRefused(f"vLLM ended the response early ({reason}) after {num_tokens} tokens")
 
 
 def _generation(output: Any, num_top: int = 0) -> Generation:
@@ -272,7 +272,7 @@ def start_engine(
     """Start vLLM with its environment variables.
 
     Args:
-        node_rank: the leader's, for an engine on several nodes; the start waits for the others.
+        node_rank: the leader's rank, for an engine on several nodes; the start waits for the other nodes.
 
     Raises:
         EngineError: vLLM did not start.
@@ -295,7 +295,10 @@ def _prepare(
     assert (node_rank is not None) == (spec.num_nodes > 1), "each node of several has its rank"
     set_environment(spec, hardware, engine_index=engine_index, num_engines_on_node=num_engines_on_node)
     if spec.drafter and spec.drafter.synthetic_rates and not has_synthetic_acceptance():
-        raise ConfigError("this vLLM cannot accept drafts by lot", hint="vLLM 0.24 and later can; or leave it out")
+        raise ConfigError(
+            "this version of vLLM does not support synthetic acceptance",
+            hint="use vLLM 0.24 or later, or remove --synthetic-acceptance",
+        )
     arguments = engine_args(
         spec, hardware, num_engines_on_node=num_engines_on_node, request_metrics=has_request_metrics()
     )

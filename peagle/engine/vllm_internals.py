@@ -18,7 +18,7 @@ from peagle.speculation import SpeculationStats
 
 
 def engine_death() -> type[Exception]:
-    """Return the exception that every request gets once vLLM's core is dead."""
+    """Return the exception that every request raises after vLLM's core has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return EngineDeadError  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError, *filter(None, own))
 
 
-_UNTOLD = "the engine cannot take this request: a field has a value that it does not expect"
+_GENERIC_REFUSAL = "the engine cannot process this request: a field has an unexpected value"
 
 
 def client_text(error: BaseException) -> str:
@@ -70,7 +70,7 @@ def client_text(error: BaseException) -> str:
         return str(error)
     # vLLM 0.29 turns any exception of a chat template into a ValueError.
     template_error = error.__cause__ if type(error) is ValueError else error
-    return str(template_error) if type(template_error).__name__ == "TemplateError" else _UNTOLD
+    return str(template_error) if type(template_error).__name__ == "TemplateError" else _GENERIC_REFUSAL
 
 
 def counters() -> list[Any]:
@@ -147,16 +147,16 @@ def as_ebnf(grammar: str) -> str:
     try:
         return str(convert_lark_to_ebnf(grammar))
     except ValueError:
-        return grammar  # vLLM refuses it in its own words
+        return grammar  # vLLM refuses it with its own message
 
 
 def follow(arguments: Mapping[str, Any]) -> None:
     """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
-    They may not notice that the leader has ended.
+    The ranks may not notice that the leader has ended.
 
     Raises:
-        EngineError: they did not start.
+        EngineError: the ranks did not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -172,7 +172,7 @@ def follow(arguments: Mapping[str, Any]) -> None:
     executor.start_worker_monitor(inline=True)
 
 
-# --- vLLM's log, the only source of some facts
+# --- facts that only vLLM's log contains
 
 
 def compile_seconds(log: str) -> float:
@@ -207,7 +207,7 @@ _WARNED = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$", 
 _COSTS = re.compile(
     r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
 )
-# Warnings that do not matter here, or about decisions of ours.
+# Warnings that do not matter here, or that are about peagle's own decisions.
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
     "Failed to create oneDNN linear",  # of `lm_head`; torch's own kernel is used instead
@@ -232,7 +232,7 @@ def _costly(log: str) -> Iterator[str]:
 
 
 class ServeArguments:
-    """The arguments of `vllm serve`, read by its own parser.
+    """The arguments of `vllm serve`, parsed by vLLM's own parser.
 
     Attributes:
         names: all arguments in Python's spelling; `no_x` turns the switch `x` off.
@@ -281,7 +281,7 @@ class ServeArguments:
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
         if rest or found.model_tag:  # a second value would be parsed as the model
-            raise ValueError(f"argument {flag}: it takes one value")
+            raise ValueError(f"argument {flag}: expected one value")
         value = getattr(found, self.destination(name))
         if value is None or isinstance(value, bool | int | float | str | dict):
             return value

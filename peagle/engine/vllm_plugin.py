@@ -27,7 +27,7 @@ NAME = "peagle"
 _GROUP = "vllm.general_plugins"
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"
-"""Variable of an engine: the shortest n-gram that is looked up beside its head. Empty for no lookup."""
+"""Environment variable of an engine: the shortest n-gram of the prompt lookup. Empty disables the lookup."""
 
 
 def register() -> None:
@@ -55,10 +55,10 @@ def register() -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process when its parent process is gone, also by kill -9.
+    """Exit when the parent process is gone, even after kill -9.
 
-    A core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children of a lost
-    worker, but not if Ray itself is lost.
+    Otherwise a core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children
+    of a lost worker, but not if Ray itself is lost.
 
     Under Ray, vLLM spawns its core. A forked core (without Ray on a CPU) does not get here, because it inherits the
     loaded plug-ins.
@@ -76,8 +76,8 @@ def require() -> None:
     if not any(plugin.name == NAME for plugin in entry_points(group=_GROUP)):
         raise ConfigError(
             f"vLLM would not load peagle's plug-in: the environment has no entry point {NAME!r} in {_GROUP!r}. Without "
-            "it, an engine with a drafter counts tokens after a stop string, and samples wrongly on a CPU",
-            hint="install peagle into it: pip install --no-deps -e . in its checkout",
+            "the plug-in, an engine with a drafter counts tokens after a stop string, and samples wrongly on a CPU",
+            hint="install peagle into this environment: pip install --no-deps -e . in its checkout",
         )
 
 
@@ -146,11 +146,11 @@ def expand(
 
 
 def replace_kernel() -> None:
-    """Replace vLLM's kernel by `expand`.
+    """Replace vLLM's kernel with `expand`.
 
     Without Triton, vLLM (0.29 to 0.32) repeats each request's temperature, top-k and top-p for its drafts into a copy
     that it discards, and divides the target's logits by uninitialised memory. As soon as one request of a batch is
-    sampled, all requests of that batch get wrong answers, greedy ones too
+    sampled, all requests of that batch get wrong answers, including greedy requests
     (https://github.com/vllm-project/vllm/issues/55005).
 
     0.29 installs the first of these names, 0.32 registers the second.
@@ -168,7 +168,7 @@ def probe() -> None:
     The temperatures and top-k of two requests have values that cannot be left in memory by an earlier computation.
 
     Raises:
-        RuntimeError: drafts would be verified with other values than the requests have.
+        RuntimeError: drafts would be verified with values that differ from those of their requests.
     """
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
@@ -181,7 +181,7 @@ def probe() -> None:
         found = expand_batch_to_tokens(torch.tensor(values), ends, 6, replace_from=0, replace_to=1).tolist()
         if found != expected:
             raise RuntimeError(
-                "this vLLM does not give drafts their requests' sampling values: "
+                "this vLLM does not use the requests' sampling values for drafts: "
                 f"{values} over 3, 0, 1 and 2 drafts became {found}, not {expected}. Run without a drafter, or with "
                 "the version of vLLM that peagle is made for"
             )
@@ -190,7 +190,7 @@ def probe() -> None:
 def probe_before_loading() -> None:
     """Make each drafting CPU worker test its kernel before it loads the models.
 
-    It cannot be tested here, because the worker installs its kernels after its plug-ins.
+    The kernel cannot be tested here, because the worker installs its kernels after its plug-ins.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -245,11 +245,11 @@ def _give_way() -> None:
 
 
 def skip_drafts() -> None:
-    """Run requests with `logit_bias` or `min_p` without drafts in an engine that drafts for the others.
+    """Run requests with `logit_bias` or `min_p` without drafts in an engine that drafts for other requests.
 
-    vLLM (0.29) refuses them, because it applies neither to the logits that verify drafts. A request without drafts has
-    only the last row of its step, whose token vLLM samples as without a drafter. So the scheduler drops the drafts of
-    such a request, and the worker gets the processors of both parameters.
+    vLLM (0.29) refuses such requests, because it does not apply these parameters to the logits that verify drafts. A
+    request without drafts has only the last row of its step, whose token vLLM samples as without a drafter. So the
+    scheduler drops the drafts of such a request, and the worker gets the processors of both parameters.
 
     Only for schedulers that receive drafts as lists, as on CPUs: otherwise drafts never leave the device.
     """
@@ -298,8 +298,8 @@ def _accept(self: Any, speculative_config: Any) -> None:
 class DraftLookup:
     """Prompt lookup next to a head, for the requests of one scheduler.
 
-    Between two steps the scheduler has each request's tokens and its head's drafts as lists. The index, and how many
-    drafts are the head's, are stored with the request. An error ends the lookup, not the engine.
+    Between two steps the scheduler has each request's tokens and the head's drafts as lists. The index, and the number
+    of drafts from the head, are stored with the request. An error disables the lookup and does not stop the engine.
     """
 
     def __init__(self, min_ngram: int) -> None:
@@ -307,11 +307,11 @@ class DraftLookup:
         self._has_failed = False
 
     def redraft(self, requests: Mapping[str, Any], drafted: Any) -> None:
-        """Replace the ends of drafts where the request's own text continues itself.
+        """Replace the ends of drafts with copies from an earlier occurrence in the request's text.
 
         Args:
-            requests: the scheduler's, by id.
-            drafted: vLLM's `DraftTokenIds`; it is changed.
+            requests: the scheduler's requests, by id.
+            drafted: vLLM's `DraftTokenIds`, which are changed in place.
         """
         if self._has_failed:
             return
@@ -322,7 +322,9 @@ class DraftLookup:
                     drafted.draft_token_ids[place] = self._redraft(request, drafted.draft_token_ids[place])
         except Exception:
             self._has_failed = True
-            logging.getLogger("vllm").warning("prompt lookup failed and is off; only the head drafts", exc_info=True)
+            logging.getLogger("vllm").warning(
+                "prompt lookup failed and was disabled; only the head drafts", exc_info=True
+            )
 
     def _redraft(self, request: Any, drafts: list[int]) -> list[int]:
         tokens, lookup = request.all_token_ids, getattr(request, "peagle_lookup", None)
@@ -333,9 +335,9 @@ class DraftLookup:
         return redrafted
 
     def count(self, request: Any, num_accepted: int) -> None:
-        """Count the accepted tokens that were looked up.
+        """Count the accepted tokens that came from the lookup.
 
-        The count travels in a list that vLLM leaves empty with "summary" and does not show.
+        The count is passed in a list that vLLM leaves empty with "summary" and does not show.
         """
         counts = request.spec_decode_metrics
         if counts is None or self._has_failed:
@@ -390,11 +392,11 @@ def _draft_lookup(vllm_config: Any) -> DraftLookup | None:
         return None
     if vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner:
         raise RuntimeError(
-            "draft lookup needs model runner V1 without asynchronous scheduling: else drafts never leave the device. "
+            "draft lookup requires model runner V1 and no asynchronous scheduling, else drafts stay on the device. "
             "Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
         )
     if (speculation.draft_sample_method, speculation.rejection_sample_method) != ("greedy", "standard"):
-        raise RuntimeError("draft lookup needs greedy drafts and vLLM's standard rejection sampling")
+        raise RuntimeError("draft lookup requires greedy drafts and vLLM's standard rejection sampling")
     return DraftLookup(int(min_ngram))
 
 
@@ -438,7 +440,7 @@ def cut_at_stop_strings() -> None:
 def count_drafts_toward_min_tokens() -> None:
     """Allow the token after drafts that reach `min_tokens` to end an answer.
 
-    vLLM counts earlier drafts for each draft, but not for the token after them all. So it bans stop tokens there
+    vLLM counts earlier drafts for each draft, but not for the token after the last draft. So it bans stop tokens there
     although `min_tokens` is reached, and the answer becomes longer than without a drafter.
     """
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -466,7 +468,7 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     """Lift the bans of requests that reach `min_tokens` with their drafts.
 
     Args:
-        drafts: by the request's index in the batch.
+        drafts: drafts by the request's index in the batch.
     """
     import torch
 

@@ -1,4 +1,1 @@
-"""A bulk run by its directory: plan, lease, units, ledger, status, audit.
-
-No Ray.
-"""
+"""The run directory of a bulk run: plan, lease, units, ledger, status, audit."""

@@ -1,7 +1,7 @@
 """Audit a run: files against the plan, usage against the rows, and a sample of rows generated again.
 
-A finding makes the result wrong. A note belongs to a run that is not finished: units that are not committed yet, and
-temporary files that the next attempt removes. The audit reads one unit at a time and writes nothing.
+A finding is an error in the run. Notes are about unfinished runs: units that are not committed yet, and temporary files
+that the next attempt removes. The audit reads one unit at a time and writes nothing.
 
 `regeneration.py` generates the sample.
 """
@@ -44,7 +44,7 @@ _FOLDERS = {
 _OUTCOMES = ("same", "tie", "different", "skipped")
 
 RetriedIds = dict[int, frozenset[str]]
-"""By unit, the ids of its rows that retries answer."""
+"""By unit, the ids of its rows that retries took over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class FilesAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The result of an audit. `target` and `rows` are of the sample; None and empty without one."""
+    """The result of an audit. `target` and `rows` describe the sample; they are None and empty without a sample."""
 
     path: str
     files: FilesAudit
@@ -103,7 +103,7 @@ class Audit:
         return not self.files.findings and not self._outcomes()["different"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the result as JSON values."""
         files = self.files
         counts = {name: value for name, value in vars(files).items() if name.startswith("num_")}
         regenerated = None
@@ -126,7 +126,7 @@ class Audit:
         }
 
     def describe(self) -> str:
-        """The result for people."""
+        """Return the result as text."""
         files = self.files
         figures = {
             "units": f"{files.num_units:,} of {files.num_units_planned:,} committed",
@@ -143,7 +143,7 @@ class Audit:
         lines += [f"  {one.kind:<8} {one.where}: {one.message}" for one in files.findings[:_MAX_SHOWN]]
         if (num_more := len(files.findings) - _MAX_SHOWN) > 0:
             lines.append(f"  ... and {num_more:,} more; --json FILE has all of them")
-        return "\n".join([*lines, "all right" if self.is_clean else "NOT ALL RIGHT"])
+        return "\n".join([*lines, "clean" if self.is_clean else "NOT CLEAN"])
 
     def _outcomes(self) -> dict[str, int]:
         counts = Counter(row.outcome for row in self.rows)
@@ -162,8 +162,8 @@ def audit(
     """Audit a run.
 
     Args:
-        num_rows: size of the sample that is generated again; 0 for none.
-        max_tie: None for the precision's own margin.
+        num_rows: size of the sample that is generated again; 0 for no sample.
+        max_tie: largest margin of a rounding tie; None for the default of the run's precision.
         start: starts an engine on this machine.
 
     Raises:
@@ -228,7 +228,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
 def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None:
     """Check that the plan belongs to this run, and that its units have no gap."""
     if plan.corpus_fingerprint != manifest["fingerprint"]["corpus"]["content"]:
-        audit.add("plan", manifest["plan"], "it was made for another corpus than the one in run.json")
+        audit.add("plan", manifest["plan"], "the plan is for a different corpus than run.json")
     next_id = 0
     for number, unit in enumerate(unit for unit in plan.units if unit.supersedes is None):
         if (unit.unit, unit.first_id) != (number, next_id):
@@ -275,7 +275,7 @@ def _count(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried
 def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
     """Check that retries cover all dead letters of a unit, each once.
 
-    A unit that ran again after a retry took over its dead letters has none of them: it left those rows out.
+    A unit that ran again after a retry took over its dead letters has no such dead letters: it skipped those rows.
     """
     planned = {unit.unit: unit for unit in plan.units}
     counts: Counter[tuple[int, int]] = Counter()
@@ -291,11 +291,11 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
         if any(counts[earlier.unit, row] > 1 for row in unit.rows or ()):
             audit.add("plan", where, f"rows of unit {earlier.unit} are retried more than once")
         elif not ids <= {earlier.row_id(index) for index in range(earlier.num_rows)}:
-            audit.add("plan", where, f"it retries rows that unit {earlier.unit} does not have")
+            audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif before is None:
-            audit.add("lost", where, f"it retries dead letters of unit {earlier.unit}, which is not committed")
+            audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
         elif not before.findings and letters & ids and letters - ids:
-            audit.add("plan", where, f"it does not retry all dead letters of unit {earlier.unit}")
+            audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
 
 def _retried_ids(plan: Plan) -> RetriedIds:
@@ -305,14 +305,14 @@ def _retried_ids(plan: Plan) -> RetriedIds:
 
 
 def _check_ledger(audit: FilesAudit, run: RunDirectory, units: dict[int, "UnitAudit"]) -> None:
-    """Check that the ledger has every engine process, and that none committed more than it generated."""
+    """Check that the ledger has every engine process, and that no process committed more than it generated."""
     sessions = _read_sessions(audit, run)
     committed: Counter[str] = Counter()
     for number, one in sorted(units.items()):
         if one.usage is None:
             continue
         if one.usage.session_id not in sessions:
-            message = f"it was committed by engine process {one.usage.session_id}, which is not in the ledger"
+            message = f"committed by engine process {one.usage.session_id}, which is not in the ledger"
             audit.add("ledger", run.unit_path(number).name, message)
         committed[one.usage.session_id] += one.usage.num_output_tokens
     for session_id, session in sessions.items():
@@ -350,7 +350,7 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
         if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
             leftovers.append(name)
         elif not _ROOT.fullmatch(name) and name != plan_name:
-            audit.add("foreign", name, "it is not a file of a run")
+            audit.add("foreign", name, "not a file of a run")
     for folder, known in _FOLDERS.items():
         for name in _names(run.root / folder):
             where = f"{folder}/{name}"
@@ -358,10 +358,10 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
             if name.endswith(TEMPORARY_SUFFIX) or (known.fullmatch(name) and is_orphan):
                 leftovers.append(where)
             elif not known.fullmatch(name):
-                audit.add("foreign", where, "it is not a file of a run")
+                audit.add("foreign", where, "not a file of a run")
     if audit.is_finished and not (lease is not None and lease.seems_alive()):
         for where in leftovers:
-            audit.add("leftover", where, "it is not used; the run's own command removes it")
+            audit.add("leftover", where, "not used; the run's command removes it")
     elif leftovers:
         audit.notes.append(f"{len(leftovers):,} files of unfinished attempts: the next attempt removes them")
 
@@ -384,7 +384,7 @@ def _check_report(audit: FilesAudit, run: RunDirectory) -> None:
 
 
 def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None:
-    """Check that the input is what it was when the run was planned. Input that is gone is a note."""
+    """Check that the input has not changed since the run was planned. Missing input is only a note."""
     formats = {unit.span.path: unit.span.format for unit in plan.units}
     files: list[SourceFile] = []
     for path, kind in formats.items():
@@ -398,7 +398,7 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
             return
     limit = manifest["fingerprint"]["corpus"]["limit"]
     wrong = _input_difference(files, plan, limit)
-    # A file without rows is part of the fingerprint and of no unit: only the corpus as it was named has it.
+    # A file without rows is part of the fingerprint but of no unit, so the whole corpus must be listed again.
     if wrong is not None and not _named_corpus_is_same(plan, manifest["config"], limit):
         audit.add("input", ", ".join(formats), wrong)
 
@@ -433,7 +433,7 @@ _MAX_IDS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAudit:
-    """The findings in a committed unit. `letter_ids` are of its failed rows, retried or not."""
+    """The findings in a committed unit. `letter_ids` are the ids of its failed rows, whether retried or not."""
 
     findings: tuple[Finding, ...]
     usage: UnitUsage | None = None
@@ -443,7 +443,7 @@ class UnitAudit:
 
 
 def expected_schema(corpus: pa.Schema) -> pa.Schema:
-    """Return the columns of every unit: the corpus's under their output names, then the output's own."""
+    """Return the columns of every unit: the corpus's columns under their output names, then the output columns."""
     names = output_names(corpus.names)
     return pa.schema([pa.field(names[column.name], column.type) for column in corpus] + list(OUTPUT_SCHEMA))
 
@@ -460,7 +460,7 @@ def audit_unit(
     Args:
         schema: from `expected_schema`.
         answered_by: the values that the columns `model` and `drafter` must have.
-        retried: ids of its rows that retries answer.
+        retried: ids of the unit's rows that retries took over.
     """
     path = run.unit_path(unit.unit)
     try:
@@ -494,7 +494,7 @@ def audit_unit(
 def _wrong_columns(found: pa.Schema, expected: pa.Schema) -> str | None:
     if found.names != expected.names:
         different = sorted(set(found.names) ^ set(expected.names))
-        return f"its columns are not those of the plan: {', '.join(different) or 'the order differs'}"
+        return f"the columns differ from the plan: {', '.join(different) or 'different order'}"
     for name in expected.names:
         if found.field(name).type != expected.field(name).type:
             return f"column {name!r} is {found.field(name).type}, but {expected.field(name).type} in the plan"
@@ -502,13 +502,13 @@ def _wrong_columns(found: pa.Schema, expected: pa.Schema) -> str | None:
 
 
 def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Return the unit's dead letters, or what is wrong with their file."""
+    """Return the unit's dead letters, or findings about their file."""
     if not name:
         return [], []
     try:
         letters = [json.loads(line) for line in (run.failed / name).read_bytes().splitlines()]
     except FileNotFoundError:
-        message = f"its dead letters are missing: failed/{name}"
+        message = f"the unit's dead letters are missing: failed/{name}"
         return [], [Finding(kind="missing", where=run.unit_path(unit.unit).name, message=message)]
     except (OSError, ValueError) as error:
         return [], [Finding(kind="damaged", where=name, message=f"not dead letters: {error}")]
@@ -520,17 +520,17 @@ def _letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[dict[st
 
 def _wrong_letter(letter: Any, unit: WorkUnit) -> str | None:
     if not isinstance(letter, dict) or not set(letter) >= _LETTER_KEYS:
-        return f"a dead letter has {', '.join(sorted(_LETTER_KEYS))}"
+        return f"a dead letter must have exactly {', '.join(sorted(_LETTER_KEYS))}"
     for key, value in (("unit", unit.unit), ("attempt", unit.attempt)):
         if letter[key] != value:
-            return f"its {key} is {letter[key]!r}, but {value} in the plan"
+            return f"{key} is {letter[key]!r}, but {value} in the plan"
     return None
 
 
 def _wrong_ids(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Check that each planned id is in exactly one row or dead letter, and a retried one in no row."""
+    """Check that each planned id is in exactly one row or dead letter, and a retried id in no row."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():
@@ -540,7 +540,7 @@ def _wrong_ids(
     if doubled := {row_id for row_id, count in counts.items() if count > 1}:
         yield "doubled", f"{_some(doubled)}: more than once"
     if answered_twice := retried.intersection(ids):
-        yield "doubled", f"{_some(answered_twice)}: committed, and retried as well"
+        yield "doubled", f"{_some(answered_twice)}: committed, but also retried"
 
 
 def _wrong_usage(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:

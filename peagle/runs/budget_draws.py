@@ -1,8 +1,8 @@
 """A bulk run's draw on tag budgets that it shares with an endpoint.
 
-The run writes its cost, and a reservation for its end, into the endpoint's ledger, and reads there the cost of all
-others with the same tags. The endpoint need not be running. Each side polls every few seconds, so together they can
-exceed a budget by what they spend between two polls.
+The run writes its cost, and a reservation for its shutdown, into the endpoint's ledger, and reads from it the cost of
+everything else with the same tags. The endpoint need not be running. Run and endpoint poll every few seconds, so
+together they can exceed a budget by what they spend between two polls.
 """
 
 import logging
@@ -39,9 +39,9 @@ class TagDraw:
     """One run's draw.
 
     Args:
-        ledger: of the endpoint.
+        ledger: ledger folder of the endpoint.
         run: id of the run, the same for all its attempts.
-        tags: of the run, as JSON.
+        tags: tags of the run, as JSON.
         day: returns the current UTC day.
 
     Raises:
@@ -59,7 +59,7 @@ class TagDraw:
     ) -> None:
         if not ledger.is_dir():
             raise ConfigError(
-                f"--draw-on {ledger.parent}: no ledger found there", hint="name the --state folder of `peagle serve`"
+                f"--draw-on {ledger.parent}: no ledger found", hint="use the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
         self._own = next((one for one in read_draws(ledger) if one.run == run), Draw(run=run, tags=tags))
@@ -76,8 +76,8 @@ class TagDraw:
         """Return a message about the budget that stops the run, or None.
 
         Args:
-            spent_usd: by the run, all attempts.
-            reserve_usd: the maximum cost of ending the run.
+            spent_usd: cost of the run, all attempts.
+            reserve_usd: the maximum cost of shutting the run down.
 
         Raises:
             OSError, PeagleError: the ledger cannot be read or written; logged after the first call.
@@ -128,6 +128,6 @@ class TagDraw:
             return None
         again = f"; it resets on {period[1]}" if period else ""
         return (
-            f"{budget.describe_budget()} is reached: {format_usd(max(0.0, left_usd))} left, and ending the run may "
-            f"cost {format_usd(reserve_usd)}{again}"
+            f"{budget.describe_budget()} is reached: {format_usd(max(0.0, left_usd))} left, and shutting the run "
+            f"down may cost {format_usd(reserve_usd)}{again}"
         )

@@ -11,13 +11,13 @@
     suspects/                     rows that may have crashed an engine (`suspects.py`); empty in a finished run
     .lease/                       the current driver (`lease.py`), and its signal to stop
 
-A unit is committed when its file exists. The file appears whole, by one exclusive link or one conditional PUT, so of
-two attempts at a unit the first wins and the second leaves nothing valid. `run.json` and the plans are created the same
-way. That is the whole exactly-once argument.
+A unit is committed when its file exists. The file appears atomically, by one exclusive link or one conditional PUT, so
+of two attempts at a unit the first wins, and the second leaves nothing valid. `run.json` and the plans are created the
+same way. Exactly-once rests on this alone.
 
-A suspended driver may resume after another one has finished, so none of its steps may do harm then. Deletions are
-listed first, then the lease is checked, then only those files are deleted. Their names are never used again, so no file
-of a later driver is among them.
+A suspended driver may resume after another driver has finished, and must not do harm. To delete files, a driver first
+lists them, then checks its lease, then deletes only the listed files. Their names are never used again, so files of a
+later driver are safe.
 """
 
 import functools
@@ -60,8 +60,8 @@ PLAN_FILE = re.compile(r"plan\.[0-9a-f]{12}\.parquet")
 UNIT_FILE = re.compile(r"unit-(\d{8,})\.parquet")
 LETTERS_FILE = re.compile(r"unit-(\d{8,})\.\w+\.jsonl")
 _FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
-_WRITABLE = "make room, or the folder writable; the same command continues the run"
-_LETTERS = "restore it; or delete the unit's file in data/ to run its rows again"
+_WRITABLE = "free some space, or make the folder writable; the same command continues the run"
+_LETTERS = "restore the file, or delete the unit's file in data/ to run its rows again"
 _NEW = "start a new run directory"
 _USAGE, _FAILED = b"peagle.usage", b"peagle.failed"
 BATCH_ROWS = 1024
@@ -81,12 +81,12 @@ class RunDirectory:
     """A run directory on a local or shared file system, or on S3.
 
     Args:
-        driver: the number of the lease whose holder this process works for; 0 for none.
+        driver: number of the lease of the driver that this process works for; 0 for no driver.
 
     Attributes:
         stop: the signal by which that driver stops its workers.
         logs: always local, since a log that is being written cannot be on S3.
-        lease: of this process, if it is the run's driver; None otherwise.
+        lease: this process's lease, if it is the run's driver; None otherwise.
     """
 
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
@@ -100,11 +100,11 @@ class RunDirectory:
         self.suspects = self.root / "suspects"
         self._manifest = self.root / "run.json"
         self._folders = (self.root, self.data, self.failed, self.ledger, self.suspects)
-        self._metadata: dict[int, UnitMetadata] = {}  # of units on S3, where each read takes a while
+        self._metadata: dict[int, UnitMetadata] = {}  # cache for units on S3, where each read takes a while
         self.lease: Holding | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle its place and the number of its driver; only this process has the lease itself."""
+        """Pickle the location and the driver's number; the lease itself stays in this process."""
         return functools.partial(RunDirectory, driver=self.driver), (str(self.root),)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class RunDirectory:
         """Check that the store supports exclusive creation.
 
         Raises:
-            ConfigError: it cannot be written, or would let two engines commit the same unit.
+            ConfigError: the store cannot be written, or would let two engines commit the same unit.
         """
         require_usable(self.root / ".lease")
 
@@ -173,10 +173,10 @@ class RunDirectory:
         foreign = {name for name in names if not (_is_temporary(name) or PLAN_FILE.fullmatch(name))}
         if foreign:
             message = f"output {self}: the folder has other files ({min(foreign)}, ...)"
-            raise ConfigError(message, hint="name a new folder")
+            raise ConfigError(message, hint="use a new folder")
 
     def open(self) -> None:
-        """Prepare another attempt: delete what killed writers left behind.
+        """Prepare another attempt: delete leftovers of killed writers.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -225,19 +225,19 @@ class RunDirectory:
         return plan
 
     def add_retries(self, retries: Sequence[Retry], *, number: int) -> None:
-        """Plan a retry. From now on its units answer for the rows that they retry.
+        """Plan a retry. From now on its units are responsible for the rows that they retry.
 
         Args:
-            number: one more than the retries of the plan from which it was made.
+            number: one more than the number of retries in the plan from which this retry was made.
 
-        Raises:
-            RunInUse: another driver has planned that retry, or has taken over.
+                Raises:
+                    RunInUse: another driver has planned that retry, or has taken over.
         """
         self.require_lease()
         if not write_once(self.root / f"plan-{number:04d}.parquet", retries_to_bytes(retries)):
             raise RunInUse(
                 f"{self}: another driver has planned retry {number} at the same time",
-                hint="let it finish, then repeat this command if there are dead letters left",
+                hint="let that driver finish, then repeat this command if dead letters remain",
             )
 
     def superseded(self) -> frozenset[int]:
@@ -260,7 +260,7 @@ class RunDirectory:
         return sorted(self.root.glob("plan-*.parquet"), key=lambda path: path.name)
 
     def _orphaned_plans(self) -> list[StoragePath]:
-        """Return plans of drivers that were not the first, or were killed before they wrote `run.json`."""
+        """Return plans of drivers that lost the race to create the run, or were killed before they wrote `run.json`."""
         valid = self._plan_name()
         return [path for path in self.root.glob("plan.*.parquet") if path.name != valid]
 
@@ -271,7 +271,7 @@ class RunDirectory:
         return set(unit_files(self.root))
 
     def commit(self, unit: int, table: pa.Table, usage: UnitUsage, dead_letters: Sequence[dict[str, Any]]) -> bool:
-        """Commit a unit. Return False if another attempt was first; then this one counts nothing.
+        """Commit a unit. Return False if another attempt committed it first; then this attempt has no effect.
 
         Raises:
             CapacityError: the disk is full, or the folder cannot be written. The unit is not committed.
@@ -279,7 +279,7 @@ class RunDirectory:
         """
         failed_name = ""
         if dead_letters:
-            # The name is this attempt's own, so a slower attempt cannot replace the letters of the winner.
+            # The name is unique to this attempt, so a slower attempt cannot replace the dead letters of the winner.
             failed_name = f"unit-{unit:08d}.{uuid.uuid4().hex[:8]}.jsonl"
         with writing(self.unit_path(unit), hint=_WRITABLE):
             if failed_name:
@@ -317,7 +317,7 @@ class RunDirectory:
         return self._read_metadata(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
-        """Yield every valid dead letter: a committed unit names it, and no retry took it over."""
+        """Yield every valid dead letter: named by a committed unit, and not taken over by a retry."""
         superseded, committed = self.superseded(), self.committed()
         self.read_ahead(committed - superseded)
         for unit in sorted(committed - superseded):
@@ -364,19 +364,19 @@ class RunDirectory:
         write_session(self.ledger, session)
 
     def sessions(self) -> list[EngineSession]:
-        """Return the last heartbeat of every engine process that this run has had."""
+        """Return the last heartbeat of every engine process of this run."""
         return read_sessions(self.ledger)
 
     # --- leftovers
 
     def remove_leftovers(self) -> int:
-        """Delete what killed or slower attempts left behind, and return the number of files.
+        """Delete leftovers of killed or slower attempts, and return the number of deleted files.
 
         These are temporary files, orphaned plans, and dead letters that their committed unit does not name. Notes of
-        committed units go, too: their engine was killed between the commit and their removal.
+        committed units are deleted, too: their engine was killed between the commit and the deletion.
 
-        Raises:
-            RunInUse: another driver has taken over.
+                Raises:
+                    RunInUse: another driver has taken over.
         """
         letters, committed = list(self.failed.glob("unit-*.jsonl")), self.committed()
         self.read_ahead(committed)
@@ -453,7 +453,7 @@ def read_rows(path: StoragePath, columns: frozenset[str] | None) -> Generator[pa
 
 def _damaged(path: StoragePath, error: Exception) -> PeagleError:
     return PeagleError(
-        f"{path} is damaged: {error}", hint="delete that file and run again: its rows will be done again"
+        f"{path} is damaged: {error}", hint="delete this file and run again: its rows will be generated again"
     )
 
 
@@ -469,7 +469,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:
-    """Return unfinished files. A store has none: an object exists as a whole or not at all."""
+    """Return unfinished files. A store has no unfinished files: objects are created atomically."""
     local = (folder for folder in folders if not is_remote(folder))
     return [path for folder in local for path in folder.glob(f".*{TEMPORARY_SUFFIX}")]
 
@@ -477,10 +477,10 @@ def _temporaries(folders: Iterable[StoragePath]) -> list[StoragePath]:
 def _orphaned_letters(letters: Iterable[StoragePath], named: Mapping[int, str]) -> list[StoragePath]:
     """Return files of dead letters that their committed unit does not name.
 
-    An uncommitted unit may name its file in a moment, by the attempt that wrote it.
+        Files of uncommitted units are excluded: the attempt that wrote the file may commit at any moment.
 
     Args:
-        named: by committed unit, the file that it names; empty without dead letters.
+        named: the file that each committed unit names; empty without dead letters.
     """
     found = ((path, LETTERS_FILE.fullmatch(path.name)) for path in letters)
     return [path for path, match in found if match and named.get(int(match[1]), path.name) != path.name]

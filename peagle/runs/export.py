@@ -33,7 +33,7 @@ from peagle.storage import StoragePath, atomic_file, make_folder, open_to_read, 
 
 Format = Literal["parquet", "jsonl", "openai-batch"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_LONGEST_S = 24 * 3600.0  # that an export takes
+_LONGEST_S = 24 * 3600.0  # maximum duration of an export
 _ROW_GROUP_ROWS = 65536
 
 
@@ -43,7 +43,7 @@ class Export:
 
     Attributes:
         num_units: exported units.
-        commits: digest of the commits of these units; it changes if a unit is committed again.
+        commits: digest of the commits of these units, which changes if a unit is committed again.
         files: sizes in bytes by name.
         num_nulls: by column, the number of rows with null for NaN or infinity, which JSON does not have.
     """
@@ -58,7 +58,7 @@ class Export:
     num_nulls: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """Return a line for people, and one for each column that lost values."""
+        """Return a line of text, and another for each column that lost values."""
         failed = f", {self.num_failed_rows} dead letters" if self.num_failed_rows else ""
         notes = [
             f"note: column {name!r}: null for NaN or infinity, which JSON does not have, in {num:,} rows; "
@@ -77,7 +77,7 @@ def export(run: RunDirectory, output_format: Format, *, partial: bool = False, a
 
     Raises:
         ConfigError: there is no run, or it is not finished.
-        PeagleError: one of its files is damaged.
+        PeagleError: a file of the run is damaged.
     """
     return until_settled(run, lambda: _export(run, output_format, partial=partial, again=again))
 
@@ -87,7 +87,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, again: b
     if len(units) < (num_planned := len(plan.units)) and not partial:
         raise ConfigError(
             f"{run}: {len(units)} of {num_planned} units are committed",
-            hint="finish the run (its first command continues it), or export what there is with --partial",
+            hint="finish the run (its command continues it), or export the committed rows with --partial",
         )
     folder = run.root / "export" / output_format
     commits = _commits(run, units)
@@ -161,7 +161,7 @@ def _existing(folder: StoragePath) -> Export | None:
 
 
 class _PlainLines:
-    """Writes rows and dead letters unchanged. `columns` are those to read; None for all."""
+    """Writes rows and dead letters unchanged. `columns` are the columns to read; None for all."""
 
     columns: frozenset[str] | None = None
 
@@ -220,10 +220,10 @@ class _OpenAiLines(_PlainLines):
         path = self._paths[letter["unit"]]
         letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
         if letter["reason"] == FAILED and self._named:
-            letter["message"] = "the engine failed on this request; it may be tried again"
+            letter["message"] = "the engine failed on this request; the request can be retried"
         custom_id = row.get("custom_id") if isinstance(row, dict) else None
         if custom_id is None and not self._is_batch:
-            custom_id = letter["id"]  # in a batch it could be another request's
+            custom_id = letter["id"]  # in a batch, this could be the custom_id of another request
         return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 

@@ -1,17 +1,17 @@
-"""The lease of a run directory: one driver, which renews it; another may take over if it does not.
+"""The lease of a run directory. A single driver holds and renews it; if it does not, another driver may take over.
 
-    OUT/.lease/N.json         lease N; the highest number is valid, and it stays when its driver ends
+OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
     OUT/.lease/N.stop.json    while that driver stops the run: its signal to the workers (`stopping.py`)
 
-A lease is acquired by creating the next number once (`write_once`), so one of several candidates wins. Its holder
-rewrites it every few seconds with the next beat. A candidate watches the beat on its own monotonic clock: a beat that
-changes means a live driver, and one that does not change for the lease's expiry time means a dead one. Clocks are never
-compared, so clock jumps and differences between hosts do not matter. If the driver's process was on this host and no
-longer exists, there is no wait.
+A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates wins. The
+holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own monotonic
+clock: if the beat changes, the driver is alive; if it does not change for the lease's expiry time, the driver is dead.
+Clocks are never compared, so clock jumps and differences between hosts do not matter. If the driver's process was on
+this host and no longer exists, there is no wait.
 
-A driver may be suspended anywhere and resume after another one has finished. So exactly-once does not depend on the
-lease: units and plans are created once each (`directory.py`). The lease keeps two drivers from paying twice, and a
-driver checks it before it deletes or replaces anything.
+A driver may be suspended at any point and resume after another driver has finished. So exactly-once does not depend on
+the lease: units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice,
+and a driver checks it before it deletes or replaces anything.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from peagle.errors import ConfigError, PeagleError, RunInUse
 from peagle.storage import WRITE_ERRORS, StoragePath, make_folder, require_links, write_atomic, write_once
 
 FOLDER = ".lease"
-_RENEWALS = 6  # in the time that a lease lasts
+_RENEWALS = 6  # renewals per expiry time
 _POLL_S = 0.2
-_LOOKS, _LOOK_S = 50, 0.1  # at a folder in which leases vanish before they can be read
-_LOST = "its committed units stay; let the other driver finish"
+_READ_ATTEMPTS, _READ_RETRY_S = 50, 0.1  # if listed leases disappear before they can be read
+_LOST = "committed units are kept; let the other driver finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Lease:
         expiry_s: the lease expires if it is not renewed for this long.
         heartbeat_s: interval of the engines' heartbeats; None without engines, and in leases of older versions.
         beat: renewals so far.
-        renewed_at: by the holder's clock, for people.
+        renewed_at: Unix time by the holder's clock, only for display.
         outcome: how the driver ended; None while it holds the lease, and if it was killed.
     """
 
@@ -70,43 +70,45 @@ class Lease:
     outcome: str | None = None
 
     def is_gone(self) -> bool:
-        """Return whether its process is known to be dead. False if that cannot be known from this host."""
+        """Return whether the driver's process is known to be dead; False if this host cannot know."""
         return self.where == _where() and self.birth != _birth(self.pid)
 
     def seems_alive(self) -> bool:
-        """Return whether its driver is probably alive, for people. Across hosts this compares clocks."""
+        """Return whether the driver is probably alive, only for display. Across hosts this compares clocks."""
         if self.outcome is not None or self.is_gone():
             return False
         return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
 
     def describe(self) -> str:
-        """Return who holds it, where and since when."""
+        """Return who holds the lease, where and since when."""
         return f"{self.user} on {self.host}, process {self.pid}, since {clock(self.since)}"
 
 
 def read_lease(root: StoragePath) -> Lease | None:
     """Return the lease of the current or most recent driver, or None."""
-    for _ in range(_LOOKS):
+    for _ in range(_READ_ATTEMPTS):
         if not (numbers := _numbers(root)):
             return None
         path = root / FOLDER / f"{max(numbers)}.json"
         try:
             return Lease(**json.loads(path.read_bytes()))
-        except FileNotFoundError:  # the next driver has just deleted it and has its own
-            time.sleep(_LOOK_S)
+        except FileNotFoundError:  # the next driver has just deleted this lease and written its own
+            time.sleep(_READ_RETRY_S)
         except (ValueError, TypeError) as error:
             raise PeagleError(
-                f"{path} is damaged: {error}", hint="make sure that no driver runs, and delete that file"
+                f"{path} is damaged: {error}", hint="make sure that no driver is running, and delete the file"
             ) from error
-    raise PeagleError(f"{path} is listed but cannot be read", hint="make sure that no driver runs, and delete it")
+    raise PeagleError(
+        f"{path} is listed but cannot be read", hint="make sure that no driver is running, and delete the file"
+    )
 
 
 class Holding:
     """The lease of this process, renewed by a thread until `end`.
 
     Attributes:
-        lost: set if another driver has taken over because this one could not renew in time.
-        outcome: is written into the lease when it ends.
+        lost: set if another driver has taken over because this driver could not renew in time.
+        outcome: written into the lease at the end.
     """
 
     def __init__(self, root: StoragePath, lease: Lease) -> None:
@@ -148,13 +150,13 @@ class Holding:
         """Release the lease."""
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # on a full disk it expires
+        with contextlib.suppress(*WRITE_ERRORS, PeagleError):  # if the disk is full, the lease expires
             if not self._is_taken_over():
                 self._write(replace(self._lease, renewed_at=time.time(), outcome=self.outcome))
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease.expiry_s / _RENEWALS):
-            # The next renewal may succeed; if none does, it expires.
+            # The next renewal may succeed; otherwise the lease expires.
             with contextlib.suppress(*WRITE_ERRORS, PeagleError):
                 if self._is_taken_over():
                     self.lost.set()
@@ -164,7 +166,7 @@ class Holding:
 
     def _is_taken_over(self) -> bool:
         lease = read_lease(self._root)
-        if lease is None:  # somebody deleted the folder
+        if lease is None:  # the folder was deleted
             return True
         return (lease.number, lease.token) != (self._lease.number, self._lease.token)
 
@@ -181,13 +183,13 @@ def hold_lease(
     command: Sequence[str],
     announce: Callable[[str], None],
 ) -> Iterator[Holding]:
-    """Hold the run directory's lease. An exception that passes through becomes its outcome.
+    """Hold the run directory's lease. An exception that passes through becomes the lease's outcome.
 
     Args:
         heartbeat_s: interval of the engines' heartbeats, for `peagle status`.
 
     Raises:
-        RunInUse: a live driver holds it, or has taken over.
+        RunInUse: a live driver holds the lease, or has taken over.
         ConfigError: the folder cannot be written.
         StorageError: the store cannot be written.
     """
@@ -209,11 +211,11 @@ def hold_lease(
 
 def taken_over(root: StoragePath) -> RunInUse:
     """Return the error for a driver that has lost its lease."""
-    return RunInUse(f"{root} was taken over by another driver while this one did not respond", hint=_LOST)
+    return RunInUse(f"{root} was taken over by another driver while this driver did not respond", hint=_LOST)
 
 
 def clock(at: float) -> str:
-    """Return a point in time for people."""
+    """Format a Unix time."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
@@ -233,7 +235,7 @@ def _take(
         lease = _lease(before.number + 1 if before else 1, expiry_s, heartbeat_s, command)
         path = root / FOLDER / f"{lease.number}.json"
         won = write_once(path, _to_bytes(lease))
-        # A process that was suspended before it took a number may find later ones.
+        # A process that was suspended before it created its number may find later leases.
         if won and max(_numbers(root), default=0) == lease.number:
             _clear_before(root, lease.number)
             return lease
@@ -263,7 +265,7 @@ def _lease(number: int, expiry_s: float, heartbeat_s: float | None, command: Seq
 
 
 def _clear_before(root: StoragePath, number: int) -> None:
-    """Delete earlier leases and leftovers of killed drivers, but no file of another candidate."""
+    """Delete earlier leases and leftovers of killed drivers, but not files of other candidates."""
     for path in (root / FOLDER).iterdir():
         of = path.name.lstrip(".").partition(".")[0]
         if of.isdecimal() and int(of) < number:
@@ -271,7 +273,7 @@ def _clear_before(root: StoragePath, number: int) -> None:
 
 
 def _wait_until_free(root: StoragePath, seen: Lease, announce: Callable[[str], None]) -> None:
-    """Return when the lease is free; raise RunInUse as soon as it is renewed."""
+    """Wait until the lease is free; raise RunInUse as soon as it is renewed."""
     if seen.outcome is not None or seen.is_gone():
         return
     announce(f"{root} is held by {seen.describe()}; waiting {seen.expiry_s:g} s to see whether that driver is alive")
@@ -289,7 +291,7 @@ def _in_use(root: StoragePath, lease: Lease) -> RunInUse:
     return RunInUse(
         f"{root} is in use by {lease.describe()}: {lease.command}\n"
         f"  last renewed at {clock(lease.renewed_at)}; it expires {lease.expiry_s:g} s after the last renewal",
-        hint="wait for it, or stop it (Ctrl-C there, or kill that process) and repeat this command",
+        hint="wait for that driver, or stop it (Ctrl-C, or kill the process) and repeat this command",
     )
 
 

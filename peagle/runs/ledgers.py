@@ -1,6 +1,6 @@
 """Find and read the ledgers that a user names: of runs and of endpoints, local or on S3.
 
-A run that is named twice counts once. A batch that an endpoint has billed counts in the endpoint's ledger only.
+A run that is named twice counts once. A batch that an endpoint has billed counts only in the endpoint's ledger.
 """
 
 import glob
@@ -26,7 +26,7 @@ from peagle.runs.directory import RunDirectory, uses_fake_engine
 from peagle.runs.meter import is_lent
 from peagle.storage import StoragePath, is_remote, storage_path
 
-_RESPONSES = "responses"  # as `TrainConfig.answers` names it
+_RESPONSES = "responses"  # the folder of `TrainConfig.answers`
 _BATCH_COMMAND = ["POST", "/v1/batches"]
 
 
@@ -42,7 +42,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
     """Return the ledgers of all sources, each once.
 
     Args:
-        benchmark: its step times replace those of the ledgers.
+        benchmark: a benchmark whose step times replace those in the ledgers.
 
     Raises:
         ConfigError: a source is missing, or is neither a run nor an endpoint's state.
@@ -86,7 +86,7 @@ def _found(sources: Sequence[str]) -> tuple[dict[str, RunDirectory], dict[str, S
     if missing or not (found[0] or found[1]):
         raise ConfigError(
             f"no run and no endpoint's state at {', '.join(missing or sources)}",
-            hint="name run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
+            hint="use run directories (with run.json) or --state folders of `peagle serve` (with ledger/)",
         )
     return found
 
@@ -125,7 +125,7 @@ def _places(source: str) -> dict[str, StoragePath]:
     if not _is_glob(source):
         return {source: storage_path(source)}
     if "://" not in source:
-        names = sorted(glob.glob(str(user_path(source))))  # noqa: PTH207 - a Path's takes no absolute pattern
+        names = sorted(glob.glob(str(user_path(source))))  # noqa: PTH207 - Path.glob() does not accept absolute patterns
         return {name: storage_path(name) for name in names if storage_path(name).is_dir()}
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
@@ -168,7 +168,7 @@ def require_runs(locations: Sequence[str]) -> None:
     """Check that no location is the state of an endpoint.
 
     Raises:
-        ConfigError: one is; the hint names the command for it.
+        ConfigError: a location is an endpoint's state; the hint names the command for it.
     """
     for location in locations:
         if not RunDirectory(location).exists and _is_state(storage_path(location)):
@@ -190,7 +190,7 @@ def _batch_id(manifest: dict[str, Any]) -> str | None:
 
 def _endpoint(name: str, state: StoragePath) -> Ledger:
     ledger = state / "ledger"
-    work = read_work(ledger)  # before the sessions, so that every request has one
+    work = read_work(ledger)  # before the sessions, so that every request has a session
 
     def then(session: EngineSession, moment: float) -> EngineSession:
         return session_at_time(ledger, session, moment)
@@ -204,7 +204,7 @@ def _bulk(name: str, run: RunDirectory) -> Ledger:
     at_once = about.get("concurrency") or 0  # units do not record their concurrency
     tags = tags_to_text(manifest.get("config", {}).get("tags") or {})
     is_fake = uses_fake_engine(manifest)
-    # Usage of lent engines is in the ledger of their endpoint.
+    # Usage of borrowed engines is in the ledger of their endpoint.
     usages = [usage for usage in run.usages() if not is_lent(usage.session_id)]
     sessions = [
         _described(session, price, about, tags, is_fake=is_fake)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from peagle.economics.report.figures import format_usd
 
-MIN_ROWS_FOR_SHARE = 100  # one bad row of the first two does not mean 50 %
+MIN_ROWS_FOR_SHARE = 100  # with fewer rows, a share means little
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 _TOO_FAR = "the time is too far in the future"
@@ -49,8 +49,8 @@ class Limits:
 
     Attributes:
         deadline_at: Unix time by which everything must have ended.
-        reserve_s: the maximum time that ending the run takes.
-        reserve_usd: the maximum cost of that; the run is stopped while this much is left.
+        reserve_s: the maximum time that shutting the run down takes.
+        reserve_usd: the maximum cost of the shutdown; the run is stopped when only this much is left.
     """
 
     budget_usd: float | None = None
@@ -79,7 +79,7 @@ class Reached:
 
 
 def reached(limits: Limits, situation: Situation) -> Reached | None:
-    """Return the limit for which the run must stop now, or None.
+    """Return the limit because of which the run must stop now, or None.
 
     Example: with a budget of 10 USD and a reserve of 0.40 USD, the run is stopped at 9.60 USD.
     """
@@ -93,14 +93,14 @@ def reached(limits: Limits, situation: Situation) -> Reached | None:
         spent, reserve = format_usd(situation.spent_usd), format_usd(limits.reserve_usd)
         return Reached(
             limit="budget",
-            message=f"the budget of {format_usd(limits.budget_usd)} is reached: {spent} spent, and ending the run may "
-            f"cost {reserve}",
+            message=f"the budget of {format_usd(limits.budget_usd)} is reached: {spent} spent, and shutting the run "
+            f"down may cost {reserve}",
         )
     if limits.deadline_at is not None and situation.now + limits.reserve_s >= limits.deadline_at:
         at = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
         return Reached(
             limit="deadline",
-            message=f"the deadline {at:%Y-%m-%d %H:%M:%S %z} is near: ending may take {limits.reserve_s:g} s",
+            message=f"the deadline {at:%Y-%m-%d %H:%M:%S %z} is near: shutdown may take {limits.reserve_s:g} s",
         )
     return None
 

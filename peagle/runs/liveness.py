@@ -1,6 +1,7 @@
-"""Which engines of a run are alive, and their speed, from their heartbeats.
+"""Determine from heartbeats which engines of a run are alive, and how fast they are.
 
-A driver times heartbeats on its own clock. `peagle status`, which looks once, must trust the clocks of the engines.
+A driver measures the age of heartbeats with its own clock. `peagle status` only reads once, so it must trust the clocks
+of the engines.
 """
 
 import time
@@ -9,11 +10,11 @@ from dataclasses import dataclass
 
 from peagle.economics.usage import EngineSession
 
-_DEAD_AFTER = 2.0  # heartbeats; a dead engine costs nothing
+_DEAD_AFTER = 2.0  # missed heartbeats
 
 
 def tokens_per_s(alive: Iterable[EngineSession]) -> float | None:
-    """Return the total output tokens per second of these engines; None before one has loaded."""
+    """Return the total output tokens per second of these engines; None before the first engine has loaded."""
     at_work = engines_at_work(alive)
     return sum(s.num_output_tokens / (s.busy_s + s.idle_s) for s in at_work) if at_work else None
 
@@ -44,13 +45,13 @@ class _Beat:
 
 
 class Heartbeats:
-    """Tracks the engines' heartbeats in the driver.
+    """The engines' heartbeats, as observed by the driver.
 
-    Clocks of different machines are not compared: only the driver's monotonic clock says how old a heartbeat is.
+    Clocks of different machines are not compared: the age of a heartbeat is measured with the driver's monotonic clock.
 
-    Args:
-        before: sessions of earlier attempts, all dead.
-        heartbeat_s: seconds between an engine's heartbeats.
+        Args:
+            before: sessions of earlier attempts, all dead.
+            heartbeat_s: seconds between an engine's heartbeats.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The logs of a run.
 
 Objects on S3 cannot be appended to. So processes of a run on S3 log to a temporary folder of their node, and copy the
-log to `OUT/logs`: after the engine's start, every minute, and at the end. If a process is killed, its last minute stays
-on the node.
+log to `OUT/logs`: after the engine's start, every minute, and at the end. If a process is killed, the last minute of
+its log is only on the node.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ def logs_folder(root: StoragePath) -> Path:
 
 
 class LogCopy:
-    """Copies a log to the run directory on S3; only the last 16 MiB of a long one.
+    """A copy of a log in a run directory on S3, limited to the last 16 MiB.
 
     Args:
-        name: of the copy.
+        name: name of the copy.
     """
 
     def __init__(self, root: StoragePath, log: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Measure an engine's seconds of load, compile, busy and idle; busy seconds also by unit.
+"""Measure an engine's seconds by state (load, compile, busy, idle), and busy seconds also by unit.
 
 Meters are thread-safe and use a monotonic clock, so changes of the system time do not matter.
 """
@@ -62,7 +62,7 @@ def new_session_id(*, is_lent: bool = False) -> str:
     """Return a unique id that sorts by time.
 
     Args:
-        is_lent: the seconds of the session are billed in an endpoint's ledger, which owns the engine.
+        is_lent: whether the session's seconds are billed in the ledger of the endpoint that owns the engine.
     """
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
 
@@ -75,15 +75,16 @@ def is_lent(session_id: str) -> bool:
 class EngineMeter:
     """A contiguous account of one engine's time from its first second.
 
-    While requests run, time is busy and belongs to their units in proportion to the requests that each has in the
-    engine; one of several choices counts once for each. So the units' shares add up to the busy time exactly.
+    While requests run, time is busy and is divided among their units in proportion to the number of requests that each
+    unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the
+    busy time exactly.
 
     Example: from 0 to 2 s only unit 1 has a request; from 2 to 4 s unit 1 has one and unit 2 has three. Busy is 4 s:
     unit 1's share is 2 + 2 * 1/4 = 2.5 s, unit 2's is 2 * 3/4 = 1.5 s.
 
     Args:
         monotonic: the clock for durations, in seconds.
-        started: when the engine's process was there, on that clock; now if None.
+        started: when the engine's process started, on that clock; None for now.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
@@ -97,7 +98,7 @@ class EngineMeter:
         self._lock = threading.RLock()
 
     def snapshot(self) -> "Snapshot":
-        """The account up to now; its four states sum to `elapsed_s`."""
+        """Return the account up to now; its four states add up to `elapsed_s`."""
         with self._lock:
             self.tick()
             return Snapshot(
@@ -159,9 +160,9 @@ class EngineMeter:
 
 
 class BilledMeter(EngineMeter):
-    """The meter of a lent engine. Its clock advances by the seconds that the lender bills.
+    """The meter of a borrowed engine. Its clock advances by the seconds that the lender bills.
 
-    Seconds that are billed while no request runs, for example for a cancelled one, count as idle.
+    Seconds that are billed while no request runs, for example for a cancelled request, count as idle.
     """
 
     def __init__(self) -> None:

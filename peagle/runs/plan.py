@@ -1,8 +1,8 @@
 """The plan of a run: the corpus, split once into deterministic work units.
 
 A unit is a range of rows of one file. The plan is written before anything runs and never changes, so resuming means
-running the units that a listing of committed files does not have. A retry adds units: each retries the dead letters of
-one unit, and from then on answers for these rows (`docs/decisions/0006-retry-units.md`).
+running the units without a committed file. A retry adds units: each retries the dead letters of one unit, and from then
+on is responsible for these rows (`docs/decisions/0006-retry-units.md`).
 """
 
 import io
@@ -36,9 +36,9 @@ class WorkUnit:
 
     Attributes:
         first_id: the number of the span's first row in the whole corpus.
-        rows: the span's rows that it has, by index; None for all.
-        supersedes: the unit whose dead letters it retries.
-        attempt: 1 for the first attempt at its rows.
+        rows: indices of the span's rows that belong to the unit; None for all.
+        supersedes: the unit whose dead letters this unit retries.
+        attempt: number of the attempt at its rows, starting with 1.
     """
 
     unit: int
@@ -54,13 +54,13 @@ class WorkUnit:
         return self.span.num_rows if self.rows is None else len(self.rows)
 
     def without(self, rows: Container[int]) -> "WorkUnit":
-        """Return the unit without these rows of the span."""
+        """Return a copy of the unit without these rows of the span."""
         own = range(self.span.num_rows) if self.rows is None else self.rows
         return replace(self, rows=tuple(row for row in own if row not in rows))
 
     @property
     def work(self) -> int:
-        """The estimated work, by which units are ordered."""
+        """The estimated work. Units are ordered by it."""
         return self.span.work * self.num_rows // self.span.num_rows
 
     def row_id(self, index: int) -> str:
@@ -82,9 +82,9 @@ class Plan:
     """All units of a run, with the corpus's schema and fingerprint.
 
     Attributes:
-        units: of the corpus in its order, then of retries.
-        small_units: sizes of the first units; the others have `rows_per_unit` rows.
-        notes: files of the input that were left out, with the reason.
+        units: units of the corpus in its order, then units of retries.
+        small_units: sizes of the first units; all other units have `rows_per_unit` rows.
+        notes: input files that were skipped, with the reason.
     """
 
     units: tuple[WorkUnit, ...]
@@ -121,7 +121,7 @@ class Plan:
         return replace(self, units=tuple(units.values()), num_retries=self.num_retries + 1)
 
     def retried_rows(self) -> dict[int, frozenset[int]]:
-        """Return the indices of rows that retries answer, by the unit where they failed."""
+        """Return the indices of rows that retries took over, by the unit in which they failed."""
         retried: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
         for unit in self.units:
             if unit.supersedes is not None:
@@ -129,12 +129,12 @@ class Plan:
         return dict(retried)
 
     def superseded(self, num_rows: Mapping[int, int]) -> frozenset[int]:
-        """Return the units all of whose dead letters retries took over.
+        """Return the units whose dead letters were all taken over by retries.
 
-        A unit whose file was deleted and that ran again only has the rows that no retry has: its dead letters are new.
+        A unit that ran again after its file was deleted only has the rows that no retry has: its dead letters are new.
 
-        Args:
-            num_rows: rows and dead letters of each committed unit that was retried.
+                Args:
+                    num_rows: rows and dead letters of each committed unit that was retried.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
         return frozenset(unit for unit, found in num_rows.items() if found != planned[unit] - len(retried[unit]))
@@ -142,7 +142,7 @@ class Plan:
     def left(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed.
 
-        A unit that lost its file after a retry took over its dead letters leaves those rows to the retry.
+        If a unit lost its file after a retry took over its dead letters, those rows are left to the retry.
         """
         retried = self.retried_rows()
         left = (unit for unit in self.units if unit.unit not in committed)
@@ -158,7 +158,7 @@ class CorpusConfig(Protocol):
 
     @property
     def input_format(self) -> Any:
-        """None for the format that the names suggest."""
+        """None to infer the format from the file names."""
 
     @property
     def output(self) -> Any:
@@ -193,8 +193,8 @@ def make_plan(config: CorpusConfig, cut: Cut | None = None, *, max_num_seqs: int
     """Split a corpus into units.
 
     Args:
-        cut: of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic one.
-        max_num_seqs: if the configuration has none.
+        cut: the cut of an earlier plan; None for `rows_per_unit` of the configuration, or an automatic cut.
+        max_num_seqs: used if the configuration does not set it.
         like: an earlier fingerprint (`corpus.scan`).
 
     Raises:
@@ -239,7 +239,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
 
 
 def plan_from_bytes(data: bytes) -> Plan:
-    """The inverse of `plan_to_bytes`."""
+    """Load the result of `plan_to_bytes`."""
     table = read_table(io.BytesIO(data))
     metadata = table.schema.metadata
     return Plan(
@@ -247,7 +247,7 @@ def plan_from_bytes(data: bytes) -> Plan:
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
         schema=plain_schema(pa.ipc.read_schema(pa.py_buffer(metadata[b"peagle.schema"]))),
         corpus_fingerprint=metadata[b"peagle.corpus"].decode(),
-        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # older plans have none, and no notes
+        small_units=tuple(json.loads(metadata.get(_SMALL_UNITS, b"[]"))),  # missing in older plans, like notes
         notes=tuple(json.loads(metadata.get(_NOTES, b"[]"))),
     )
 
@@ -258,7 +258,7 @@ def retries_to_bytes(retries: Iterable[Retry]) -> bytes:
 
 
 def retries_from_bytes(data: bytes) -> list[Retry]:
-    """The inverse of `retries_to_bytes`."""
+    """Load the result of `retries_to_bytes`."""
     rows = read_table(io.BytesIO(data)).to_pylist()
     return [Retry(unit=row["unit"], supersedes=row["supersedes"], rows=tuple(row["rows"])) for row in rows]
 
@@ -269,7 +269,7 @@ def unit_to_json(unit: WorkUnit) -> str:
 
 
 def unit_from_json(text: str) -> WorkUnit:
-    """The inverse of `unit_to_json`."""
+    """Load the result of `unit_to_json`."""
     values = json.loads(text)
     rows = values["rows"]
     return WorkUnit(**{**values, "span": Span(**values["span"]), "rows": None if rows is None else tuple(rows)})
@@ -302,10 +302,10 @@ _MAX_CHUNK = 256
 
 
 def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
-    """Return the units with the most work first, rounded to a factor of two, otherwise in the order of the corpus.
+    """Sort units by work, rounded to a factor of two, largest first, otherwise in the order of the corpus.
 
-    A compressed file and a Parquet row group can only be read forward. In this order each is read once for every factor
-    of two between its units.
+    A compressed file or a Parquet row group can only be read forward. In this order each is read once per factor of two
+    between its units.
     """
     return sorted(units, key=lambda unit: (-unit.work.bit_length(), unit.unit))
 

@@ -13,7 +13,7 @@ from peagle.runs.plan import Plan, Retry, WorkUnit
 from peagle.runs.rows import PreparedUnit, prepare
 
 _MOST_SAMPLED_ROWS = 200
-_MOST_SAMPLED_UNITS = 20  # the file of each is opened, and a compressed one is read from its beginning
+_MOST_SAMPLED_UNITS = 20  # each unit's file is opened, and a compressed file is read from its beginning
 
 
 def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> pa.Table:
@@ -25,7 +25,7 @@ def prepare_unit(unit: WorkUnit, schema: pa.Schema, builder: RequestBuilder) -> 
 
 
 def plan_retry(run: RunDirectory, plan: Plan) -> Plan:
-    """Plan new units for all dead letters, and return the plan with them; unchanged if there is no dead letter.
+    """Plan new units for all dead letters, and return the new plan; unchanged if there are no dead letters.
 
     Raises:
         RunInUse: another driver has planned a retry since `plan` was read.
@@ -54,7 +54,7 @@ class CorpusSample:
         num_failed: sampled rows that would be dead letters.
         prompt_tokens: estimate for all rows.
         most_output_tokens: estimate for all rows, if every answer has its maximum length.
-        example: the message of a dead letter; may be empty.
+        example: the message of a dead letter; empty if there are none.
     """
 
     num_rows: int

@@ -16,7 +16,7 @@ _PLAIN_LINE_EVERY_S = 10.0
 
 @dataclass
 class Tally:
-    """Totals of a run: all attempts, as far as committed.
+    """Totals of a run: all committed units of all attempts.
 
     Args:
         num_rows_planned: rows of the corpus.
@@ -35,7 +35,7 @@ class Tally:
     _rows_before: int = 0
 
     def add(self, usage: UnitUsage, *, before: bool = False) -> None:
-        """Count a committed unit; `before` if an earlier attempt committed it."""
+        """Count a committed unit; `before` means that an earlier attempt committed it."""
         self.num_rows += usage.num_rows
         self.num_failed_rows += usage.num_failed_rows
         self.num_output_tokens += usage.num_output_tokens
@@ -69,7 +69,7 @@ class Tally:
 
 
 class RunProgress:
-    """Shows a `Tally`: in place on a terminal, otherwise as a line every 10 s."""
+    """A display of a `Tally`: a live line on a terminal, otherwise a line every 10 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -97,11 +97,11 @@ class RunProgress:
 
 
 def seconds_left(num_rows_left: int, num_rows_done: int, num_output_tokens: int, tokens_per_s: float) -> float | None:
-    """Estimate the seconds until all rows are done; None if that is unknown or nothing is left.
+    """Estimate the seconds until all rows are done; None if unknown, or if no rows are left.
 
     Args:
-        num_output_tokens: of the finished rows; the others are assumed to be as long.
-        tokens_per_s: from heartbeats.
+        num_output_tokens: output tokens of the finished rows; the remaining rows are assumed to be as long.
+        tokens_per_s: current speed from heartbeats.
     """
     if not (num_rows_left and num_rows_done and num_output_tokens and tokens_per_s):
         return None

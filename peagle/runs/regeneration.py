@@ -1,7 +1,7 @@
 """Generate a sample of a run's rows again without its drafter, to verify that it was lossless.
 
-The engine has the run's own settings and runs in this process, without Ray. Prompts are built from the input again. A
-row whose input is gone or whose response was sampled cannot be compared; it is skipped, with the reason.
+The engine has the run's settings and runs in this process, without Ray. Prompts are rebuilt from the input. A row whose
+input is missing or whose response was sampled cannot be compared; it is skipped, with the reason.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class AuditedEngine:
     """The engine of a run, to be started without its drafter.
 
     Attributes:
-        spec: of the run, including its drafter.
-        max_tie: the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`).
+        spec: spec of the run's engine, including its drafter.
+            max_tie: the difference of log-probabilities that counts as a tie (`peagle.engine.lossless.tie_margin`).
     """
 
     spec: EngineSpec
@@ -49,7 +49,7 @@ class AuditedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAudit:
-    """One row of the sample: its verdict, or why it was skipped."""
+    """One row of the sample: the result, or why the row was skipped."""
 
     id: str
     verdict: Comparison | None = None
@@ -61,7 +61,7 @@ class RowAudit:
         return self.verdict.outcome if self.verdict else "skipped"
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the result as JSON values."""
         if self.verdict is None:
             return {"id": self.id, "outcome": "skipped", "reason": self.skipped}
         return {"id": self.id, **self.verdict.to_dict()}
@@ -78,7 +78,7 @@ class _Sample:
 
 
 def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
-    """Return the run's target if it can run here as it did there.
+    """Return the run's target if it can run on this machine as in the run.
 
     Raises:
         ConfigError: this machine computes in another precision, or the model's weights differ.
@@ -91,12 +91,12 @@ def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEn
     if precision.describe() != stated:
         raise ConfigError(
             f"the run computed in {stated}, but this machine computes in {precision.describe()}",
-            hint="audit it on hardware like its own, or only its files with --no-regenerate",
+            hint="audit the run on the same hardware, or only its files with --no-regenerate",
         )
     if resolve_model(spec.model, commits=spec.commits).fingerprint != manifest["fingerprint"]["model"]["weights"]:
         raise ConfigError(
-            f"the weights of {spec.model} are not those that the run used",
-            hint="audit it where that model is, or only its files with --no-regenerate",
+            f"the weights of {spec.model} differ from those of the run",
+            hint="audit the run where the same weights are available, or only its files with --no-regenerate",
         )
     tie = tie_margin(precision) if max_tie is None else max_tie
     return AuditedEngine(spec=spec, is_fake=False, precision=stated, max_tie=tie)
@@ -126,7 +126,7 @@ def audit_rows(
     announce: Callable[[str], None],
     start: Start,
 ) -> list[RowAudit]:
-    """Generate the chosen rows again, and compare them with the committed ones.
+    """Generate the chosen rows again, and compare them with the committed rows.
 
     Raises:
         EngineError: the engine failed to start or crashed.
@@ -163,13 +163,13 @@ def _samples(
     try:
         source = list(read(unit.span))
     except InputError as error:
-        return [RowAudit(id=row["id"], skipped=f"its input cannot be read: {error.message}") for row in rows]
+        return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
     outcomes: list[RowAudit | _Sample] = []
     for row in rows:
         raw = source[int(row["id"]) - unit.first_id]
         request = RowError(reason=raw.reason, message=raw.error) if raw.error else builder.build(raw.columns)
         if isinstance(request, RowError) or len(request.prompt_token_ids) != row["num_prompt_tokens"]:
-            outcomes.append(RowAudit(id=row["id"], skipped="its input gives another prompt now"))
+            outcomes.append(RowAudit(id=row["id"], skipped="the input now yields a different prompt"))
             continue
         sampling = base | {key: value for key, value in request.sampling.items() if key != "seed"}
         if sampling["temperature"] > 0 and not is_fake:
@@ -201,7 +201,7 @@ def _regenerate(
         target.spec,
         drafter=None,
         num_nodes=1,
-        # As the run had it with its drafter, so that prompts are prefilled in the same chunks.
+        # The same as in the run with its drafter, so that prompts are prefilled in the same chunks.
         max_num_batched_tokens=target.spec.max_num_batched_tokens
         or max_num_batched_tokens(target.spec, hardware.detect()),
         # The log-probabilities after penalties and constraints, from which the token was chosen.

@@ -1,7 +1,7 @@
 """Write `report.json` and `report.html` of a run.
 
 A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
-newer one. So each driver checks after writing whether the run has changed, and then writes again.
+newer report. So each driver checks after writing whether the run has changed, and if so writes again.
 """
 
 import time
@@ -26,9 +26,9 @@ _Made = TypeVar("_Made")
 
 
 def until_settled(run: RunDirectory, make: Callable[[], _Made]) -> _Made:
-    """Return the result of `make`, which is repeated if the run changes in the meantime.
+    """Return the result of `make`, which is called again if the run changes in the meantime.
 
-    It is not repeated for an unfinished run: the driver that finishes it does that.
+    For an unfinished run it is not called again: the driver that finishes the run writes the report.
     """
     while True:
         before = _finished(run)
@@ -44,7 +44,7 @@ def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
     return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
 
 
-_WRITABLE = "make room, or the folder writable; peagle status and peagle audit write nothing into it"
+_WRITABLE = "free some space, or make the folder writable; peagle status and peagle audit write nothing"
 
 
 def make_report(run: RunDirectory) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _row_sections(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
             figures[name] = read(run)
         except PeagleError as error:
             figures[name] = None
-            notes.append(f"Its {name} are not shown: {error.message}")
+            notes.append(f"The {name} are not shown: {error.message}")
     return figures
 
 

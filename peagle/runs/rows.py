@@ -46,7 +46,7 @@ OUTPUT_SCHEMA = pa.schema(
         ("latency_s", pa.float64()),
         ("model", pa.string()),
         ("drafter", pa.string()),
-        # Every response, where a row asked for several or for log-probabilities; null otherwise.
+        # Every response of a row that requested several or log-probabilities; otherwise null.
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
@@ -79,13 +79,13 @@ def require_storable(schema: pa.Schema) -> None:
     """Check that the rows of a corpus can be committed.
 
     Raises:
-        InputError: Parquet cannot hold one of its columns.
+        InputError: Parquet cannot store a column.
     """
     for column in schema:
         if not can_be_stored(pa.schema([column])):
             raise InputError(
-                f"input: column {column.name!r} has a type that Parquet cannot hold",
-                hint="start a new run directory: its plan is of an older peagle; or leave the column out of the input",
+                f"input: column {column.name!r} has a type that Parquet cannot store",
+                hint="remove the column from the input; or use a new run directory, if an older peagle planned this run",
             )
 
 
@@ -125,7 +125,7 @@ def encode_rows(table: pa.Table) -> pa.Table:
 
 
 def decode_rows(batch: pa.Table) -> pa.Table:
-    """The inverse of `encode_rows`."""
+    """Load the result of `encode_rows`."""
     return plain(pa.ipc.open_stream(batch.column(_ENCODED)[0].as_buffer()).read_all())
 
 
@@ -134,7 +134,7 @@ class PreparedUnit:
 
     Attributes:
         prompts: token ids by row; None if the row is a dead letter.
-        sampling: by row, the parameters that differ from the run's.
+        sampling: by row, the parameters that differ from the run's parameters.
         dead_letters: by row index.
     """
 

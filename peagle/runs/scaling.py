@@ -1,7 +1,7 @@
-"""The number of engines of a run. Pure functions.
+"""Choose the number of engines of a run. Pure functions.
 
-Ray Data adds an engine whenever all engines are full and units wait. Since loading takes minutes, the new actor waits
-until `is_worth_loading`.
+Ray Data adds an actor whenever all engines are full and units wait. Since loading takes minutes, the new actor first
+waits until `is_worth_loading` returns True.
 """
 
 import re
@@ -46,7 +46,7 @@ class EngineRange:
         """Return the number of engines to start with, limited by room and work.
 
         Args:
-            room: engines for which the cluster has room now.
+            room: number of engines for which the cluster has room now.
             calls: concurrent units per engine.
         """
         return max(self.smallest, min(self.largest, room, num_units // calls))
@@ -64,7 +64,7 @@ def most_at_once(sessions: Iterable[EngineSession]) -> int:
 
 
 def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_done: int, work_left: int) -> bool:
-    """Whether one more engine would work for longer than it loads.
+    """Return whether another engine would work for longer than it takes to load.
 
     The n live engines need T seconds for the remaining work. If another engine loads for L seconds and then shares the
     rest, it works for (T - L) * n / (n + 1) seconds. Returns True as long as T or L is unknown.
@@ -72,8 +72,8 @@ def is_worth_loading(sessions: Iterable[EngineSession], num_alive: int, work_don
     Args:
         sessions: all sessions of the run directory.
         num_alive: engines that are running or loading.
-        work_done, work_left: estimated work of committed and uncommitted units. Their number would mislead, because the
-            small units come last.
+        work_done, work_left: estimated work of committed and uncommitted units. The number of units would mislead,
+                because small units come last.
 
     Example: two engines took 60 s to load and have 300 s of work left. A third one would work (300 - 60) * 2 / 3 =
     160 s after 60 s of loading.

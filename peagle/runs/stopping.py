@@ -15,7 +15,7 @@ class StopSignal:
     """A driver's stop signal to its own workers, as a file in the run directory.
 
     Args:
-        folder: of the leases; the next driver deletes the signal with the lease.
+        folder: folder of the leases; the next driver deletes the signal with the lease.
         driver: the number of the driver's lease.
     """
 
@@ -23,7 +23,7 @@ class StopSignal:
         self._path = folder / f"{driver}.stop.json"
 
     def request(self, grace_s: float) -> None:
-        """Ask workers to start nothing, and to give up units that are not committed within `grace_s` seconds."""
+        """Tell workers to start nothing, and to abandon units that are not committed within `grace_s` seconds."""
         write_json(self._path, {"grace_s": grace_s})
 
     def grace_s(self) -> float | None:
@@ -34,7 +34,7 @@ class StopSignal:
             return None
 
     def reader(self) -> Callable[[], float | None]:
-        """Return a version of `grace_s` that can be called often; on S3 a thread polls."""
+        """Return a version of `grace_s` that is cheap to call; on S3 a thread polls."""
         return PolledStop(self.grace_s) if is_remote(self._path) else self.grace_s
 
     def clear(self) -> None:
@@ -45,7 +45,7 @@ class PolledStop:
     """A stop signal on S3, polled by a thread.
 
     Args:
-        read_grace_s: as for `GraceClock`; if it fails, the last value is kept.
+        read_grace_s: as for `GraceClock`; the last value is kept if it fails.
     """
 
     def __init__(self, read_grace_s: Callable[[], float | None], *, every_s: float = 1.0) -> None:
@@ -87,12 +87,12 @@ class GraceClock:
         return self._over_at is not None
 
     def is_over(self) -> bool:
-        """Whether unfinished units must be given up."""
+        """Whether unfinished units must be abandoned."""
         return self.is_asked() and self._over_at is not None and self._monotonic() >= self._over_at
 
 
 def resume_command(command: Sequence[str], flags: Mapping[str, str | None]) -> str:
-    """Return the command line that continues a run: this attempt's, with changed flags (None: without a value).
+    """Return the command line that continues a run: this attempt's command with changed flags (None: no value).
 
     >>> resume_command(["peagle", "generate", "--budget-usd=1", "--retry-failed"], {"--budget-usd": "2"})
     'peagle generate --budget-usd 2'

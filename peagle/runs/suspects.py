@@ -4,15 +4,15 @@ A note about each attempt at a unit is kept in the run directory while the unit 
 
     OUT/suspects/unit-N.SESSION.json    the rows of unit N in that engine process; deleted when N is committed
 
-The note is written before the rows enter the engine, so it exists whatever is killed, including the driver.
+The note is written before the rows enter the engine, so it exists no matter which process is killed.
 
-- The engine crashed and its actor noticed (`died`): the note names the rows that were in it. They are suspects, and
-  each is tried again alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter.
-  One crash may be chance (out of memory, an operator), and does not condemn a row.
+- The engine crashed and its actor noticed (`died`): the note names the rows that were in the engine. They are suspects,
+  and each is retried alone in the engine. A row that was alone at two crashes is poisoned and becomes a dead letter.
+  A single crash may be coincidence (out of memory, an operator), and does not condemn a row.
 - The actor itself is gone (`died` is false, and another engine process finds the note): perhaps the node was lost.
   The first time the unit is simply run again; from the second time on, all its rows are suspects. For a row that was
-  alone this counts like a crash, and units that only waited are cleared.
-- The driver was killed: that says nothing about rows. `stale_notes` finds the notes that only mean this.
+  alone this counts as a crash, and units that only waited are cleared.
+- The driver was killed: this says nothing about rows. `stale_notes` finds the notes that only mean this.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ class Note:
 
     @property
     def is_vague(self) -> bool:
-        """Whether it only says that the unit was started."""
+        """Whether the note only says that the unit was started."""
         return not (self.died or self.alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Rows that must run alone, and rows that crash engines."""
+    """The rows that must run alone, and the rows that crash engines."""
 
     suspects: frozenset[int] = frozenset()
     poisoned: frozenset[int] = frozenset()
 
 
 def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
-    """Return the verdict on the notes that dead engine processes left.
+    """Return the verdict from the notes of dead engine processes.
 
-    Example: three rows were in an engine that crashed, then the first of them was alone in two that crashed. It is
-    poisoned, and the other two are suspects.
+    Example: three rows were in an engine that crashed, then the first row was alone in two engines that crashed. It is
+    poisoned, and the other two rows are suspects.
     """
     suspects: set[int] = set()
     crashes_alone: Counter[int] = Counter()
@@ -80,7 +80,7 @@ class UnitNotes:
         self._own = folder / f"{self._prefix}{session_id}.json"
 
     def verdict(self, num_rows: int) -> Verdict:
-        """Return the verdict on the notes of earlier engine processes."""
+        """Return the verdict from the notes of earlier engine processes."""
         notes = []
         for path in self._paths():
             if path == self._own:
@@ -115,7 +115,7 @@ class UnitNotes:
 
 
 class RowsInEngine:
-    """The rows that are in an engine now, by unit."""
+    """The rows that are currently in an engine, by unit."""
 
     def __init__(self) -> None:
         self._notes: dict[int, UnitNotes] = {}
@@ -127,12 +127,12 @@ class RowsInEngine:
         return notes
 
     def end(self, unit: int) -> None:
-        """Forget a unit that is finished or given up. A process that had it twice may end it twice."""
+        """Forget a unit that is finished or abandoned. A process that had the unit twice may end it twice."""
         self._notes.pop(unit, None)
 
     @contextlib.contextmanager
     def inside(self, unit: int, index: int) -> Iterator[None]:
-        """Count a row as in the engine within the block."""
+        """Count a row as in the engine during the block."""
         self._rows[unit].append(index)
         try:
             yield
@@ -144,10 +144,10 @@ class RowsInEngine:
         return any(self._rows.values())
 
     def mark_suspected(self, *, alone: bool) -> None:
-        """Note the rows that are in a crashing engine, and clear units that have none in it.
+        """Mark the rows in a crashing engine as suspects, and clear units without rows in the engine.
 
         Args:
-            alone: the only row in the engine was put there alone.
+            alone: whether the only row in the engine was run alone on purpose.
         """
         for unit, notes in list(self._notes.items()):
             if rows := self._rows[unit]:

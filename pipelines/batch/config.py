@@ -1,6 +1,6 @@
-"""The keys of a bulk run, the same in YAML and on the command line.
+"""The options of a bulk run, the same in YAML and on the command line.
 
-It checks what can be checked without a corpus, a model or a cluster.
+Validation here needs no corpus, model or cluster.
 """
 
 import datetime
@@ -41,7 +41,7 @@ def _place(value: Any) -> StoragePath:
     try:
         folder = storage_path(value)
     except ConfigError as error:
-        raise ValueError("it is a local folder, or s3://BUCKET/FOLDER") from error
+        raise ValueError("must be a local folder, or s3://BUCKET/FOLDER") from error
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:  # the working directory may have a name that is not UTF-8
@@ -57,7 +57,7 @@ class FakeEngineOptions(BaseModel):
     """The choice between vLLM and the fake engine, in runs and endpoints."""
 
     engine: Literal["vllm", "fake"] = Field(
-        "vllm", description="fake is a deterministic stand-in without a model, for trying a pipeline"
+        "vllm", description="fake is a deterministic engine without a model, for trying a pipeline"
     )
     fake: FakeTraits = Field(FakeTraits(), description='traits of the fake engine, as JSON: {"token_s": 0.03}')
 
@@ -70,7 +70,7 @@ class FakeEngineOptions(BaseModel):
 class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions, SamplingOptions, EngineOptions):
     """One bulk run.
 
-    A description is the help text of its flag; an unknown key is an error.
+    Descriptions are the help texts of the flags; unknown keys are errors.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)  # of the others; JSON, and so run.json, has neither
@@ -80,10 +80,10 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
         "text formats also as .gz or .zst; local or s3://"
     )
     input_format: Literal["auto", "parquet", "jsonl", "csv", "text", "openai-batch"] = Field(
-        "auto", description="format of the corpus; auto: by suffix, and an OpenAI batch by its columns"
+        "auto", description="format of the corpus; auto: by file suffix, and an OpenAI batch by its columns"
     )
     output: FolderKey = Field(
-        description="run directory, local or s3://BUCKET/FOLDER; an unfinished run there is continued"
+        description="run directory, local or s3://BUCKET/FOLDER; an existing unfinished run is continued"
     )
     output_format: Literal["auto", "parquet", "jsonl", "openai-batch"] = Field(
         "auto",
@@ -91,7 +91,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
         "OUTPUT/export when the run is finished; auto is openai-batch for such a corpus, else parquet",
     )
     retry_failed: bool = Field(False, description="retry the rows that are dead letters of this run")
-    limit: int | None = Field(None, ge=1, description="take only the first rows of the corpus")
+    limit: int | None = Field(None, ge=1, description="use only the first rows of the corpus")
     rows_per_unit: int | None = Field(
         None,
         ge=1,
@@ -108,28 +108,28 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     engines: str = Field(
         "1",
         json_schema_extra=NUMBER_OR_RANGE,
-        description="engine actors: N, or MIN:MAX: as many as find room and have work enough to pay for loading",
+        description="engine actors: N, or MIN:MAX for as many as fit and have enough work to justify loading",
     )
     nodes_per_engine: int = Field(
-        1, ge=1, description="nodes of the cluster that share the ranks of one engine, an equal part each"
+        1, ge=1, description="cluster nodes among which the ranks of one engine are divided evenly"
     )
     accelerator_type: str | None = Field(
         None,
         min_length=1,
-        description="engines run on accelerators of this type alone, by Ray's name (H100, RTX-PRO-6000), or on any; "
-        "a cluster that has none yet is asked for them; default: accelerators where the cluster has some now",
+        description="accelerator type of the engines, by Ray's name (H100, RTX-PRO-6000), or any; an autoscaling "
+        "cluster is asked for machines if it has none; default: accelerators if the cluster has some now",
     )
 
     cluster_wait_s: float = Field(
         0, ge=0, description="wait this long for an autoscaled cluster to have room for the engines"
     )
     row_timeout_s: float | None = Field(
-        None, gt=0, description="a row that an engine has not finished in this time becomes a dead letter"
+        None, gt=0, description="a row that is not finished in this time becomes a dead letter"
     )
     engine_timeout_s: float = Field(
         ENGINE_TIMEOUT_S,
         gt=0,
-        description="an engine that has rows and takes no step for this long hangs: it is killed and replaced",
+        description="an engine that has rows but makes no step for this long is killed and replaced",
     )
     grace_s: float = Field(20, ge=0, description="time for running units to be committed when the run is stopped")
     lease_s: float = Field(
@@ -140,16 +140,16 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     budget_usd: float | None = Field(
         None,
         gt=0,
-        description="stop before the run directory has cost more, all attempts, loading and lost work included",
+        description="stop before the run costs more, including all attempts, loading and lost work",
     )
     draw_on: Path | None = Field(
         None,
-        description="--state of an endpoint: the run draws on its budgets of this run's tags, and stops before one of "
-        "them is overspent",
+        description="--state of an endpoint: the run draws on the endpoint's budgets for this run's tags, and stops "
+        "before a budget is overspent",
     )
     deadline: str | None = Field(
         None,
-        description="end by then: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
+        description="end by this time: a duration from now (2h30m), a time of day (18:30), an ISO timestamp, or none",
     )
     max_failed_rows: str | None = Field(
         None,
@@ -166,7 +166,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     @model_validator(mode="after")
     def _only_tags_have_budgets(self) -> "GenerateConfig":
         if self.draw_on is not None and not self.tags:
-            raise ValueError("draw_on needs tags: it is their budgets that the run draws on")
+            raise ValueError("draw_on requires tags, since the run draws on the budgets of its tags")
         return self
 
     @model_validator(mode="after")
@@ -181,8 +181,8 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
             raise ValueError("nodes_per_engine cannot be used with engine: fake, which has no ranks")
         if num_nodes > 1 and self.engine_range.fixed is None:
             raise ValueError(
-                f"engines {self.engines} with nodes_per_engine {num_nodes}: give one number, for an engine that came"
-                " beyond the first ones could hold the slots of their other nodes' ranks"
+                f"engines {self.engines} with nodes_per_engine {num_nodes}: use a fixed number, since an engine that is"
+                " added later could take the resources of other engines' ranks"
             )
         return self
 
@@ -210,13 +210,13 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     @field_validator("json_schema", mode="before")
     @classmethod
     def _schema_from_a_file(cls, value: Any) -> Any:
-        """Read a schema from the file that is named, so that its content is kept."""
+        """Read the schema from a named file, so that its content is stored."""
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:
             return user_path(value).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"no schema can be read there ({error})") from error
+            raise ValueError(f"the schema cannot be read ({error})") from error
 
     @property
     def most_engines(self) -> int:

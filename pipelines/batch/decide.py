@@ -19,7 +19,7 @@ from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
 from pipelines.cluster.placement import on_accelerators
 
-_NO_RUN = "leave out --retry-failed to start a run"
+_NO_RUN = "remove --retry-failed to start a run"
 
 
 def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], None]) -> Run:
@@ -56,8 +56,8 @@ def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connec
     require_run_fits(request, directory)
     if config.nodes_per_engine > 1 and not cluster.is_remote:
         raise ConfigError(
-            f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS names no cluster, so there is one node",
-            hint="set RAY_ADDRESS to a cluster's address, or leave out --nodes-per-engine",
+            f"nodes_per_engine {config.nodes_per_engine}: RAY_ADDRESS is not set, so there is only one node",
+            hint="set RAY_ADDRESS to a cluster's address, or remove --nodes-per-engine",
         )
 
 
@@ -65,11 +65,11 @@ def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
     """Check that the directory can be used for this run, and has a run if failed rows are to be retried.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the directory cannot be used.
     """
     directory.require_own()
     if request.config.retry_failed and not directory.exists:
-        raise ConfigError(f"{directory} has no run whose failed rows could be retried", hint=_NO_RUN)
+        raise ConfigError(f"{directory} has no run, so there are no failed rows to retry", hint=_NO_RUN)
 
 
 # --- the plan
@@ -143,7 +143,7 @@ def _finished_on(request: RunRequest, directory: RunDirectory) -> Hardware | Non
         raise ConfigError(
             f"{directory} was started on {before.describe()}: accelerator_type {config.accelerator_type} cannot "
             "continue it",
-            hint="leave out --accelerator-type, or start another run with another --output",
+            hint="remove --accelerator-type, or start a new run with another --output",
         )
     if directory.plan().left(directory.committed()):
         return None

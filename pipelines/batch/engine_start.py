@@ -1,4 +1,4 @@
-"""Start the engine of an actor. Names of models are resolved on its node."""
+"""Start the engine of an actor. Model names are resolved on the actor's node."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ class StartedEngine:
     """A running engine.
 
     Attributes:
-        checkable: for the self-check; None if its lender has checked it.
-        compile_s: part of the start, in seconds.
-        others: its ranks on other nodes, or None.
+        checkable: the engine for the self-check; None if the lender has checked it.
+        compile_s: seconds of the start that were spent on compiling.
+        others: the engine's ranks on other nodes, or None.
     """
 
     engine: RowEngine
@@ -38,7 +38,7 @@ def start_engine(run: Run, session: Session) -> StartedEngine:
     If another node of the engine is lost, this process ends, and Ray restarts it.
 
     Raises:
-        EngineError: it does not start; the message has the reason of vLLM.
+        EngineError: the engine does not start; the message has vLLM's reason.
     """
     if run.lender is not None:
         assert isinstance(session.meter, BilledMeter), "a session of a lent engine has one"

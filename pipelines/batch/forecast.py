@@ -1,6 +1,6 @@
 """Forecast of a bulk run, for `peagle generate --dry-run`.
 
-It uses the same functions as a run, for the configured machine or this one. It starts and writes nothing, and does not
+Uses the same functions as a run, for the configured machine or this machine. Starts and writes nothing, and does not
 connect to Ray.
 """
 
@@ -35,10 +35,10 @@ class RunForecast:
     """What a run would do.
 
     Attributes:
-        run: resolved, but not created.
-        is_here: the engines would run on this machine, whose hardware was detected.
-        num_rows_left: of an existing run; of a new run, all rows.
-        speed: None if unknown.
+        run: the resolved run, which was not created.
+        is_here: whether the engines would run on this machine, whose hardware was detected.
+        num_rows_left: remaining rows of an existing run; all rows of a new run.
+        speed: expected speed; None if unknown.
     """
 
     run: Run
@@ -212,8 +212,8 @@ def _prompts(found: CorpusSample) -> str:
 def machine_in_words(here: Hardware, is_here: bool, num_nodes: int) -> str:
     """Describe the machine of the engines."""
     if not is_here:
-        return f"{here.describe()}; {num_nodes} of these machines, as the tables have them"
-    unasked = "; the cluster of RAY_ADDRESS is not asked: name its instance_type" if ray.is_remote() else ""
+        return f"{here.describe()}; {num_nodes} of these machines, according to the price table"
+    unasked = "; the cluster of RAY_ADDRESS was not inspected: set its instance_type" if ray.is_remote() else ""
     return f"{here.describe()}; this machine{unasked}"
 
 
@@ -245,7 +245,7 @@ def memory_in_words(
     """
     footprint = read_footprint(spec.model) or known
     if footprint is None:
-        return "not known: config.json does not say enough"
+        return "unknown: config.json is incomplete"
     if hardware.platform == "cpu":
         cache_gib = spec.kv_cache_gib or default_kv_cache_gib(spec, hardware, num_engines_on_node=num_engines_on_node)
         return f"fits by estimate, with a KV cache of {cache_gib:.1f} GiB; {hardware.free_memory_gib:.1f} GiB are free"

@@ -8,7 +8,7 @@ _MAX_WAITING = 32
 
 
 class SharedExclusiveLock:
-    """Lets many rows into the engine together, or one alone."""
+    """A lock that many rows can share, or a single row can hold exclusively."""
 
     def __init__(self) -> None:
         self._num_sharing = 0
@@ -63,7 +63,7 @@ class WeightedSemaphore:
 
     @contextlib.asynccontextmanager
     async def acquire(self, num_slots: int = 1) -> AsyncIterator[None]:
-        """Hold this many slots together, or all if there are fewer."""
+        """Hold this many slots, or all slots if there are fewer."""
         num_slots = min(num_slots, self._num_slots)
         async with self._turn, self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_slots)
@@ -79,8 +79,8 @@ class WeightedSemaphore:
 def rows_in_engine(slots: int) -> int:
     """Return how many rows to give an engine with this many slots: all slots, and some that wait.
 
-    Rows of equal length end in the same step. If fewer rows wait than end, the next step computes less than it could.
-    With many slots few end together, and every row in an engine is a suspect when it crashes.
+    Rows of equal length end in the same step. If fewer rows wait than end, slots of the next step stay empty. With many
+    slots, few rows end together, and every row in an engine is a suspect when the engine crashes.
 
     >>> [rows_in_engine(slots) for slots in (1, 8, 64, 512)]
     [2, 16, 96, 576]

@@ -1,7 +1,7 @@
 """The ranks of an engine on other nodes: placement, actors, and a watch.
 
-The actor of the engine (`worker.py`) leads. Its followers end with it, because Ray ends the actors that a process
-started, and it ends with the first of them. `peagle/engine/arguments.py` has the arguments of vLLM.
+The engine's actor (`worker.py`) is the leader. Its followers end with it, because Ray ends the actors that a process
+started, and the leader ends with the first follower. `peagle/engine/arguments.py` has vLLM's arguments.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class Follower:
     """The part of an engine on one other node.
 
     Args:
-        session_id: of the engine; it names the log.
-        number: of the node within the engine, from 1.
+        session_id: session id of the engine, which names the log.
+        number: number of the node within the engine, from 1.
     """
 
     def __init__(self, run: Run, session_id: str, number: int) -> None:
@@ -63,12 +63,12 @@ class Follower:
 class OtherNodes:
     """The followers of the engine that this actor leads. They start with this object.
 
-    If one ends while the engine starts, the start is aborted here, because vLLM would wait for it.
+        If a follower ends while the engine starts, the start is aborted here, because vLLM would wait for it.
 
     Attributes:
-        rank: of this node.
-        failure: why the first of them ended; None while all run.
-        is_lost: it ended without an error, because its process or node is gone.
+        rank: rank of this node.
+        failure: why the first follower ended; None while all run.
+        is_lost: whether that follower ended without an error, because its process or node is gone.
     """
 
     def __init__(self, run: Run, session_id: str) -> None:
@@ -85,12 +85,12 @@ class OtherNodes:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def started(self, die: Callable[[str], object]) -> None:
-        """After the start of the engine: from now on, call `die` with the reason when a follower ends."""
+        """Call this after the engine's start: from now on, `die` is called with the reason when a follower ends."""
         self._die = die
         self._has_started.set()
 
     def release(self) -> None:
-        """Release the other nodes, because the engine ends regularly."""
+        """Release the other nodes when the engine shuts down normally."""
         self._die = lambda _: None
 
     def _watch(self) -> None:

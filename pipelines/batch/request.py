@@ -13,13 +13,13 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.batch.lender import Lender
 from pipelines.cluster.placement import Neighbours
 
-GIVE_UP_S = 15.0  # after the grace period, for workers to notice and to commit their last units
-_NOTICE_S = 2.0  # until the driver has looked again and its stop signal has arrived
+GIVE_UP_S = 15.0  # after the grace period, for workers to notice the signal and commit their last units
+_NOTICE_S = 2.0  # until the driver's next check, and until its stop signal arrives
 BY_SIGNAL = "stopped by a signal"
 
 
 def ending_s(grace_s: float) -> float:
-    """Return the maximum number of seconds that ending a run takes."""
+    """Return the maximum number of seconds that shutting a run down takes."""
     return grace_s + GIVE_UP_S + _NOTICE_S
 
 
@@ -42,7 +42,7 @@ class RunRequest:
         commits: by hub id, the commits that a new run must use; an existing run keeps its own.
         served_name: the model's name in OpenAI answers of a new run; None for the model's own name.
         allowance: replaces the configuration's budget.
-        limits: of the configuration, counted from now, with a reserve for ending the run.
+        limits: limits of the configuration, counted from now, with a reserve for shutdown.
     """
 
     config: GenerateConfig
@@ -83,7 +83,7 @@ class RunRequest:
 
     @property
     def killed_message(self) -> str:
-        """The last message of a command that a second signal ends."""
+        """The last message of a command that is ended by a second signal."""
         again = resume_command(self.command, {})
         return f"stopped immediately: running units are lost\n  the same command continues the run: {again}"
 

@@ -45,15 +45,15 @@ _COMPILE_WORK = 8e12
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A bulk run, resolved once. It is picklable, and every stage receives it whole.
+    """A resolved bulk run. Picklable; every stage receives it.
 
     Attributes:
-        directory: knows its lease once the run is open.
-        plan: stages on other nodes receive it without its units (`for_stages`).
-        engine: names its models so that any node can resolve them.
-        placement: the resources of each engine.
-        slot_group: the name under which its engines number their slots on a node; None for the run's own.
-        lender: None if the run starts its own engines.
+        directory: the run directory; it has the lease once the run is open.
+        plan: the plan; stages on other nodes receive it without units (`for_stages`).
+        engine: the engine, with model names that any node can resolve.
+            placement: the resources of each engine.
+            slot_group: name of the group in which engines number their slots on a node; None for the run's own group.
+            lender: None if the run starts its own engines.
     """
 
     config: GenerateConfig
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def drafter(self) -> ResolvedDrafter:
-        """The drafter, or the reason why there is none."""
+        """The drafter, or the reason for not using one."""
         return self.engine.drafter
 
     @property
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts about each of its engines in the ledger."""
+        """The facts about each engine of the run, for the ledger."""
         drafter = self.spec.drafter
         return EngineFacts.priced(
             self.price,
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def slots_name(self) -> str:
-        """The name under which its engines claim slots on a node."""
+        """The name of the group in which the run's engines claim slots on a node."""
         return self.slot_group or str(self.directory.manifest()["run_id"])
 
     def for_stages(self) -> "Run":
@@ -136,7 +136,7 @@ class Run:
         return self.engine.drafter_watch(self.hardware, self.spec.max_num_seqs)
 
     def describe(self) -> str:
-        """Return rows, model, hardware, drafter and price for people."""
+        """Return rows, model, hardware, drafter and price as text."""
         drafter = self.spec.drafter
         name = f"{self.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         return (
@@ -156,7 +156,9 @@ class Run:
                 "name": self.drafter.name,
                 "weights": self.drafter.fingerprint,
                 "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
-                **({"lookup": True} if drafter and drafter.lookup else {}),  # left out so that older runs continue
+                **(
+                    {"lookup": True} if drafter and drafter.lookup else {}
+                ),  # omitted if off, so that older runs can be continued
             },
             "precision": self.precision.describe(),
             **({"engine_args": engine_args} if engine_args else {}),
@@ -179,9 +181,9 @@ def resolve(
     """Resolve a planned run for known nodes, whether or not they exist yet.
 
     Args:
-        plan: new, or as stored; until the lease is held, another driver may store its own.
-        hardware: of a node.
-        num_nodes: the nodes that share the engines.
+        plan: the new or stored plan; until the lease is held, another driver may store its own.
+        hardware: hardware of a node.
+        num_nodes: number of nodes among which the engines are divided.
         announce: called before something slow, such as converting a model.
 
     Raises:
@@ -270,7 +272,7 @@ def resolve_engine_price(config: GenerateConfig, hardware: Hardware, placement: 
     """Resolve the price of the devices that the engines use.
 
     Raises:
-        PriceError: it is unknown, or is for other devices.
+        PriceError: the price is unknown, or is for other devices.
     """
     price = resolve_price(config, hardware)
     require_device(price, placement.device, "engines here")
@@ -299,7 +301,7 @@ def place_engines(config: GenerateConfig, hardware: Hardware, num_nodes: int) ->
 def _resolve_sampling(
     config: GenerateConfig, hardware: Hardware, engine: ResolvedEngine, columns: list[str], is_batch: bool
 ) -> SamplingSpec:
-    """Return the run's parameters and the column with those of rows.
+    """Return the run's sampling parameters and the column with the rows' own parameters.
 
     Raises:
         ConfigError: the engine cannot use them.

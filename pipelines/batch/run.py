@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         report: as in `report.json`.
-        export: None if the requested format is that of the units.
+        export: the export; None if the requested format is the format of the units.
     """
 
     report: dict[str, Any]
@@ -50,13 +50,13 @@ class Outcome:
 
 
 def generate(request: RunRequest, progress: RunProgress) -> Outcome:
-    """Start a bulk run, or continue the one in the same directory.
+    """Start a bulk run, or continue the run in the same directory.
 
     Raises:
         ConfigError: invalid configuration; nothing was started.
         RunInUse: another driver holds the run.
         CapacityError: the engines do not fit on the cluster.
-        EngineError: an engine failed to start or crashed; committed units stay.
+        EngineError: an engine failed to start or crashed; committed units are kept.
         TooManyFailedRows: more dead letters than allowed.
         StoppedEarly: a signal, the budget or the deadline; the error names the command that continues the run.
     """
@@ -131,7 +131,7 @@ def begin_or_continue(request: RunRequest, run: Run) -> Plan:
             machine=machine_of(before["run"]["hardware"]),
         )
     directory.open()
-    return directory.with_retries(current)  # the same units, at the paths where the corpus is now
+    return directory.with_retries(current)  # the same units, at the current paths of the corpus
 
 
 def manifest(request: RunRequest, run: Run) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _draw(run: Run) -> TagDraw | None:
 def finish(request: RunRequest, run: Run, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
-    Also for a run that was finished before, since its driver may have been killed before it wrote them.
+    Also called for a run that was already finished, since its driver may have been killed before it wrote them.
 
     Raises:
         TooManyFailedRows: more rows failed than allowed; report and export are written anyway.

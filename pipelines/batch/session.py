@@ -1,4 +1,4 @@
-"""One engine process from its admission to its end: slot, log and heartbeats, as in the ledger.
+"""One engine process from admission to shutdown: slot, log and heartbeats, as in the ledger.
 
 An actor that waits for admission takes no work and writes no session, so it costs nothing.
 """
@@ -26,16 +26,16 @@ class Session:
     """A session of the ledger; a thread writes heartbeats until `end`.
 
     Attributes:
-        slot: of this engine on this node, within its slot group.
-        log: the output of this process and its children.
-        meter: of its seconds by state.
+        slot: slot of this engine on this node, within its slot group.
+        log: output of this process and its children.
+        meter: measures the engine's seconds by state.
         self_check: the result of the self-check as JSON; empty before it.
         start_warnings: of the engine's start.
     """
 
     def __init__(self, run: Run) -> None:
         keep_private()
-        is_lent = run.lender is not None  # the endpoint that owns the engine bills what it does here
+        is_lent = run.lender is not None  # billed by the endpoint that owns the engine
         self.meter = BilledMeter() if is_lent else EngineMeter()
         self.self_check = ""
         self.start_warnings: list[str] = []
@@ -64,7 +64,7 @@ class Session:
                 self._write(ended=False)
 
     def end(self) -> None:
-        """Write the last heartbeat of a regular end."""
+        """Write the last heartbeat of a normal shutdown."""
         self.keep_log()
         with self._lock:
             self._ended.set()
@@ -97,17 +97,17 @@ class Session:
         )
 
 
-_HEARTBEATS_A_LOOK = 3.0  # longer than an engine may be silent
+_HEARTBEATS_PER_CHECK = 3.0  # longer than an engine may be silent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Decides when an actor may load its engine.
+    """Decide when an actor may load its engine.
 
     Attributes:
         num_engines: the minimum; with fewer engines, an actor loads for any remaining work.
         work: estimated work of each unit by number (`work_by_unit`).
-        sessions_before: of earlier attempts, all ended.
+        sessions_before: sessions of earlier attempts, which have all ended.
     """
 
     num_engines: int
@@ -125,7 +125,7 @@ class Admission:
             is_wanted = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
             if is_wanted and run.stop.grace_s() is None:
                 return
-            time.sleep(_HEARTBEATS_A_LOOK * self.heartbeat_s)
+            time.sleep(_HEARTBEATS_PER_CHECK * self.heartbeat_s)
 
     def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
         done = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))

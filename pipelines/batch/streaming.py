@@ -1,6 +1,6 @@
 """Stream units through Ray Data, from the plan to committed files, while the supervisor watches.
 
-The driver hands out units and sums receipts. It holds no rows, so its memory grows with units and not with rows.
+The driver hands out units and sums receipts. It keeps no rows in memory, so its memory grows with units, not with rows.
 """
 
 import math
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from peagle.corpus.cutting import calls_per_engine
 from peagle.economics.usage import UnitUsage
-from peagle.engine.startup import as_told
+from peagle.engine.startup import format_start_warning
 from peagle.errors import EngineError, PeagleError, StoppedEarly
 from peagle.runs.lease import taken_over
 from peagle.runs.plan import WorkUnit, chunks, longest_first, unit_from_json, unit_to_json
@@ -32,7 +32,7 @@ from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
 _GRACE = "running units have --grace-s to be committed"
-_LOGS = "the run's logs/ folder says more; the same command continues it"
+_LOGS = "see the run's logs/ folder; the same command continues the run"
 
 
 def stream(
@@ -43,7 +43,7 @@ def stream(
     If another driver takes over the run, its directory is not changed any more.
 
     Args:
-        metrics: updated with committed units and with what the supervisor sees.
+        metrics: updated with committed units and with the supervisor's observations.
 
     Raises:
         StoppedEarly, TooManyFailedRows, EngineError: decided by the supervisor.
@@ -96,11 +96,11 @@ def _watch(run: Run, receipts: "_Receipts", supervisor: Supervisor, progress: Ru
 
 def _tell_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
     for warning in supervisor.new_warnings():
-        progress.say(as_told(warning))
+        progress.say(format_start_warning(warning))
 
 
 def _until_broken(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts, until they break off while the run is stopped: the signal may have ended Ray as well."""
+    """Yield receipts; an error while the run is stopping ends them, since the signal may have ended Ray, too."""
     try:
         yield from receipts
     except PeagleError:
@@ -223,5 +223,5 @@ class _Receipts:
                 if row["usage"] is not None:
                     self._queue.put(UnitUsage.from_json(row["usage"]))
             self._queue.put(None)
-        except BaseException as error:  # it belongs to the driver's thread
+        except BaseException as error:  # re-raised in the driver's thread
             self._queue.put(error)

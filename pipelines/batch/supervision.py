@@ -1,6 +1,6 @@
-"""Supervise a run: decide whether it continues, ask workers to stop, and explain the end.
+"""Supervise a run: decide whether it continues, tell workers to stop, and explain the end.
 
-It reads the run directory, and asks workers to stop through it.
+The supervisor reads the run directory, and tells workers to stop through a file in it.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from pipelines.batch.request import BY_SIGNAL, GIVE_UP_S, RunRequest
 from pipelines.batch.resolve import Run
 
 _MAX_DEATHS_IN_A_ROW = 5
-_ROOM = "once it has room, the same command continues the run"
-_MEND = "mend the cause; this takes the failed rows up again and continues the run"
+_ROOM = "when there is room, the same command continues the run"
+_RETRY = "fix the cause; this command retries the failed rows and continues the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Ending:
 
 
 class DeathWatch:
-    """Counts consecutive engine deaths without a finished row in between.
+    """A counter of consecutive engine crashes without a finished row in between.
 
     A restarted engine takes the slot (host and number) of the dead one, so there are more sessions than slots. On a
     cluster it may start on another host; then there are more slots than engines.
 
     Args:
-        num_engines: the maximum at once.
+        num_engines: maximum number of concurrent engines.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -78,15 +78,15 @@ class DeathWatch:
 
 
 class Supervisor:
-    """Watches one attempt at a run.
+    """A supervisor of one attempt at a run.
 
     Args:
-        request: of this attempt.
-        draw: on the budgets of tags, or None.
+        request: the request of this attempt.
+        draw: the draw on the budgets of tags, or None.
 
     Attributes:
-        tally: of the whole run directory.
-        sessions: of the engines of this attempt, at the last observation.
+        tally: totals of the whole run directory.
+        sessions: sessions of this attempt's engines at the last observation.
         ending: why the run ends early; None while it continues.
     """
 
@@ -101,7 +101,7 @@ class Supervisor:
         self._deaths = DeathWatch(engines.largest)
         self._price = price
         self._limits = request.limits
-        # All that may start at once: an engine that is loading cannot be stopped before it has loaded.
+        # All engines that may start at the same time: a loading engine cannot be stopped before it has loaded.
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(min(engines.largest, len(run.plan.units))))
         self._give_up_at = math.inf
         self._is_asked = False
@@ -196,8 +196,8 @@ class Supervisor:
         if self._deaths.observe(sessions, self.tally.num_rows) >= _MAX_DEATHS_IN_A_ROW:
             return Ending(
                 error=EngineError,
-                message=f"engines died {self._deaths.in_a_row} times without finishing a single row in between",
-                advice="the run's logs/ folder says why they died; then the same command continues the run",
+                message=f"engines crashed {self._deaths.in_a_row} times in a row without finishing a single row",
+                advice="find the cause in the run's logs/ folder; then the same command continues the run",
             )
         return None
 
@@ -227,7 +227,7 @@ class Supervisor:
             error=TooManyFailedRows,
             message=f"{limit.message}\n  {describe_failures(self._directory)}",
             resume_flags={"--retry-failed": None},
-            advice=_MEND,
+            advice=_RETRY,
         )
 
     def _budget_to_finish(self) -> float:
@@ -252,7 +252,7 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     The last rows may exceed the limit after the last observation.
 
     Args:
-        report: of `make_report`.
+        report: result of `make_report`.
 
     Raises:
         TooManyFailedRows: the run has more dead letters than the user allows.
@@ -266,7 +266,7 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
         again = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",
-            hint=f"{_MEND}: {again}; the report and the export are made",
+            hint=f"{_RETRY}: {again}; the report and the export were written",
         )
 
 

@@ -1,7 +1,7 @@
 """The watchdog of an engine: silence, a blocked event loop, the grace period of a stop, and time limits of rows.
 
-Steps and finished rows are signs of life: a counter that grows with them. The engine is watched from the event loop of
-its actor, and the event loop from a thread.
+Signs of life are a counter of steps and finished rows. The event loop of the actor watches the engine, and a thread
+watches the event loop.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ ENGINE_TIMEOUT_S = 1800.0
 """Six times what vLLM allows an engine's workers for a step: a kernel that is compiled when it is first needed, or a
 step of a large model on a few cores, takes minutes."""
 POLL_S = 1.0
-"""How often somebody looks while rows are in the engine."""
+"""Interval of checks while rows are in the engine."""
 _LONGEST_LOOK_S = 5.0
-_LEAST_STANDSTILL_S = 10.0  # a busy loop on a busy machine answers late
-_LAST_WORDS_S = 150.0  # requests to a store are retried for two minutes
+_MIN_BLOCKED_S = 10.0  # a busy loop on a busy machine answers late
+_FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
 _LOOKS_PER_LIMIT = 20  # how late a time limit may be noticed
 
@@ -32,12 +32,12 @@ class OutOfTime(Exception):  # noqa: N818 - caused by the row
 
 
 class Watchdog:
-    """Watches the engine of an actor.
+    """A watchdog of an actor's engine.
 
     Args:
         signs_of_life: a number that grows with the engine's work.
-        limit_s: of silence while rows are in the engine, and of a blocked event loop.
-        grace: of a stop.
+        limit_s: limit for silence while rows are in the engine, and for a blocked event loop.
+        grace: clock of the grace period after a stop.
         is_busy: whether rows are in the engine.
         die: ends this process after recording its rows and a reason.
         leave: ends it immediately.
@@ -151,7 +151,7 @@ class LoopWatch:
         leave: Callable[[], object],
     ) -> None:
         self._loop, self._die, self._leave = loop, die, leave
-        self._limit_s = max(limit_s, _LEAST_STANDSTILL_S)
+        self._limit_s = max(limit_s, _MIN_BLOCKED_S)
         self._num_answers = 0
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -176,11 +176,11 @@ class LoopWatch:
 
     def _end(self) -> None:
         faulthandler.dump_traceback(file=_STDERR)  # the stack of the blocked loop
-        late = threading.Timer(_LAST_WORDS_S, self._leave)
+        late = threading.Timer(_FINAL_WRITES_S, self._leave)
         late.daemon = True
         late.start()
         try:
-            self._die(f"the event loop has stood still for {self._limit_s:g} s (--engine-timeout-s)")
+            self._die(f"the event loop was blocked for {self._limit_s:g} s (--engine-timeout-s)")
         finally:
             late.cancel()
             self._leave()

@@ -1,9 +1,9 @@
-"""Ray Data's second stage: generate a prepared unit on an engine, commit it.
+"""Ray Data's second stage: generate a prepared unit on an engine, and commit it.
 
 A unit is one row of the dataset.
 
-When an engine dies, its actor records the rows in it (`suspects.py`) and ends; Ray starts another actor with the same
-units. A hanging engine is killed (`watchdog.py`).
+When an engine crashes, its actor records the rows that were in it (`suspects.py`) and exits; Ray starts another actor
+with the same units. A hanging engine is killed (`watchdog.py`).
 """
 
 import asyncio
@@ -38,8 +38,8 @@ _POISONED = RowError(reason="engine_died", message="two engines crashed while th
 class EngineWorker:
     """One engine, which generates and commits several units of Ray Data at a time.
 
-    The rows of all its units run in one continuous batch. The engine gets a few more requests than it runs at once, so
-    that a finished one is replaced in the next step; except if rows have a time limit.
+    The rows of all its units run in one continuous batch. The engine gets a few more requests than it has slots, so
+    that a finished request is replaced in the next step, unless rows have a time limit.
     """
 
     def __init__(self, run: Run, admission: Admission | None = None) -> None:
@@ -76,13 +76,13 @@ class EngineWorker:
             self._other_nodes.started(self._die)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """Generate and commit one prepared unit; while the run stops, return without doing so."""
+        """Generate and commit one prepared unit; if the run is being stopped, return immediately."""
         self._watchdog.watch_loop()
         table = decode_rows(batch)
         if is_unfinished(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
-        if self._check is None:  # here, because vLLM is bound to the loop of its first request
+        if self._check is None:  # not earlier, because vLLM is bound to the event loop of its first request
             self._check = asyncio.create_task(self._check_engine())
         await self._check
         prepared = PreparedUnit(table)
@@ -111,7 +111,7 @@ class EngineWorker:
         """Run the self-check of the engine.
 
         Raises:
-            EngineError: it failed, or the engine died or hangs. A restart would not help.
+            EngineError: the check failed, or the engine crashed or hangs. A restart would not help.
         """
         if self._checkable is None:
             return
@@ -183,7 +183,7 @@ class EngineWorker:
     def _sampling(self, row_id: str, own: dict[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of the run, overridden by those of the row.
 
-        The seed of the run is varied by row, so that equal prompts get different answers; a seed of a row is not.
+        The run's seed is varied by row, so that equal prompts get different answers; a row's own seed is not varied.
         """
         sampling = dict(self._base_sampling)
         if sampling.get("seed") is not None:
@@ -222,7 +222,7 @@ class EngineWorker:
 
     def _leave(self) -> NoReturn:
         try:
-            self._engine.kill()  # a hanging process would keep the memory that the next engine needs
+            self._engine.kill()  # otherwise a hanging process would keep the memory that the next engine needs
         finally:
             os._exit(1)
 

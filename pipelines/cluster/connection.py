@@ -1,7 +1,7 @@
 """The connection of a command to Ray.
 
-A remote cluster is joined immediately, because decisions depend on its nodes. A local one is started only when engines
-need it. While connected, standard error is a file, because Ray and vLLM write to it.
+A remote cluster is joined immediately, because decisions depend on its nodes. A local cluster is only started when
+engines need it. While connected, standard error is redirected to a file, because Ray and vLLM write to it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ class Connection:
     """The Ray cluster of one command, connected or not.
 
     Attributes:
-        is_remote: RAY_ADDRESS names it; otherwise it is local.
+        is_remote: whether RAY_ADDRESS names the cluster; otherwise it is local.
     """
 
     def __init__(self) -> None:

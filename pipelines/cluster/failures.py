@@ -15,7 +15,7 @@ def explain(error: BaseException, what: str, *, hint: str, otherwise: type[Peagl
     """Return peagle's error inside Ray's, or a short form of Ray's.
 
     Args:
-        what: what failed; precedes the last line of Ray's error.
+        what: what failed, which precedes the last line of Ray's error.
         hint: used if the error has no hint.
         otherwise: type of the result if the error is not peagle's.
     """

@@ -1,4 +1,4 @@
-"""Inspect a node of the cluster: its hardware, instance type and region. It reserves nothing."""
+"""Inspect a node of the cluster (hardware, instance type, region) without reserving anything."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def inspect(
     try:
         found: Hardware = ray.get(probe.remote())
     except Exception as error:  # for example, the node was removed
-        raise explain(error, "cannot look at a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
+        raise explain(error, "cannot inspect a node of the cluster", hint=NO_RAY, otherwise=CapacityError) from error
     if node is None or found.platform != "cuda":
         return found
     return replace(found, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer
@@ -51,8 +51,8 @@ def inspect(
 def _look() -> Hardware:
     """Return the hardware of this node, with its instance type and region if known.
 
-    It has all accelerators of the node's Ray. Ray empties CUDA_VISIBLE_DEVICES for a task that reserved none, but the
-    raylet, its parent, still has the value.
+    Includes all accelerators that Ray has on the node. Ray empties CUDA_VISIBLE_DEVICES for a task that reserved none,
+    but the raylet, its parent process, still has the value.
     """
     import ray
 

@@ -24,7 +24,7 @@ _TOKENS = tuple(float(4**power) for power in range(14))
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric. `boundaries` are those of a histogram's buckets."""
+    """A metric. `boundaries` are the bucket boundaries of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -87,9 +87,7 @@ METRICS = {
             "accepted tokens by `position` in their draft, from 0 on",
             (*_OF_MODEL, "position"),
         ),
-        Metric(
-            "peagle_accepted_lookup_tokens_total", "counter", "tokens", "accepted tokens that the prompt lookup found"
-        ),
+        Metric("peagle_accepted_lookup_tokens_total", "counter", "tokens", "accepted tokens from prompt lookup"),
         Metric(
             "peagle_break_even_acceptance_length",
             "gauge",

@@ -1,4 +1,4 @@
-"""What an engine actor does on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
+"""The work of an engine actor on its node: claim a slot, fetch the model, start vLLM or join another node's engine."""
 
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ def claim_slot(slot_group: str) -> int:
     """Claim the smallest free slot number of a run or an endpoint on this node.
 
     Engines on a node divide its cores by slot. The claim is a file lock, which the kernel releases when the process
-    ends, so a restarted engine gets the slot of the one that crashed.
+    exits, so a restarted engine gets the slot of the crashed engine.
     """
     folder = temporary_folder(f"slots-{slot_group}")
     for slot in range(_MAX_SLOTS):
@@ -54,7 +54,7 @@ def redirect_output(log: Path) -> None:
 def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) -> None:
     """Rotate a log to `LOG.1` whenever it is too large, until this process ends.
 
-    It is copied and truncated, so writers keep their descriptor, which must be in append mode.
+    The log is copied and truncated, so writers keep their descriptor, which must be in append mode.
     """
 
     def watch() -> None:
@@ -70,7 +70,7 @@ def keep_short(log: Path, *, most_bytes: int = 64 << 20, every_s: float = 10.0) 
 
 def beside_ray(spec: EngineSpec) -> dict[str, str]:
     """Return variables for a CPU engine that shares its cores with Ray and a driver."""
-    # Intel's OpenMP yields the core while it waits for its other threads, and gets it back late from a busy process:
+    # Intel's OpenMP yields the core while it waits for its other threads, and a busy process returns the core late:
     # benchmarks/bulk/OVERHEAD.md.
     return {"KMP_USE_YIELD": "0"} if spec.max_num_seqs >= _MANY_SEQS else {}
 
@@ -88,7 +88,7 @@ def start_vllm(
     """Start an engine on this node.
 
     Args:
-        node_rank: of the leader, for an engine on several nodes.
+        node_rank: rank of the leader, for an engine on several nodes.
 
     Raises:
         EngineError: vLLM failed to start.
@@ -104,7 +104,7 @@ def start_vllm(
     )
 
 
-def start_alone(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
+def start_only_engine(spec: EngineSpec, _: hardware.Hardware) -> VllmEngine:
     """Start the only engine on this node; raises as `start_vllm`."""
     return start_vllm(spec, engine_index=0, num_engines_on_node=1)
 

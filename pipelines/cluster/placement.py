@@ -1,4 +1,4 @@
-"""How many engines fit on the cluster, and what each reserves: pure functions of hardware and Ray's node resources."""
+"""Compute how many engines fit on the cluster and what each reserves. Pure functions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What an engine reserves on each of its nodes, and what it uses.
+    """The resources that an engine reserves on each of its nodes, and those it uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
-        num_devices: accelerators or vCPUs on all its nodes that the engine is charged for.
+        num_devices: accelerators or vCPUs on all its nodes for which the engine is charged.
         num_engines_on_node: engines that share the node's cores.
-        accelerator_type: by Ray's name; None for any.
-        nodes_per_engine: nodes with an equal part of the engine's ranks.
+        accelerator_type: Ray's name of the accelerator type; None for any.
+        nodes_per_engine: number of nodes, each with an equal part of the engine's ranks.
     """
 
     num_cpus: float
@@ -59,7 +59,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """Other engines on the same nodes, which share the cores with those of a run.
+    """Other engines on the same nodes, which share the cores with the engines of a run.
 
     Attributes:
         slot_group: the group in which all of them claim slots (`node.claim_slot`).
@@ -121,7 +121,7 @@ def place(
         raise CapacityError(
             f"accelerator_type {accelerator_type}: engines need accelerators, but this machine has none"
             f" ({hardware.describe()})",
-            hint="leave it out to run on CPUs; if the node has accelerators, check that nvidia-smi shows them",
+            hint="remove the option to run on CPUs; if the node has accelerators, check that nvidia-smi shows them",
         )
     per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
     ranks_on_node = accelerators_per_engine // nodes_per_engine
@@ -187,7 +187,7 @@ def num_engine_nodes(
 def node_to_ask(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
     """Return the id of the node whose hardware represents all nodes with accelerators, or None.
 
-    It is the one with the fewest accelerators that can hold an engine, so that what fits there fits on the others.
+    It is the node with the fewest accelerators that can hold an engine, so that an engine that fits there fits on all.
     """
     able = {name: node["GPU"] for name, node in nodes.items() if room_on(node, engine)}
     others = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}
@@ -204,12 +204,12 @@ def room(nodes: Sequence[Resources], placement: Placement) -> int:
 def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     """Return the number of engines that fit in any order of placement, each on distinct nodes.
 
-    An engine of N nodes does not fit only if all nodes but N - 1 are full of parts of other engines, of which each has
+    An engine of N nodes fails to fit only if all nodes but N - 1 are full of parts of other engines, each of which has
     at most one part per node. So k engines fit if k - 1 engines cannot fill the nodes with the least room, all but
     N - 1: one of these has room for k parts, or together they have room for more than (k - 1) * N.
 
     Example: 3 nodes with room for 2 parts each hold 2 engines of two nodes in any order. For a third engine, both
-    remaining places may be on one node.
+    remaining parts might have to be on one node.
     """
     per_engine = placement.nodes_per_engine
     least = sorted(room_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]

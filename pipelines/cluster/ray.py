@@ -25,11 +25,11 @@ _POLL_S = 5.0
 NO_RAY = "make sure that the cluster is up and this machine is not overloaded; the same command tries again"
 _NO_JOIN = (
     "make sure that the cluster is up, and that its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN): "
-    "docs/security.md says how it gets there"
+    "see docs/security.md"
 )
 # For nodes that are started elsewhere, as in deploy/ray.env: engines have normal priority (Ray's niceness is 15).
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
-IF_LOST = "What was in progress is lost, what is finished is saved. It is safe to run the same command again"
+IF_LOST = "Work in progress is lost, finished work is saved. It is safe to run the same command again"
 _abandoned = False
 _vitals: Vitals | None = None
 _exit_code = StoppedEarly.exit_code
@@ -65,7 +65,7 @@ def ray_cluster(*, metrics_port: int | None = None, if_lost: str = IF_LOST) -> I
                 hint="choose their port where its nodes are started: ray start --metrics-export-port",
             )
         # Ray would fail late and silently.
-        require_free("metrics_port", metrics_port, hint="leave it out to use a free port")
+        require_free("metrics_port", metrics_port, hint="remove the option to use a free port")
     if has_joined:
         yield
         return
@@ -168,7 +168,7 @@ def _exit_hard() -> None:
 
 
 def scale_with_the_queue() -> None:
-    """Add an actor when all are full and as many calls are waiting, and remove one without calls.
+    """Add an actor when all actors are full and as many calls are waiting, and remove actors without calls.
 
     Ray Data 2.60's default threshold, 1.75 times the calls of an actor, is never reached if an actor queues one call.
     """
@@ -212,7 +212,7 @@ def require_workers(count: int, *, on_gpu: bool) -> None:
     """Check that `count` workers fit simultaneously, each with a CPU or a GPU. Ray would wait forever.
 
     Raises:
-        CapacityError: they do not fit.
+        CapacityError: the workers do not fit.
     """
     import ray
 
@@ -239,7 +239,7 @@ def require_capacity(
         check: called at each poll; raises to stop waiting.
 
     Raises:
-        CapacityError: they do not fit after `wait_s` seconds.
+        CapacityError: the engines do not fit after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     while missing := lacking(_nodes(), placement, num_engines):

@@ -50,7 +50,7 @@ def require_places_for_sockets() -> None:
 
 
 def require_open_files() -> None:
-    """Refuse a limit of open files that Ray's processes run into."""
+    """Refuse a limit of open files that is too low for Ray's processes."""
     needed = max(_MIN_OPEN_FILES, _OPEN_FILES_PER_CPU * hardware.detect().num_cpus)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit itself
     _require_limit(hard, "open files", needed, f"ulimit -n {needed}", "nofile")
@@ -86,7 +86,7 @@ def require_memory_limits() -> None:
 
 
 def require_python_variables() -> None:
-    """Refuse variables of Python with which Ray's processes fail."""
+    """Refuse Python environment variables that make Ray's processes fail."""
     level = os.environ.get("PYTHONOPTIMIZE", "")
     if level.isdecimal() and int(level) >= 2:
         raise ConfigError(

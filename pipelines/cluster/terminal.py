@@ -1,6 +1,6 @@
 """Keep the terminal's signals from Ray, and Ray's output from the terminal.
 
-Ctrl-C, `timeout` and many supervisors signal a process group. The raylet and the engines would end before they could
+Ctrl-C, `timeout` and many supervisors signal a process group, so the raylet and the engines would end before they could
 commit their units.
 """
 

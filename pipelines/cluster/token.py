@@ -15,12 +15,12 @@ from peagle.files import write_once
 from peagle.private import SECRET_MODE, user_path
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-# A harmless call that every Ray answers, or refuses without a token.
+# A harmless call that every Ray cluster answers, or refuses without a token.
 _CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _TIMEOUT_S = 20.0
 _OPEN_HINT = (
     "start its nodes with RAY_AUTH_MODE=token in their environment: docs/security.md.\n"
-    "If everyone on the network and the machine may run anything, set RAY_AUTH_MODE=disabled"
+    "Set RAY_AUTH_MODE=disabled only if everyone on the network and the machine may run any code"
 )
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def token_file() -> Path:
 
 
 def prepare_to_start() -> None:
-    """Require a token of the Ray that starts here, and create it if it is missing.
+    """Require a token for the Ray cluster that starts here, and create the token if it is missing.
 
     Ray would create the file with the permissions of the umask, usually readable by all users.
 
@@ -80,8 +80,8 @@ def require_token() -> None:
     """Refuse a joined cluster that requires no token.
 
     Raises:
-        ConfigError: it requires none, and tokens are not disabled.
-        CapacityError: it does not respond.
+        ConfigError: the cluster requires no token, and tokens are not disabled.
+        CapacityError: the cluster does not respond.
     """
     if is_disabled():
         return

@@ -1,7 +1,7 @@
 """Watch the parts of Ray that a command depends on, and end the command with a message when one dies.
 
-Ray itself says nothing: a driver whose control service (GCS) died exits after a minute without a message, and one whose
-raylet died waits forever.
+Ray itself reports nothing: a driver whose control service (GCS) died exits after a minute without a message, and a
+driver whose raylet died waits forever.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 
 
-class RayDied(EngineError):  # noqa: N818 - it is what happened
-    """A part of Ray died, and the command cannot go on."""
+class RayDied(EngineError):  # noqa: N818 - named after the event
+    """A part of Ray died, and the command cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class Part:
     """A part of Ray.
 
     Attributes:
-        name: such as "raylet (process 7)".
-        patience_s: how long it may be unreachable; a control service with external storage restarts.
-        log: path of its log; empty if unknown.
-        pid: if this process started it.
+        name: display name, such as "raylet (process 7)".
+        patience_s: how long the part may be unreachable; a control service with external storage restarts.
+        log: path of the part's log; empty if unknown.
+        pid: process id, if this process started the part.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Vitals:
     When a part dies, `RayDied` is raised in the main thread. If this process has not ended 15 s later, it is killed.
 
     Args:
-        if_lost: message: what was lost, and how to continue.
+        if_lost: message that says what was lost and how to continue.
     """
 
     def __init__(self, parts: Sequence[Part], if_lost: str) -> None:

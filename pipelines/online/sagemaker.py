@@ -2,7 +2,8 @@
 
 SageMaker runs `docker run IMAGE serve`, passes settings in variables, and only uses port 8080: `GET /ping` and
 `POST /invocations`. With ENTRYPOINT ["peagle"] that runs `peagle serve`, and PEAGLE_SAGEMAKER=true selects this mode.
-The mode is selected by a variable because SageMaker passes nothing else to a container. A script named `serve` would conflict with Ray's command.
+The mode is selected by a variable because SageMaker passes nothing else to a container. A script named `serve` would
+conflict with Ray's command.
 """
 
 from collections.abc import Mapping

@@ -228,7 +228,7 @@ def _work(loop_config: dict[str, Any]) -> DivergedError | None:
     A diverged training is returned, because Ray would restart the workers if it was raised.
     """
     keep_private()
-    # The store is complete. If this node does not see it, opening it fails.
+    # The store is complete. If this node cannot access it, opening it fails.
     settings = TrainConfig(**loop_config["settings"])
     prepared = prepare(settings, Listener(), extract=lambda _job, _progress: None, verify=False)
     workers = ProcessGroup(prepared.device)

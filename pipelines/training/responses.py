@@ -1,10 +1,10 @@
-"""Generate the target's responses to the prompts of a training, in bulk runs without a drafter.
+"""Generate the target's responses to training prompts, in bulk runs without a drafter.
 
     OUTPUT/responses/greedy.jsonl    OUTPUT/responses/greedy/     prompts, and their bulk run
     OUTPUT/responses/sampled.jsonl   OUTPUT/responses/sampled/
 
-They are ordinary runs: a killed one resumes, and another target or other prompts are refused. No seed is set, because
-vLLM on CPU crashes with seeds; the responses are kept anyway.
+These are ordinary runs: a killed run resumes, and a different target or different prompts are refused. No seed is set,
+because vLLM on CPU crashes with seeds; since responses are stored, they do not have to be reproducible.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def _run_config(
 
 def _write(rows: Sequence[Row], run: Path) -> Path:
     corpus = run.with_suffix(".jsonl")
-    with writing(corpus, hint="free some space, or name another --output"):
+    with writing(corpus, hint="free some space, or use another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(corpus, "".join(to_json(row) + "\n" for row in rows).encode())
     return corpus

@@ -64,7 +64,7 @@ def test_engine_that_fails_its_self_check_commits_nothing(write_jsonl, tmp_path,
     corpus, output = write_jsonl([{"prompt": f"say {n}"} for n in range(3)]), tmp_path / "run"
     assert generate(corpus, output, "--num-speculative-tokens", "3", "--fake", '{"is_wrong": true}') == 1
     said = capsys.readouterr().err
-    assert "the engine failed its self-check: token 1 of its greedy answer is '0'" in said
+    assert "the engine failed its self-check: token 1 of the greedy answer is '0'" in said
     assert "--drafter none" in said
     assert not RunDirectory(output).committed()
     (session,) = RunDirectory(output).sessions()

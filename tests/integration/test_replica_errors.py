@@ -16,7 +16,7 @@ from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace
 from pipelines.online.wire import events
 
-HIDDEN = "the engine cannot take this request: a field has a value that it does not expect"
+HIDDEN = "the engine cannot process this request: a field has an unexpected value"
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
 TOKEN = [f"data: {json.dumps({'choices': [{'index': 0, 'text': 'x'}]})}\n\n"]
 

@@ -23,4 +23,4 @@ def test_wrong_kernel_is_detected(drafter, fault, num_tokens, embedded_target, t
     assert [check["outcome"] for check in (first, again)] == ["passed", "passed"]
     assert first["num_tokens"] == num_tokens
     assert wrong["outcome"] == "failed"
-    assert "of its greedy answer is" in wrong["seen"]
+    assert "of the greedy answer is" in wrong["seen"]

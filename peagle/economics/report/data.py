@@ -1,7 +1,7 @@
 """The report of a run, or of several side by side, as data.
 
-`report_dict` is the only source of the terminal summary, report.json and report.html, so they can be created again from
-the file.
+The terminal summary, report.json and report.html are all made from `report_dict`, so they can be recreated from the
+file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class RunInfo:
     Attributes:
         label: the name of the run; by default the model and its drafter.
         started_at, finished_at: Unix seconds or ISO 8601; stored as ISO 8601 in UTC.
-        break_even_acceptance_length: for this hardware and concurrency, if measured.
+        break_even_acceptance_length: break-even for this hardware and concurrency, if measured.
     """
 
     model: str
@@ -167,12 +167,12 @@ def _share_notes(shares: Mapping[str, float], account: Account) -> list[str]:
     if start > LARGE_START:
         notes.append(
             f"{format_share(start)} of the cost was loading and compiling. "
-            "It is paid once per engine, so longer runs have a smaller share."
+            "Each engine loads once, so longer runs have a smaller share."
         )
     return notes
 
 
-# Runs that differ only in their drafter have all of these in common.
+# Runs that differ only in their drafter have the same values of all of these.
 _CONDITIONS = ("model", "precision", "concurrency", "num_engines", "sampling", "hardware", "num_input_rows")
 
 

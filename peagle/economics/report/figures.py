@@ -1,4 +1,4 @@
-"""The figures of a report: names, location in the data, and format; and savings as text."""
+"""The figures of a report (name, location in the data, format), and savings as text."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -190,7 +190,7 @@ def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tup
 
 
 def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the savings in a run's report, without cached tokens. Older reports have none."""
+    """Return the savings in a run's report, without cached tokens. Empty for older reports."""
     lines = saved_lines(report["saved"], report["account"]) if "saved" in report else []
     return [(name, text) for name, text in lines if name != "cached"]
 
@@ -200,7 +200,7 @@ def format_drafter_savings(one: Mapping[str, Any]) -> str | None:
     if one["usd"] is None:
         return None
     verb = "saved" if one["usd"] >= 0 else "lost"
-    error = "of unknown error" if one["error_usd"] is None else f"± {format_usd(one['error_usd'])}"
+    error = "(error unknown)" if one["error_usd"] is None else f"± {format_usd(one['error_usd'])}"
     return f"{format_usd(abs(one['usd']))} {error} {verb}"
 
 

@@ -1,8 +1,9 @@
 """Charges as rows of FOCUS 1.2, the FinOps Open Cost and Usage Specification.
 
-The rows have the mandatory columns, the conditional ones that apply, and own ones that begin with `x_`. There is no
-invoice: all costs come from the price table or the user. Provider, publisher and issuer are peagle, as the appendix
-"Origination of Cost Data" says for an internal service on a cloud, so that the rows are not added to the cloud's bill.
+The rows have the mandatory columns, the conditional columns that apply, and custom columns that begin with `x_`. There
+is no invoice: all costs come from the price table or the user. Provider, publisher and issuer are peagle, as the
+appendix "Origination of Cost Data" specifies for an internal service on a cloud, so that the rows are not added to the
+cloud's bill.
 """
 
 import csv
@@ -48,7 +49,7 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
     if any(not spend.is_priced for _, spend in groups):
         raise PriceError(
             "some engines have no price in their ledger, and FOCUS does not allow unknown costs",
-            hint="leave out these sources; --format table --by run,instance shows them",
+            hint="remove these sources; --format table --by run,instance shows them",
         )
     units = rounded([[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS)
     sink = io.StringIO()

@@ -1,6 +1,6 @@
 """A report as a single HTML page (`page.html.j2`) with SVG plots, without scripts or external resources.
 
-Panels without data are left out, so that older reports have a page.
+Panels without data are omitted, so that older reports can be rendered, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,11 +50,11 @@ class Panel:
     is_money: bool = False
 
 
-_PAID = "Includes the cost of loading, compiling, idling and lost work."
+_PAID = "Includes the cost of loading, compiling, idle time and lost work."
 
 
 def headline(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Panel:
-    """Return output tokens per dollar: of each run, or of one run with and without its drafter."""
+    """Return output tokens per dollar of each run, or of one run with and without its drafter."""
     bars = [_with(report, label) for report, label in zip(reports, labels, strict=True)]
     without, lead = _without(reports[0]) if len(reports) == 1 else ([], _PAID)
     bars += without
@@ -77,14 +77,14 @@ def _without(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
         return [], "Without the drafter: unknown, because its step times were not measured."
     tokens, total_usd, error_usd = account["num_output_tokens"], account["usd"]["total"] + one["usd"], one["error_usd"]
     value, low, high = tokens / total_usd, None, None
-    words = f"{format_count(value)}, of unknown error"
+    words = f"{format_count(value)} (error unknown)"
     if error_usd is not None and error_usd < total_usd:
         low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
         words = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, words, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
     rest = f" Unknown for {format_usd(one['unknown_usd'])} of it." if one["unknown_usd"] else ""
-    lead = f"Without the drafter: equal loading, idling and losses, with measured step times ({sources}).{rest}"
+    lead = f"Without the drafter: estimated from step times ({sources}); loading, idle and lost time unchanged.{rest}"
     return [bar], lead
 
 
@@ -95,11 +95,11 @@ def over_time(report: Mapping[str, Any]) -> list[Panel]:
     peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
     shown, num = len(timeline["engines"]), timeline["num_engines"]
     rest = f" Showing the first {shown} of {num} engines." if num > shown else ""
-    cut = " Dashed lines are pauses without an engine, which are cut out." if timeline["pauses"] else ""
+    cut = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
     speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; tokens are spread evenly over a unit."
     paid = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
-        "Heartbeats record the duration of states, not their order. Busy is drawn where a committed unit was open, "
+        "Heartbeats record the duration of states, not their order. Busy is drawn while a committed unit was running, "
         f"and lost time at the end of an engine.{rest}"
     )
     return [
@@ -233,7 +233,7 @@ def _contents(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Return each label once, followed by the runs that it applies to unless it is all of them."""
+    """Return each label once, followed by the runs that it applies to unless it applies to all."""
     runs_of: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):
@@ -312,7 +312,7 @@ def _all_notes(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any]
 
 
 def _configuration(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return keys that are equal in all runs, and those that differ, by run."""
+    """Return the keys that are equal in all runs, and the keys that differ, by run."""
     columns = [_configuration_of(report) for report in reports]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     known = [(name, cells) for name, cells in rows if any(cell != UNKNOWN for cell in cells)]

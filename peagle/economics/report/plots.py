@@ -38,7 +38,7 @@ SHARE_RULES = "".join(
 )
 _LABELLED_BAR = 18  # labels of narrower bars would overlap
 _LABEL_LETTERS = 64
-_SLIVER = 3  # least width of a nonzero share
+_SLIVER = 3  # minimum width of a nonzero share
 _BAR_ROOM = 240  # longest bar; the rest of the width is for text
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 _MOST_LABELS = 7  # below columns
@@ -91,7 +91,7 @@ def money_svg(runs: Sequence[tuple[str, Mapping[str, float]]]) -> str:
             parts.append(text(0, y + 12, shortened(label, _LABEL_LETTERS), "label", "start"))
         parts += _stacked_bar(y + label_height, bar_height, label, shares)
         y += label_height + bar_height + gap
-    return drawing(round(y - gap + 4), "Where the money went", parts)
+    return drawing(round(y - gap + 4), "Cost by engine state", parts)
 
 
 def _stacked_bar(y: float, height: float, label: str, shares: Mapping[str, float]) -> list[str]:
@@ -261,7 +261,7 @@ _UNITS = ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
 _MOST_TICKS = 6
 _LANE, _LANE_HEIGHT = 46, 18
 _LABELLED_STATES = ("busy", "idle", "lost")  # in the label of a lane; the rest is startup
-_THINNEST = 1.5  # least width of a state
+_THINNEST = 1.5  # minimum width of a state
 
 
 def series_svg(
@@ -343,7 +343,7 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
         for tick in ticks
     ]
     for pause in timeline["pauses"]:
-        words = title(f"a pause of {format_duration(pause['lasted_s'])} is cut out")
+        words = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
         place = f"{x(pause['at_s']):.1f}"
         drawn.append(f'<line class="pause" x1="{place}" x2="{place}" y1="{top:g}" y2="{bottom:g}">{words}</line>')
     return drawn

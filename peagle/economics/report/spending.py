@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 _EMPTY = "-"
 _COLUMNS = (*KINDS, "total")
 _LABELS = {"tag": "tags", "instance": "instance type"}
-_CENTS, _SMALL = 2, 6  # digits; of sums below a dollar
+_CENTS, _SMALL = 2, 6  # digits, and digits for sums below a dollar
 _NAME_WIDTH = 10
 
 
@@ -88,7 +88,7 @@ def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[st
 
 
 def summary_rows(one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return names and amounts of where the money went."""
+    """Return the names and amounts of the kinds of cost."""
     usd, digits = one["total"]["usd"], one["digits"]
     loading, idle = _dollars(usd["loading"], digits), _dollars(usd["idle"], digits)
     names = {"attributed": "attributed", "overhead": f"overhead (loading {loading}, idle {idle})"}

@@ -1,4 +1,4 @@
-"""A report on the terminal: lines for one run, a table for several."""
+"""A report for the terminal: lines for a single run, a table for several."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def text_summary(report: Mapping[str, Any]) -> str:
     speed, value = UNKNOWN, "no output yet"
     busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
     if busy is not None and wall is not None:
-        speed = f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idling"
+        speed = f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idle time"
     if account["tokens_per_usd"] is not None:
         per_million = FIGURES["usd_per_million_tokens"].text(report)
         value = f"{FIGURES['tokens_per_usd'].text(report)} output tokens per dollar, {per_million} per million"
@@ -95,7 +95,7 @@ def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "acceptance",
-            f"{speculation['acceptance_length']:.2f} tokens a step, over {speculation['num_drafts']:,} steps",
+            f"{speculation['acceptance_length']:.2f} tokens per step, over {speculation['num_drafts']:,} steps",
         ),
         ("by position", f"{rates} of the drafts"),
     ]

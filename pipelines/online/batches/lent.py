@@ -1,7 +1,8 @@
 """Run the rows of a batch in idle slots of the endpoint's engines.
 
 Rows are sent through Serve one at a time; each is sent repeatedly until an engine has an idle slot. If interactive
-requests need the slot, the engine returns the row, and the row is sent again. The engines bill the rows (`replica/lending.py`).
+requests need the slot, the engine returns the row, and the row is sent again. The engines bill the rows
+(`replica/lending.py`).
 """
 
 import asyncio

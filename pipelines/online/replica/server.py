@@ -88,8 +88,8 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def _end_with_engine(self) -> None:
         """Exit when the engine is dead.
 
-        Serve checks the health rarely and needs three failures. Until then it would route requests to the replica, which
-        looks idle and refuses them.
+        Serve checks the health rarely and needs three failures. Until then it would route requests to the replica,
+        which looks idle and refuses them.
         """
         while True:
             await asyncio.sleep(_POLL_S)

@@ -164,7 +164,7 @@ CASES = [
     bad("a negative seed", "--seed -1", "seed"),
     bad("an empty stop string", "--stop ''", "an empty string cannot be a stop string"),
     bad("too many logprobs", "--logprobs 50", "logprobs"),
-    bad("a missing JSON schema", "--json-schema nothing.json", "no schema can be read there"),
+    bad("a missing JSON schema", "--json-schema nothing.json", "the schema cannot be read"),
     bad("a JSON schema that is not JSON", "--json-schema s.json", "not valid JSON", files={"s.json": b"{"}),
     bad("a JSON schema with a NaN", "--json-schema s.json", "is not JSON", files={"s.json": b'{"maximum": NaN}'}),
     bad("an invalid JSON schema", "--json-schema s.json", "not a valid JSON schema",

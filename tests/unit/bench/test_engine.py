@@ -75,7 +75,7 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
         outcome()
     assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
     said = capfd.readouterr().err
-    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in log.read_text() + said
+    assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + said
     assert said.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
 
 

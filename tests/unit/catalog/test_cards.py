@@ -177,7 +177,7 @@ def table(**changes):
         ({"concurrency": [8, 1]}, "concurrency must ascend"),
         ({"concurrency": [1, 8, 32]}, "a value per concurrency"),
         ({"speeds": [speeds_row("none", 0, 1, 2), speeds_row("none", 0, 3, 4)]}, "each method and K once"),
-        ({"speeds": [speeds_row("none", 3, 1, 2)]}, "0 exactly with method none"),
+        ({"speeds": [speeds_row("none", 3, 1, 2)]}, "must be 0 with method none"),
         ({"speeds": [speeds_row("peagle", 3, 1, 0)]}, "must be positive"),
         ({"speeds": []}, "at least 1 item"),
         ({"hardware": "B200"}, "Extra inputs"),

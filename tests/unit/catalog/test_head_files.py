@@ -146,8 +146,8 @@ def test_complete_heads_are_accepted():
         (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, fc reads 24"),
         (without("fc.weight"), {}, "fc reads nothing"),
         (SHAPES, {"draft_vocab_size": 48}, "32 rows for a draft vocabulary of 48"),
-        (without("d2t"), {}, "needs lm_head.weight and d2t"),
-        (without("lm_head.weight"), {}, "needs lm_head.weight and d2t"),
+        (without("d2t"), {}, "requires lm_head.weight and d2t"),
+        (without("lm_head.weight"), {}, "requires lm_head.weight and d2t"),
     ],
 )
 def test_weights_must_match_the_config(shapes, changes, reason):

@@ -78,7 +78,7 @@ def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
 
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
-    with pytest.raises(ConfigError, match="has other features: target differ"):
+    with pytest.raises(ConfigError, match="has features with different target"):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_a_damaged_shard_is_found_and_repaired(tmp_path):
     ):
         FeatureStore(tmp_path, verify=True)
     file.unlink()
-    with pytest.raises(InputError, match="not found\n  repeat the command to extract it again"):
+    with pytest.raises(InputError, match="not found\n  repeat the command to extract the shard again"):
         FeatureStore(tmp_path)
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     assert not writer.has(0)

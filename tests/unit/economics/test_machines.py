@@ -41,7 +41,7 @@ def test_unknown_accelerators_are_refused():
 
 
 def test_instance_type_must_match_the_accelerator():
-    with pytest.raises(ConfigError, match=r"p5\.48xlarge has H100, and accelerator_type is L40S"):
+    with pytest.raises(ConfigError, match=r"p5\.48xlarge has H100, but accelerator_type is L40S"):
         named("L40S", instance_type="p5.48xlarge")
     assert named("H100", instance_type="p5.48xlarge") is not None
     assert named("A100-80G", instance_type="p4de.24xlarge") is not None

@@ -41,7 +41,7 @@ def test_an_ambiguous_gpu_is_refused():
         resolve_price(PriceOptions(), gpus(8, "NVIDIA H100 80GB HBM3"))
     assert "8 x H100" in error.value.hint
     azure = replace(gpus(8, "NVIDIA H100 80GB HBM3"), machine_names=("Standard_ND96isr_H100_v5",))
-    with pytest.raises(PriceError, match="none is called Standard_ND96isr_H100_v5, like this machine"):
+    with pytest.raises(PriceError, match="the table has no Standard_ND96isr_H100_v5, the type of this machine"):
         resolve_price(PriceOptions(), azure)
 
 

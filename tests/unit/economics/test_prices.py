@@ -106,7 +106,7 @@ def test_reserved_prices_were_removed_but_recorded_ones_load(write, table):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "needs the column instance_type"),
+        ("", "requires the column instance_type"),
         ("instance_type,vcpu,usd_per_hour_spot\nx,1,1\n", r"(?s)unknown column 'vcpu'.*vcpus"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,1\n", "line 2: the number of fields differs"),
         ("instance_type,vcpus,usd_per_hour_spot\nx,1,cheap\n", "line 2: could not convert"),

@@ -125,11 +125,11 @@ def test_invalid_sessions_are_refused(changes, reason):
     [
         (lambda table: table.replace_schema_metadata(None), "version '' is not supported"),
         (lambda table: table.replace_schema_metadata({SESSION_KEY: b"2"}), "version '2' is not supported"),
-        (lambda table: table.drop_columns(["idle_s"]), "its columns are"),
-        (lambda table: table.append_column("colour", [["red"]]), "its columns are"),
+        (lambda table: table.drop_columns(["idle_s"]), "the columns are"),
+        (lambda table: table.append_column("colour", [["red"]]), "the columns are"),
         (
             lambda table: table.set_column(table.column_names.index("session_id"), "session_id", [[7]]),
-            "its columns are",
+            "the columns are",
         ),
         (lambda table: table.set_column(table.column_names.index("idle_s"), "idle_s", [[11.0]]), "add up to"),
         (

@@ -99,7 +99,7 @@ def test_method_is_read_from_vllms_keys(stated: dict[str, Any], method: str | No
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq", "fbgemm_fp8", "of a later version"])
 def test_unknown_method_is_refused(method: str) -> None:
-    with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not read"):
+    with pytest.raises(PrecisionError, match=f"quantised by {method}, which vLLM does not support"):
         require_computable(config(quant_method=method), gpu(9, 0))
 
 

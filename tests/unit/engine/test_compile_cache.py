@@ -67,7 +67,7 @@ def test_folder_writable_by_others_is_not_used(place: Path, mode: int, capfd: py
     folder = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
     assert folder != poisoned
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert f"not kept in {poisoned}: others than this user can change {poisoned}" in capfd.readouterr().err
+    assert f"cannot store compiled code in {poisoned}: other users can change {poisoned}" in capfd.readouterr().err
 
 
 def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
@@ -97,7 +97,7 @@ def test_private_group_is_accepted(place: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_safe_folder_is_an_error(place: Path) -> None:
     place.chmod(0o777)
     (place.parent / "temporary").chmod(0o777)
-    with pytest.raises(ConfigError, match="compiled code cannot be kept") as refused:
+    with pytest.raises(ConfigError, match="cannot store compiled code") as refused:
         cache_root({"VLLM_CACHE_ROOT": str(place)})
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 

@@ -55,7 +55,7 @@ def test_unset_variable_means_the_catalogs_drafter(env: dict[str, str]) -> None:
         ("{", "not valid JSON"),
         ("true", "must be a JSON object, or false for no drafter, not a JSON bool"),
         ("[1]", "must be a JSON object"),
-        (json.dumps({"model": "h"}), "lacks num_speculative_tokens"),
+        (json.dumps({"model": "h"}), "num_speculative_tokens is missing"),
         (json.dumps({"model": "h", "num_speculative_tokens": 3, "method": "medusa"}), "medusa"),
         (
             '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}',
@@ -66,7 +66,7 @@ def test_unset_variable_means_the_catalogs_drafter(env: dict[str, str]) -> None:
         (json.dumps({"model": "h", "num_speculative_tokens": "3"}), "whole number"),
         (json.dumps({"model": "h", "num_speculative_tokens": 0}), "above zero"),
         (json.dumps({"model": 5, "num_speculative_tokens": 3}), "model must be text"),
-        (json.dumps({"model": "h", "num_speculative_tokens": 3, "revision": "abc"}), "not at a revision"),
+        (json.dumps({"model": "h", "num_speculative_tokens": 3, "revision": "abc"}), "revision is not supported"),
         (json.dumps({"model": "h", "num_speculative_tokens": 3, "parallel_drafting": "yes"}), "true or false"),
         (
             json.dumps(
@@ -208,15 +208,15 @@ def test_arguments_become_options_or_engine_arguments(
     ("variables", "reason"),
     [
         ({"TENSOR_PARALLEL_SIZE": "true"}, "SM_VLLM_TENSOR_PARALLEL_SIZE needs a value"),
-        ({"SERVED_MODEL_NAME": '["one", "two"]'}, "has one name, and these are 2"),
+        ({"SERVED_MODEL_NAME": '["one", "two"]'}, "has only one name, not 2"),
         ({"DTYPE": "int8"}, "SM_VLLM_DTYPE: int8 is not one of auto, bfloat16"),
         ({"QUANTIZATION": "awq"}, "SM_VLLM_QUANTIZATION: awq is not one of fp8"),
         ({"DTYPE": "float16", "QUANTIZATION": "fp8"}, "SM_VLLM_DTYPE differs"),
         ({"KV_CACHE_DTYPE": "int8"}, "SM_VLLM_KV_CACHE_DTYPE"),
-        ({"KV_CACHE_MEMORY_BYTES": "4X"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES: vLLM does not take '4X'"),
+        ({"KV_CACHE_MEMORY_BYTES": "4X"}, "SM_VLLM_KV_CACHE_MEMORY_BYTES: vLLM does not accept '4X'"),
         ({"KV_CACHE_MEMORY_BYTES": "1.5G"}, r"(?s)SM_VLLM_KV_CACHE_MEMORY_BYTES: .*Did you mean to use 1\.5g"),
-        ({"MAX_MODEL_LEN": "long"}, "SM_VLLM_MAX_MODEL_LEN: vLLM does not take 'long'"),
-        ({"MAX_NUM_SEQS": "[1, 2]"}, "SM_VLLM_MAX_NUM_SEQS: vLLM does not take '1 2'"),
+        ({"MAX_MODEL_LEN": "long"}, "SM_VLLM_MAX_MODEL_LEN: vLLM does not accept 'long'"),
+        ({"MAX_NUM_SEQS": "[1, 2]"}, "SM_VLLM_MAX_NUM_SEQS: vLLM does not accept '1 2'"),
         ({"MAX_MODEL_LENGTH": "4096"}, r"(?s)SM_VLLM_MAX_MODEL_LENGTH: vLLM has no .*SM_VLLM_MAX_MODEL_LEN"),
         ({"COMPILATION_CONFIG": '{"mode": "zz"}'}, r"(?s)SM_VLLM_COMPILATION_CONFIG: .*Invalid compilation mode: zz"),
         ({"MOE_BACKEND": "x"}, r"(?s)SM_VLLM_MOE_BACKEND: .*choose from .*'triton'"),
@@ -224,13 +224,13 @@ def test_arguments_become_options_or_engine_arguments(
         ({"ENFORCE_EAGER": "2"}, "SM_VLLM_ENFORCE_EAGER must be true or false, not '2'"),
         ({"ENABLE_CHUNKED_PREFILL": "[true]"}, "SM_VLLM_ENABLE_CHUNKED_PREFILL must be true or false"),
         ({"MODEL": "true"}, "SM_VLLM_MODEL needs a value"),
-        ({"MODEL": '["a", "b"]'}, "SM_VLLM_MODEL takes one value"),
+        ({"MODEL": '["a", "b"]'}, "SM_VLLM_MODEL must have one value"),
         ({"TRUST_REMOTE_CODE": "true"}, "SM_VLLM_TRUST_REMOTE_CODE: .* code in a model's folder never runs"),
         ({"REVISION": "main"}, "SM_VLLM_REVISION: .* managed by peagle"),
         ({"API_KEY": "secret"}, r"(?s)SM_VLLM_API_KEY: .*PEAGLE_API_KEYS"),
         ({"ALLOWED_ORIGINS": "*"}, r"(?s)SM_VLLM_ALLOWED_ORIGINS: .*reverse proxy"),
         ({"SSL_CERTFILE": "c.pem"}, r"(?s)SM_VLLM_SSL_CERTFILE: .*PEAGLE_TLS_CERT"),
-        ({"UVICORN_LOG_LEVEL": "info"}, r"(?s)SM_VLLM_UVICORN_LOG_LEVEL: .*leave it out"),
+        ({"UVICORN_LOG_LEVEL": "info"}, r"(?s)SM_VLLM_UVICORN_LOG_LEVEL: .*remove the variable"),
     ],
 )
 def test_unsupported_variable_is_named(tmp_path: Path, variables: dict[str, str], reason: str) -> None:

@@ -68,7 +68,7 @@ def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_wrong_token_fails(margin: float) -> None:
     found = check(Engine(0.0, 0.0, margin, 0.0))
     assert found.outcome == "failed"
-    assert "token 2 of its greedy answer is ' a' (log-probability " in found.seen
+    assert "token 2 of the greedy answer is ' a' (log-probability " in found.seen
     assert "without a drafter the target prefers ' b' (-1.000); 1 of 32 tokens differ" in found.seen
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -127,7 +127,7 @@ def test_engine_without_drafts_checks_fewer_tokens() -> None:
 
 
 def test_empty_answer_is_an_error() -> None:
-    assert check(Engine(tokens=0)).seen == "it answered with no token"
+    assert check(Engine(tokens=0)).seen == "the answer is empty"
     assert check(Engine(tokens=5)).num_tokens == 5
 
 
@@ -143,7 +143,7 @@ def test_engine_without_logprobs_is_skipped() -> None:
         async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
             raise RequestRefused("max_logprobs is 0")
 
-    assert check(Mute()).seen == "the engine refused it: max_logprobs is 0"
+    assert check(Mute()).seen == "the engine refused the request: max_logprobs is 0"
 
 
 def test_check_has_a_time_limit() -> None:

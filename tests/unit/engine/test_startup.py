@@ -66,7 +66,7 @@ with startup.start_limit(lambda: None):
 def test_uninterruptible_start_ends_the_process():
     done = subprocess.run([sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "did not start within 1 s, and cannot be given up" in done.stdout
+    assert "did not start within 1 s, and cannot be aborted" in done.stdout
 
 
 def test_interrupt_is_not_a_timeout(monkeypatch):

@@ -328,10 +328,10 @@ def test_requesters_take_turns():
         turns, order = _FairLock(), []
 
         async def work(asker):
-            await turns.take(asker)
+            await turns.acquire(asker)
             order.append(asker)
             await asyncio.sleep(0)
-            turns.give()
+            turns.release()
 
         await asyncio.gather(*(work(asker) for asker in "aaaabbc"))
         await work("d")

@@ -284,7 +284,7 @@ def test_unsupported_synthetic_acceptance_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start, "has_request_metrics", lambda: True)
     monkeypatch.setattr(start, "has_synthetic_acceptance", lambda: False)
-    with pytest.raises(ConfigError, match="cannot accept drafts by lot"):
+    with pytest.raises(ConfigError, match="does not support synthetic acceptance"):
         start.start_engine(EngineSpec(model="m", drafter=head), HERE)
 
 

@@ -116,7 +116,7 @@ def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest
 )
 def test_wrong_kernel_is_refused(kernels: Any, wrong: Any) -> None:
     kernels.sampler.expand_kernel = Registered(wrong)
-    with pytest.raises(RuntimeError, match="does not give drafts their requests' sampling values"):
+    with pytest.raises(RuntimeError, match="does not use the requests' sampling values for drafts"):
         vllm_plugin.probe()
 
 

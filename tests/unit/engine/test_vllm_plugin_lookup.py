@@ -121,7 +121,9 @@ def test_failed_lookup_is_turned_off(
         scheduler.update_draft_token_ids(drafted(2, 9, 9))
         scheduler.accept("one", 3)
     assert scheduler.taken == [[[2, 9, 9]]] * 3
-    assert [record.message for record in caplog.records] == ["prompt lookup failed and is off; only the head drafts"]
+    assert [record.message for record in caplog.records] == [
+        "prompt lookup failed and was disabled; only the head drafts"
+    ]
     assert sum(scheduler.requests["one"].spec_decode_metrics.per_step_drafted) == 0
 
 

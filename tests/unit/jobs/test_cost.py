@@ -119,7 +119,7 @@ def test_months_add_up_to_all_time(peagle):
         (["--month", "2026-13"], "invalid period"),
         (["--month", "2026-11", "--to", "2026-11-02"], "cannot be combined with --from"),
         (["--from", "yesterday"], "invalid period"),
-        (["--from", "2026-11-02", "--to", "2026-11-01"], "before it starts on 2026-11-02"),
+        (["--from", "2026-11-02", "--to", "2026-11-01"], "is before the start 2026-11-02"),
         (["--by", "kye"], "did you mean key"),
     ],
 )

@@ -103,7 +103,7 @@ def test_response_formats_without_a_schema(kind, expected):
             "body.logit_bias: logit_bias has 1,025",
         ),
         ({"messages": MESSAGES, "repetition_detection": {"max": 1}}, "body.repetition_detection: unknown 'max'"),
-        ({"messages": MESSAGES, "structured_outputs": {}}, "body.structured_outputs: it needs one of json, regex"),
+        ({"messages": MESSAGES, "structured_outputs": {}}, "body.structured_outputs: requires one of json, regex"),
         ({"messages": MESSAGES, "structured_outputs": {"regexp": "x"}}, "body.structured_outputs: unknown 'regexp'"),
         ({"messages": MESSAGES, "structured_outputs": {"regex": "a{1,999999}"}}, "body.structured_outputs: it repeats"),
         ({"messages": MESSAGES, "json_schema": {}}, "body: unknown parameter 'json_schema'"),
@@ -115,7 +115,7 @@ def test_response_formats_without_a_schema(kind, expected):
         ({"messages": MESSAGES, "response_format": "json"}, "body.response_format: its type must be"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
-            "body.response_format: json_schema requires",
+            "body.response_format: json_schema req",
         ),
     ],
 )

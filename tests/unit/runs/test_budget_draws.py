@@ -48,7 +48,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_draw, clock):
     clock.now += 5
     assert draw.reached(1.5, 0.5) is None, "a dollar is left, without the half that the other's end may cost"
     assert draw.reached(1.5, 1.0) == (
-        "the budget of $10 a month of team=search is reached: $1.00 left, and ending the run may cost $1.00; "
+        "the budget of $10 a month of team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
         "it resets on 2026-12-01"
     )
 

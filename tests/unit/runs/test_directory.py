@@ -204,7 +204,7 @@ def test_folder_without_run_is_an_error(tmp_path, s3):
 @pytest.mark.parametrize("content", [b"", b"PAR1 cut off"])
 def test_damaged_unit_is_named_with_a_hint(run, content):
     write_atomic(run.unit_path(0), content)
-    with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete that file"):
+    with pytest.raises(PeagleError, match=r"unit-00000000\.parquet is damaged(.|\n)*delete this file"):
         list(run.usages())
 
 

@@ -23,7 +23,7 @@ def test_budget_reserves_the_cost_of_ending(spent, stops):
     if found:
         assert found.limit == "budget"
         assert "the budget of $10.00 is reached" in found.message
-        assert "ending the run may cost $0.4" in found.message
+        assert "shutting the run down may cost $0.4" in found.message
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])

@@ -143,5 +143,5 @@ def test_column_that_parquet_cannot_store_is_refused():
     for _ in range(120):
         deep = pa.list_(deep)
     for bad in (pa.struct([]), deep):
-        with pytest.raises(InputError, match="column 'x' has a type that Parquet cannot hold"):
+        with pytest.raises(InputError, match="column 'x' has a type that Parquet cannot store"):
             require_storable(SCHEMA.append(pa.field("x", bad)))

@@ -236,7 +236,7 @@ def test_another_fingerprint_is_refused(change, named, run):
     ("keys", "kind", "message", "hint"),
     [
         ({"dataset": "nothing.jsonl"}, ConfigError, "nothing.jsonl: no such file", "humaneval"),
-        ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "give more than"),
+        ({"max_num_batched_tokens": "12"}, ConfigError, "12 leaves no room for prompts", "use more than"),
         ({"drafter": "peagle=/nowhere"}, ConfigError, "no such drafter: /nowhere", "folder"),
         (
             {"usd_per_hour": None, "instance_type": "c7a.lage"},

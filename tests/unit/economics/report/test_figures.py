@@ -85,4 +85,4 @@ def test_savings_lines_without_measurements():
     found = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
     assert all(found[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
     savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
-    assert lines(savings)["drafter"].startswith("$1.00 of unknown error lost: ")
+    assert lines(savings)["drafter"].startswith("$1.00 (error unknown) lost: ")

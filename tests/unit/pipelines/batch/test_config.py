@@ -23,7 +23,7 @@ def test_schema_from_text_or_file(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"json_schema": "nowhere.json"}, "no schema can be read there"),
+        ({"json_schema": "nowhere.json"}, "the schema cannot be read"),
         ({"json_schema": {"type": "strange"}}, "not a valid JSON schema"),
         ({"json_schema": {"$schema": []}}, "not a valid JSON schema"),
         ({"temperature": -1}, "greater than or equal to 0"),

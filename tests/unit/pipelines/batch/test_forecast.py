@@ -82,7 +82,7 @@ def test_forecast_of_an_existing_run(decided):
 def test_forecast_refuses_invalid_runs(foretold, tmp_path, write_jsonl):
     with pytest.raises(CapacityError, match="10000 engines need a CPU core each"):
         foretold(engines="10000")
-    with pytest.raises(ConfigError, match="has no run whose failed rows"):
+    with pytest.raises(ConfigError, match="has no run, so there are no failed rows"):
         foretold(retry_failed=True)
     with pytest.raises(InputError, match="no column 'text'"):
         foretold(prompt_column="text")

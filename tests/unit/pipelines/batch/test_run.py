@@ -108,7 +108,7 @@ def test_invalid_run_does_not_wait_for_accelerators(on_no_accelerator, tmp_path)
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
         again(output=tmp_path / "another")
-    with pytest.raises(ConfigError, match="has no run whose failed rows"):
+    with pytest.raises(ConfigError, match="has no run, so there are no failed rows"):
         again(output=tmp_path / "another", retry_failed=True)
 
 
@@ -178,5 +178,5 @@ def test_batch_uses_the_endpoints_commits(hub_run, moving_hub):
 def test_nodes_per_engine_needs_a_cluster(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = GenerateConfig(input="i", output=tmp_path / "run", tensor_parallel_size=2, nodes_per_engine=2)
-    with pytest.raises(ConfigError, match=r"nodes_per_engine 2: RAY_ADDRESS names no cluster(.|\n)*RAY_ADDRESS to a"):
+    with pytest.raises(ConfigError, match=r"nodes_per_engine 2: RAY_ADDRESS is not set(.|\n)*RAY_ADDRESS to a"):
         started(config)

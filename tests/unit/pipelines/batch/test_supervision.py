@@ -127,7 +127,7 @@ def test_passed_timestamp_is_not_in_the_resume_command(start):
 
 def test_duration_deadline_restarts(start):
     _, supervisor = start("--deadline", "5s", deadline="5s", grace_s=20)
-    with pytest.raises(StoppedEarly, match="ending may take 37 s") as stopped:
+    with pytest.raises(StoppedEarly, match="shutdown may take 37 s") as stopped:
         supervisor.require_room()
     assert stopped.value.hint.endswith("--output runs/a --deadline 5s")
 
@@ -151,7 +151,7 @@ def test_repeated_crashes_end_the_run(start):
     supervisor.observe()
     error = supervisor.error()
     assert isinstance(error, EngineError)
-    assert "engines died 5 times without finishing a single row" in error.message
+    assert "engines crashed 5 times in a row without finishing a single row" in error.message
 
 
 def test_crashes_count_across_hosts(start):
@@ -252,7 +252,7 @@ def test_run_stops_for_a_tag_budget(start):
     error = supervisor.error()
     assert isinstance(error, StoppedEarly)
     assert "the budget of $5 of team=search is reached" in str(error)
-    assert "once it has room, the same command continues the run" in error.hint
+    assert "when there is room, the same command continues the run" in error.hint
     supervisor.close()
     spent_usd, reserve_usd = draw.seen[0]
     assert draw.seen[-1] == spent_usd == supervisor.tally.usd > 0

@@ -98,7 +98,7 @@ def watched_loop(monkeypatch):
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.03)
-    monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
+    monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
 
     def watched(scene, die, *, limit_s=0.3):
         ended, before = [], set(threading.enumerate())
@@ -134,12 +134,12 @@ def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capf
         assert gone.wait(20)
 
     assert watched_loop(stands_in_the_way, die) == ["left"]
-    assert reasons == ["the event loop has stood still for 0.3 s (--engine-timeout-s)"]
+    assert reasons == ["the event loop was blocked for 0.3 s (--engine-timeout-s)"]
     assert "in stands_in_the_way" in capfd.readouterr().err
 
 
 def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
-    monkeypatch.setattr(watchdog, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(watchdog, "_FINAL_WRITES_S", 0.05)
     released = threading.Event()
 
     async def holds_what_the_last_words_need(ended):
@@ -152,7 +152,7 @@ def test_blocked_process_ends_even_without_recording(watched_loop, monkeypatch):
 
 
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
-    monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 10.0)
+    monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 10.0)
 
     async def is_late(_):
         threading.Event().wait(1)

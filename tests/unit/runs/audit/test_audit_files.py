@@ -134,7 +134,7 @@ def test_damaged_column_is_found(finished):
 
 def test_wrong_columns_are_found(finished):
     rewrite(finished, 1, lambda table: table.drop_columns(["ttft_s"]))
-    assert the_finding(finished).message == "its columns are not those of the plan: ttft_s"
+    assert the_finding(finished).message == "the columns differ from the plan: ttft_s"
     rewrite(finished, 0, lambda table: table.set_column(0, table.column_names[0], table["num_output_tokens"]))
     assert "column 'prompt' is int32, but string in the plan" in [f.message for f in audited(finished).findings]
 
@@ -172,9 +172,7 @@ def test_orphaned_plan_is_found(finished):
 def test_wrong_or_damaged_plan_is_found(finished, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").do()
     shutil.copy(plan_file(other), plan_file(finished))
-    assert any(
-        "for another corpus than the one in run.json" in finding.message for finding in audited(finished).findings
-    )
+    assert any("for a different corpus than run.json" in finding.message for finding in audited(finished).findings)
     plan_file(finished).write_bytes(b"PAR1 cut off")
     assert kinds(finished) == ["damaged"]
 
@@ -297,7 +295,7 @@ def test_empty_file_belongs_to_the_corpus(start_run, tmp_path):
 
 def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 0
-    assert capsys.readouterr().out.endswith("all right\n")
+    assert capsys.readouterr().out.endswith("clean\n")
     finished.unit_path(1).write_bytes(b"")
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 1
     said = capsys.readouterr().out

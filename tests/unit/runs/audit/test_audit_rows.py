@@ -14,11 +14,11 @@ from peagle.runs import regeneration as module
 from peagle.runs.audit import audit
 from peagle.runs.prepare import plan_retry
 from peagle.runs.regeneration import choose, require_target
-from pipelines.cluster.node import start_alone
+from pipelines.cluster.node import start_only_engine
 
 
 def audited(run, num_rows=16, seed=0):
-    return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print, start=start_alone)
+    return audit(run, num_rows=num_rows, seed=seed, max_tie=None, announce=print, start=start_only_engine)
 
 
 def outcomes(run, **options):
@@ -53,7 +53,7 @@ def test_changed_response_is_different(finished, capsys):
     assert cli.run(["audit", str(finished)]) == 1
     said = capsys.readouterr().out
     assert "4 same, 0 tie, 2 different, 0 skipped" in said
-    assert "NOT ALL RIGHT" in said
+    assert "NOT CLEAN" in said
 
 
 def test_damaged_unit_is_not_sampled(finished):
@@ -74,7 +74,7 @@ def test_rows_without_their_input_are_skipped(finished, tmp_path):
     corpus = tmp_path / "run.jsonl"
     corpus.write_bytes(corpus.read_bytes().replace(b'"say 1"', b'"hey"  ').replace(b'"say 2"', b"1234567"))
     skipped = {row.id: row.skipped for row in audited(finished).rows if row.skipped}
-    assert skipped == dict.fromkeys(["000000001", "000000002"], "its input gives another prompt now")
+    assert skipped == dict.fromkeys(["000000001", "000000002"], "the input now yields a different prompt")
     corpus.unlink()
     assert all("cannot be read" in row.skipped for row in audited(finished).rows)
 

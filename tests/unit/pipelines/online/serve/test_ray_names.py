@@ -62,7 +62,7 @@ def raised(error, cause=None):
         return caught
 
 
-ALTERNATE, UNTOLD = jinja2.TemplateError("roles must alternate"), "the engine cannot take this request: a field has"
+ALTERNATE, UNTOLD = jinja2.TemplateError("roles must alternate"), "the engine cannot process this request: a field has"
 
 
 @pytest.mark.parametrize(
