@@ -28,7 +28,7 @@ from peagle.engine.keys import TargetOptions
 from peagle.engine.spec import DRAFT_METHODS, LOOKUP_METHODS
 from peagle.errors import ConfigError
 from peagle.humaneval import HUMANEVAL
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 from peagle.profiles.measurements import METHODS, NONE
 from peagle.requests.prompts import PromptOptions
 from peagle.storage import on_disk

@@ -20,7 +20,7 @@ from peagle.engine.keys import TargetOptions
 from peagle.engine.sagemaker import MODEL_FOLDER, to_sagemaker_env, vllm_arguments
 from peagle.engine.spec import DrafterSpec, DraftMethod
 from peagle.errors import ConfigError, PriceError
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 
 DATA_SOURCES = Path("/opt/ml/additional-model-data-sources")
 """Where SageMaker mounts additional data, one folder per channel."""

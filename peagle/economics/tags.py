@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 
 NO_TAGS = "{}"
 """The text of no tags."""

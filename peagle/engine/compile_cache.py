@@ -50,6 +50,12 @@ def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpui
     return {ROOT: str(folder), _INDUCTOR: str(folder / "inductor")}
 
 
+def has_compiled_code(inherited: Mapping[str, str]) -> bool:
+    """Whether a CPU engine has compiled code on this node before, which later engines mostly load."""
+    folder = Path(cache_root(inherited)[ROOT]) / "torch_compile_cache"
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def _kind(cpuinfo: Path) -> str:
     """Return an id of the versions and of the kind of processor."""
     try:

@@ -17,7 +17,7 @@ from peagle.engine.precision import Precision, PrecisionName
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean
 from peagle.hardware import Hardware
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 
 CachePrecision = Literal["auto", "bf16", "fp8"]
 DraftLookup = Literal["auto", "on", "off"]
@@ -38,7 +38,10 @@ class TargetOptions(BaseModel):
     )
     max_model_len: int | None = Field(None, ge=16, description="context in tokens; default: the model's own")
     tensor_parallel_size: int = Field(1, ge=1, description="accelerators that share each layer of one engine")
-    enforce_eager: bool = Field(False, description="do not compile: starts sooner, decodes slower")
+    enforce_eager: bool = Field(
+        False,
+        description="do not compile: starts sooner, decodes slower; default: only for short bulk runs on CPUs",
+    )
     kv_cache_gib: float | None = Field(
         None, gt=0, description="memory of the KV cache on CPU; default: from the machine's"
     )

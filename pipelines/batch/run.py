@@ -15,8 +15,8 @@ from peagle.economics.price_options import machine_of, require_same_price
 from peagle.economics.prices import Price
 from peagle.economics.tags import tags_to_text
 from peagle.private import user_path
+from peagle.runs.budget_draws import TagDraw
 from peagle.runs.directory import RunDirectory
-from peagle.runs.draws import TagDraw
 from peagle.runs.export import Export, export
 from peagle.runs.lease import hold_lease
 from peagle.runs.logs import copied

@@ -16,8 +16,8 @@ from peagle.economics.prices import Price
 from peagle.economics.report.figures import format_usd
 from peagle.economics.usage import EngineSession, UnitUsage, start_warnings
 from peagle.errors import EngineError, PeagleError, StoppedEarly, TooManyFailedRows
+from peagle.runs.budget_draws import TagDraw
 from peagle.runs.directory import RunDirectory
-from peagle.runs.draws import TagDraw
 from peagle.runs.limits import Limits, Reached, Situation, parse_deadline, reached
 from peagle.runs.liveness import engines_at_work, tokens_per_s
 from peagle.runs.progress import Tally

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from peagle.engine import compile_cache
-from peagle.engine.compile_cache import cache_root
+from peagle.engine.compile_cache import cache_root, has_compiled_code
 from peagle.errors import ConfigError
 
 CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nflags\t: {flags}\n\nprocessor\t: 1\n"
@@ -107,3 +107,13 @@ def test_fallback_folder(place: Path, capfd: pytest.CaptureFixture[str]) -> None
     found = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
     assert not found["VLLM_CACHE_ROOT"].startswith(str(place))
     assert "Not a directory" in capfd.readouterr().err
+
+
+def test_has_compiled_code(place: Path) -> None:
+    inherited = {"VLLM_CACHE_ROOT": str(place)}
+    folder = Path(cache_root(inherited)["VLLM_CACHE_ROOT"]) / "torch_compile_cache"
+    assert not has_compiled_code(inherited)
+    folder.mkdir(parents=True)
+    assert not has_compiled_code(inherited)
+    (folder / "abc").mkdir()
+    assert has_compiled_code(inherited)

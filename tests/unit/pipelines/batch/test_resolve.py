@@ -12,6 +12,7 @@ from pipelines.batch.config import GenerateConfig
 from pipelines.cluster.placement import Neighbours, Placement
 
 HERE = hardware.detect()
+CPU = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
 
 
 def resolved(columns=("prompt",), *, is_batch=False, **keys):
@@ -55,7 +56,7 @@ def test_missing_column_is_named_with_the_file(columns, keys, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"max_tokens": 9000}, "max_tokens: 9000 is more than the context of 8192"),
+        ({"max_tokens": 9000}, "max_tokens: 9000 exceeds the context of 8192"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
     ],
 )
@@ -69,12 +70,11 @@ def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
         config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **keys)
         return resolve_run(config, machine=machine)
 
-    cpu = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
     gpu = hardware.Hardware(
         platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, accelerator="NVIDIA H100 80GB HBM3",
         num_accelerators=1, compute_capability=(9, 0),
     )  # fmt: skip
-    assert run(cpu, drafter="peagle").sampling.limits.has_drafter is False
+    assert run(CPU, drafter="peagle").sampling.limits.has_drafter is False
     with pytest.raises(ConfigError, match="min_p: not supported by vLLM on a GPU with a drafter"):
         run(gpu, drafter="peagle")
     assert run(gpu, drafter="none").sampling.base["min_p"] == 0.1
@@ -83,7 +83,7 @@ def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
 @pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
 def test_seed_is_refused_on_cpus(embedded_target):
     config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
-    with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
+    with pytest.raises(ConfigError, match="vLLM on CPU crashes with seeded sampling"):
         resolve_run(config)
     assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
 
@@ -135,3 +135,21 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, speaking_target, 
     assert list(there.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
     assert here.spec.commits == {}
     assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch those
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "keys", "has_code", "is_eager"),
+    [
+        (3, {}, False, True),
+        (3, {}, True, False),  # compiled code is loaded in seconds
+        (3, {"enforce_eager": False}, False, False),
+        (1000, {}, False, False),
+        (1000, {"max_tokens": 2}, False, True),
+        (1000, {"enforce_eager": True}, False, True),
+    ],
+)
+def test_short_runs_on_cpus_are_not_compiled(embedded_target, monkeypatch, num_rows, keys, has_code, is_eager):
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda _: has_code)
+    config = GenerateConfig(input="i", output="o", drafter="none", usd_per_hour=1, **keys)
+    run = resolve_run(config, corpus_plan(rows_per_unit=num_rows), CPU)
+    assert run.spec.enforce_eager is is_eager

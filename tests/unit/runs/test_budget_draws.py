@@ -5,7 +5,7 @@ import pytest
 from peagle.economics.ledger import append_request
 from peagle.economics.shared_budgets import Draw, SharedBudget, changing_budgets, read_draws, write_draw
 from peagle.errors import ConfigError
-from peagle.runs.draws import TagDraw
+from peagle.runs.budget_draws import TagDraw
 from tests.unit.pipelines.online.ledgers import a_request
 
 SEARCH = '{"team": "search"}'

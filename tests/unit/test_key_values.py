@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from peagle.pairs import parse_pairs
+from peagle.key_values import parse_pairs
 
 
 def test_parse_pairs() -> None:
