@@ -85,7 +85,7 @@ def require_storable(schema: pa.Schema) -> None:
         if not can_be_stored(pa.schema([column])):
             raise InputError(
                 f"input: column {column.name!r} has a type that Parquet cannot store",
-                hint="remove the column from the input; or use a new run directory, if an older peagle planned this run",
+                hint="remove the column from the input; or use a new run directory, if an older peagle planned it",
             )
 
 

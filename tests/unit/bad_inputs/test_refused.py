@@ -151,7 +151,7 @@ CASES = [
     bad("a template with an unknown filter", "--prompt-template '{{ prompt | shout }}'", "shout"),
     bad("two prompt options", "--prompt-column prompt --prompt-template x", "cannot be combined"),
     bad("messages without the chat template", "--messages-column prompt --no-chat", "requires the chat template"),
-    bad("a system prompt without the chat template", "--system-prompt x --no-chat", "needs a chat template"),
+    bad("a system prompt without the chat template", "--system-prompt x --no-chat", "requires a chat template"),
     # sampling
     bad("an unknown column of parameters", "--sampling-column mine", "has no column 'mine'"),
     bad("a temperature above 2", "--temperature 3", "temperature"),
