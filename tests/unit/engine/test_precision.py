@@ -106,8 +106,8 @@ def test_kv_cache_can_be_set_separately(requested: str, kv_cache: str, hardware:
 @pytest.mark.parametrize(
     ("requested", "kv_cache", "hardware", "reason"),
     [
-        ("bf16", "fp8", AMPERE, "has no KV cache in fp8"),
-        ("float32", "fp8", HOPPER, "this one is in float32"),
+        ("bf16", "fp8", AMPERE, "does not support a KV cache in fp8"),
+        ("float32", "fp8", HOPPER, "int8, not float32"),
         ("bf16", "fp4", HOPPER, "unknown precision 'fp4' of the KV cache"),
     ],
 )

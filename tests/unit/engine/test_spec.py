@@ -60,11 +60,11 @@ def test_invalid_value_is_named(changes: dict[str, Any], name: str) -> None:
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"method": "ngram"}, "drafts without a head"),
-        ({"method": "ngram", "model": "", "lookup": True}, "needs a head"),
-        ({"synthetic_rates": (0.5, 0.4, 0.2), "lookup": True}, "by lot"),
-        ({"synthetic_rates": (0.5, 0.4)}, "3 shares"),
-        ({"synthetic_rates": (0.5, 0.4, 0.6)}, "never rise"),
-        ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 1 to 0"),
+        ({"method": "ngram", "model": "", "lookup": True}, "requires a head"),
+        ({"synthetic_rates": (0.5, 0.4, 0.2), "lookup": True}, "synthetic acceptance"),
+        ({"synthetic_rates": (0.5, 0.4)}, "3 non-increasing shares"),
+        ({"synthetic_rates": (0.5, 0.4, 0.6)}, "non-increasing"),
+        ({"synthetic_rates": (1.5, 0.4, 0.2)}, "from 0 to 1"),
     ],
 )
 def test_invalid_drafter_is_named(changes: dict[str, Any], name: str) -> None:
@@ -79,9 +79,9 @@ def test_unknown_key_suggests_the_closest() -> None:
 
 
 def test_missing_key_is_named() -> None:
-    with pytest.raises(ConfigError, match="lacks model"):
+    with pytest.raises(ConfigError, match="missing keys in EngineSpec: model"):
         EngineSpec.from_dict({"max_num_seqs": 4})
-    with pytest.raises(ConfigError, match="lacks method, model"):
+    with pytest.raises(ConfigError, match="missing keys in DrafterSpec: method, model"):
         DrafterSpec.from_dict({"num_speculative_tokens": 4})
 
 

@@ -78,7 +78,7 @@ def test_cluster_apply_needs_names_and_output(job, client, tmp_path, capsys):
     file = str(tmp_path / "c.yaml")
     client("ray")
     assert cli.run(["deploy", "cluster", job, "--output", file, "--apply"]) == 2
-    assert "--apply needs --ami, --security-group, --head-profile, --worker-profile" in capsys.readouterr().err
+    assert "--apply requires --ami, --security-group, --head-profile, --worker-profile" in capsys.readouterr().err
     assert cli.run(["deploy", "cluster", job, *NAMES, "--apply"]) == 2
     assert "--apply requires --output" in capsys.readouterr().err
     assert not (tmp_path / "arguments").exists()

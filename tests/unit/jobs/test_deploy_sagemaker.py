@@ -59,7 +59,7 @@ def test_sagemaker_down(asked, capsys):
     assert asked == [None, "mine"]
     assert capsys.readouterr().out.splitlines() == [
         "mine: deleted endpoint; it existed for 30 min 0 s, about $2.00",
-        "still there: the image i",
+        "not deleted: the image i",
     ]
 
 

@@ -36,7 +36,7 @@ def test_up_takes_model_and_serve_flags(started, capsys):
     assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
     config = started.config
     assert (config.model, config.max_num_seqs, config.idle_timeout, started.port) == ("org/model", 2, 1800, 8123)
-    assert "m is up at http://x/v1; `peagle down m` ends it" in capsys.readouterr().out
+    assert "m is up at http://x/v1; `peagle down m` stops it" in capsys.readouterr().out
 
 
 def test_up_chooses_a_free_port(started):

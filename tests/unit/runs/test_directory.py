@@ -353,7 +353,7 @@ def test_missing_or_damaged_dead_letters_are_an_error(run):
     with pytest.raises(PeagleError, match="dead letters of unit 0"):
         list(run.dead_letters())
     path.unlink()
-    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*restore it"):
+    with pytest.raises(PeagleError, match=r"dead letters of unit 0(.|\n)*restore the file"):
         list(run.letters(0))
 
 

@@ -30,7 +30,7 @@ def test_schema_from_text_or_file(tmp_path):
         ({"temperature": 3}, "less than or equal to 2"),
         ({"n": 0}, "greater than or equal to 1"),
         ({"stop": [""]}, "an empty string cannot be a stop string"),
-        ({"draw_on": "runs/serve"}, "draw_on needs tags"),
+        ({"draw_on": "runs/serve"}, "draw_on requires tags"),
     ],
 )
 def test_sampling_options_are_validated(keys, message):
@@ -75,7 +75,7 @@ def test_unrepresentable_deadline_is_refused(deadline):
         ({"nodes_per_engine": 2}, r"nodes_per_engine 2 does not divide the 1 rank\(s\)"),
         ({"nodes_per_engine": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "does not divide the 6 rank"),
         ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engine": "fake"}, "fake, which has no ranks"),
-        ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "give one number"),
+        ({"nodes_per_engine": 2, "tensor_parallel_size": 2, "engines": "1:2"}, "use a fixed number"),
     ],
 )
 def test_nodes_per_engine_must_divide_ranks(keys, message):

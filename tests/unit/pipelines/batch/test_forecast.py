@@ -49,7 +49,7 @@ def test_forecast_for_other_machines(foretold):
 
 def test_forecast_says_that_the_cluster_is_not_asked(foretold, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    assert "RAY_ADDRESS is not asked" in foretold(usd_per_hour=1)[1]["machine"]
+    assert "RAY_ADDRESS was not inspected" in foretold(usd_per_hour=1)[1]["machine"]
     assert "RAY_ADDRESS" not in foretold(instance_type="p5.48xlarge")[1]["machine"]
 
 

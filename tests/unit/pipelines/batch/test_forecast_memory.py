@@ -32,4 +32,4 @@ def test_memory_of_a_cpu_engine():
 
 
 def test_memory_of_an_unknown_model():
-    assert memory_in_words(EngineSpec(model="org/model"), GPU, None).startswith("not known")
+    assert memory_in_words(EngineSpec(model="org/model"), GPU, None).startswith("unknown")

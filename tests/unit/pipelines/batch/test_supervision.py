@@ -160,7 +160,7 @@ def test_crashes_count_across_hosts(start):
         assert supervisor.ending is None
         run.write_session(replace(session(f"s{number}"), hostname=f"node-{number}"))
         supervisor.observe()
-    assert "engines died 5 times" in supervisor.error().message
+    assert "engines crashed 5 times" in supervisor.error().message
 
 
 def test_budget_can_grow(start):

@@ -61,11 +61,11 @@ def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, sp
         spend(0.2)
         watch.check()
         watch.check()
-        assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10, and $4.90 are left"]
+        assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10 spent, $4.90 left"]
         spend(6)
         watch.check()
         watch.check()
-    assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10, and $0.00 are left"]
+    assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10 spent, $0.00 left"]
     assert told == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
@@ -79,7 +79,7 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
         assert len(said(caplog)) == 1
         spend(8.5)
         watch.check()
-        assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50, and $1.50 are left"
+        assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50 spent, $1.50 left"
         watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
         watch.check()
     assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
@@ -109,8 +109,8 @@ def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplo
         watch.check()
     assert told == [("team=search", 0.55), ("*", 0.9)]
     assert said(caplog) == [
-        "tag team=search has spent 55 % of its budget of $10 a month: $5.50, and $4.50 are left",
-        "the endpoint has spent 90 % of its budget of $20 a month: $18.00, and $2.00 are left",
+        "tag team=search has spent 55 % of its budget of $10 a month: $5.50 spent, $4.50 left",
+        "the endpoint has spent 90 % of its budget of $20 a month: $18.00 spent, $2.00 left",
     ]
 
 
