@@ -21,7 +21,7 @@ def test_chains_are_nested_and_shrink_by_the_ratio():
         assert round(50 * 0.8**depth) - depth <= len(anchors[depth]) <= round(50 * 0.8**depth)
 
 
-def test_mask_equals_the_librarys():
+def test_mask_equals_that_of_speculators():
     from speculators.models.peagle.attention import create_peagle_mask_mod
 
     rows = sample_rows(MASK, num_depths=4, ratio=0.8, generator=torch.Generator().manual_seed(0))

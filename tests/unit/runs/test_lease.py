@@ -25,19 +25,19 @@ def put(root, lease):
 
 @pytest.fixture
 def foreign(root):
-    """The lease of a driver of another host, which was never given back."""
+    """A lease of a driver on another host that was never released."""
     with hold(root):
-        mine = read_lease(root)
-    theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(root, theirs)
-    return theirs
+        own = read_lease(root)
+    lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+    put(root, lease)
+    return lease
 
 
 def test_lease_describes_driver_and_outcome(root):
     with hold(root):
-        held = read_lease(root)
-        assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
-        assert held.seems_alive()
+        lease = read_lease(root)
+        assert (lease.pid, lease.command, lease.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
+        assert lease.seems_alive()
     after = read_lease(root)
     assert (after.number, after.outcome) == (1, "ended")
     assert not after.seems_alive()
@@ -50,19 +50,19 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half of what a lease lasts
+    assert time.monotonic() - started < 15  # half of the expiry
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
 def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
-        said, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
+        announced, started = [], time.monotonic()
+        with pytest.raises(RunInUse) as error, hold(root, announce=announced.append):
             pass
         assert time.monotonic() - started < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
-            assert part in str(refused.value)
-        assert "waiting 20 s" in said[0]
+            assert part in str(error.value)
+        assert "waiting 20 s" in announced[0]
         assert read_lease(root).number == 1
 
 
@@ -71,7 +71,7 @@ def test_silent_driver_is_replaced_after_expiry(root, foreign):
     started = time.monotonic()
     with hold(root) as mine:
         assert mine.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not that of the next
+    assert 1.0 <= time.monotonic() - started < 15  # the expiry of its own lease, not of the next
 
 
 def test_wrong_clock_does_not_expire_a_lease(root, foreign):
@@ -149,8 +149,8 @@ def test_vanished_lease_is_read_again(root, monkeypatch):
         pass
     with hold(root):
         pass
-    looks = [[1]]  # as listed before the second driver removed the first one's lease
-    monkeypatch.setattr(lease_module, "_numbers", lambda _: looks.pop() if looks else [2])
+    listings = [[1]]  # as listed before the second driver removed the first one's lease
+    monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
 
@@ -158,8 +158,10 @@ def test_stale_lease_number_is_skipped(root, monkeypatch):
     for _ in range(3):
         with hold(root):
             pass
-    first_look = [None]
-    monkeypatch.setattr(lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place))
+    stale_reads = [None]
+    monkeypatch.setattr(
+        lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
+    )
     with hold(root) as mine:
         assert mine.number == 4
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
@@ -170,9 +172,9 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
         with hold(root):
             pass
     with hold(root) as theirs:
-        first_look = [None]
+        stale_reads = [None]
         monkeypatch.setattr(
-            lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place)
+            lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
         )
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
