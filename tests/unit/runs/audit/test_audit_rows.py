@@ -131,7 +131,7 @@ def real_run(start_run, monkeypatch):
 
 @pytest.fixture
 def start_coin_toss_engines(monkeypatch):
-    """Start engines that start_coin_toss_engines with this margin; those that were started."""
+    """Start `CoinTossEngine`s with this margin; return the list of started engines."""
     started = []
 
     def with_margin(margin):
