@@ -21,7 +21,6 @@ def show_config(capsys):
         assert cli.run(["config", "show", *map(str, argv), "--json", "-"]) == 0
         return {name: (entry["value"], entry["from"]) for name, entry in json.loads(capsys.readouterr().out).items()}
 
-
     return show
 
 

@@ -1,4 +1,4 @@
-"""No waiting for counters; an empty home."""
+"""Do not wait for counters; use an empty PEAGLE_HOME."""
 
 import pytest
 from config_only import measure_at_once
