@@ -128,7 +128,7 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Return the top-level function, class or name, and what it uses."""
-    imported = [found for node in ast.walk(tree) for found in imports(node)]
+    imported = [item for node in ast.walk(tree) for item in imports(node)]
     foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
     own = members(tree)
     for statement in tree.body:
@@ -163,9 +163,9 @@ def rows() -> list[dict[str, str]]:
 def named(column: str) -> list[tuple[str, str]]:
     """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
-    found = [(row["what"], pattern.findall(row[column])) for row in rows()]
-    assert [what for what, names in found if not names] == []
-    return [name for _, names in found for name in names]
+    names_by_row = [(row["what"], pattern.findall(row[column])) for row in rows()]
+    assert [what for what, names in names_by_row if not names] == []
+    return [name for _, names in names_by_row for name in names]
 
 
 def defined(tree: ast.Module) -> set[str]:

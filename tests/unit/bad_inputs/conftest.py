@@ -35,7 +35,7 @@ def machine():
 
 
 @pytest.fixture(scope="session")
-def shown():
+def format_message():
     """Return a message as the page shows it: its first line, as code."""
 
     def show(message):

@@ -207,9 +207,10 @@ def test_bad_row_becomes_dead_letter_and_good_row_stays(results, case):
     assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
 
 
-def test_page_lists_every_case(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, format_message):
     rows = [("row", "reason", "message")]
     rows += [
-        (case.description, f"`{case.reason}`", shown(results[case.description][1][-1]["message"])) for case in CASES
+        (case.description, f"`{case.reason}`", format_message(results[case.description][1][-1]["message"]))
+        for case in CASES
     ]
     check_section("Rows that become dead letters", rows)

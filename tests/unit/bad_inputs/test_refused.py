@@ -227,11 +227,15 @@ CASES = [
 
 def argv(flags):
     """Return the command line."""
-    given = shlex.split(flags)
+    given_flags = shlex.split(flags)
     defaults = {"--input": "prompts.jsonl", "--output": "run", "--engine": "fake", "--usd-per-hour": "1"}
-    if {"--instance-type", "--prices"} & set(given):
+    if {"--instance-type", "--prices"} & set(given_flags):
         defaults.pop("--usd-per-hour")
-    return ["generate", *(part for name in defaults.keys() - set(given) for part in (name, defaults[name])), *given]
+    return [
+        "generate",
+        *(part for name in defaults.keys() - set(given_flags) for part in (name, defaults[name])),
+        *given_flags,
+    ]
 
 
 def generate(flags):
@@ -292,7 +296,7 @@ def test_bad_input_is_refused_and_changes_nothing(results, case):
     assert after == before
 
 
-def test_page_lists_every_case(results, check_section, shown):
+def test_page_lists_every_case(results, check_section, format_message):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
         code, stderr, *_ = results[case.description]
@@ -301,7 +305,7 @@ def test_page_lists_every_case(results, check_section, shown):
                 case.description,
                 f"`{case.flags}`" if case.flags else "the same command",
                 str(code),
-                shown(message_of(stderr)),
+                format_message(message_of(stderr)),
             )
         )
     assert len(CASES) >= 40

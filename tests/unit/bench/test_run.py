@@ -184,12 +184,12 @@ def test_a_benchmark_fails_if_all_engines_fail(run, tmp_path):
 
 def test_a_time_budget_stops_between_passes(run, tmp_path):
     starts: list[Starter] = []
-    left = []
-    while not left or left[-1]:
+    num_left = []
+    while not num_left or num_left[-1]:
         starts.append(Starter())
-        left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
+        num_left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
         assert len(starts) <= 6
-    assert left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
+    assert num_left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
     assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)

@@ -76,10 +76,10 @@ def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     plan = to_form(parallel_plan(documents))
     bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
-    ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
-    for own, other in zip(ours, exact, strict=True):
-        assert own.dtype == torch.bfloat16
-        assert float((own.float() - other).norm() / other.norm()) < bound
+    gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
+    for gradient, other in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert float((gradient.float() - other).norm() / other.norm()) < bound
 
 
 def test_sequential_gradients_reach_earlier_depths(documents, to_form):

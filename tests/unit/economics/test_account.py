@@ -116,9 +116,9 @@ def test_a_unit_without_a_session_is_refused():
 
 
 def test_a_session_is_charged_once():
-    twice = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
+    repeated = [session(states=(0.0, 0.0, 1.0, 0.0), tokens=1)] * 2
     with pytest.raises(PeagleError, match="twice"):
-        account([], twice, PRICE)
+        account([], repeated, PRICE)
 
 
 def test_a_price_of_another_device_is_refused():

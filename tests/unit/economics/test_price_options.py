@@ -46,10 +46,10 @@ def test_an_ambiguous_gpu_is_refused():
 
 
 def test_spot_price_of_the_detected_region():
-    here = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
-    assert resolve_price(PriceOptions(market="spot"), here).usd_per_hour == 17.84685
-    assert resolve_price(PriceOptions(market="spot", region="us-east-1"), here).usd_per_hour == 18.7089
-    elsewhere = replace(here, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
+    detected = replace(gpus(8), machine_names=("p5.48xlarge", "us-west-2"))
+    assert resolve_price(PriceOptions(market="spot"), detected).usd_per_hour == 17.84685
+    assert resolve_price(PriceOptions(market="spot", region="us-east-1"), detected).usd_per_hour == 18.7089
+    elsewhere = replace(detected, machine_names=("p5.48xlarge", "ap-south-1"))  # not in the table
     assert resolve_price(PriceOptions(market="spot"), elsewhere).region == "us-east-2"
 
 

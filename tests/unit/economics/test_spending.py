@@ -56,13 +56,13 @@ def ledgers(draw):
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
         states = {name: draw(seconds) for name in ("load_s", "compile_s", "busy_s", "idle_s")}
-        one = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
-        sessions.append(replace(one, last_seen_at=one.started_at + sum(states.values())))
+        engine = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
+        sessions.append(replace(engine, last_seen_at=engine.started_at + sum(states.values())))
         for _ in range(draw(st.integers(0, 4))):
-            finished_at = one.started_at + draw(st.floats(0, 1)) * (one.last_seen_at - one.started_at)
-            busy_s = draw(st.floats(0, 1)) * one.busy_s / draw(st.integers(1, 4))
+            finished_at = engine.started_at + draw(st.floats(0, 1)) * (engine.last_seen_at - engine.started_at)
+            busy_s = draw(st.floats(0, 1)) * engine.busy_s / draw(st.integers(1, 4))
             times = {"busy_s": busy_s, "started_at": 0.0, "finished_at": finished_at}
-            units.append(unit_usage(one.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
+            units.append(unit_usage(engine.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
     return sessions, units
 
 
@@ -129,19 +129,19 @@ def test_any_order_and_grouping_give_the_same_totals(drawn, random):
 
 def test_work_counts_on_its_commit_day():
     """A unit of 30 s is committed 20 s after midnight."""
-    one = session(started_at=DAY_S - 10.0, busy_s=30.0)
+    engine = session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
-    by_day = list(charges(ledger([one], committed), Days()))
+    by_day = list(charges(ledger([engine], committed), Days()))
     assert [(charge.day, charge.spend.attributed_usd) for charge in by_day] == [(1, 0.6)]
-    lost = list(charges(ledger([one], {}), Days()))
+    lost = list(charges(ledger([engine], {}), Days()))
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
 def test_compile_time_over_midnight_is_counted_once():
     """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
-    one = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
-    loading = replace(one, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    by_day = list(charges(ledger([one], {}, then=lambda *_: loading), Days()))
+    engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
+    loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
+    by_day = list(charges(ledger([engine], {}, then=lambda *_: loading), Days()))
     assert [(charge.day, charge.spend.loading_usd) for charge in by_day] == [
         (0, pytest.approx(2.0)),
         (1, pytest.approx(1.0)),

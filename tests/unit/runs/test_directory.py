@@ -246,8 +246,8 @@ def test_regenerated_unit_has_new_dead_letters(run):
     run.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     plan = plan_retry(run, run.plan())
     run.unit_path(0).unlink()
-    (again, retry) = plan.left(run.committed())
-    assert ((again.unit, again.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
+    (regenerated, retry) = plan.left(run.committed())
+    assert ((regenerated.unit, regenerated.rows), (retry.unit, retry.rows)) == ((0, (0,)), (1, (1,)))
 
     reopened = RunDirectory(run.root)
     assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])

@@ -69,8 +69,8 @@ def test_second_driver_is_refused_while_the_first_is_alive(root):
 def test_silent_driver_is_replaced_after_expiry(root, foreign):
     put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
-    with hold(root) as mine:
-        assert mine.number == foreign.number + 1
+    with hold(root) as own:
+        assert own.number == foreign.number + 1
     assert 1.0 <= time.monotonic() - started < 15  # the expiry of its own lease, not of the next
 
 
@@ -91,24 +91,24 @@ def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert read_lease(tmp_path).is_gone()
     (tmp_path / ".lease" / ".1.json.0123.tmp").touch()
-    with hold(tmp_path) as mine:
-        assert mine.number == 2
+    with hold(tmp_path) as own:
+        assert own.number == 2
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
 def test_reused_pid_is_not_the_driver(root):
     with hold(root):
-        mine = read_lease(root)
-    assert not mine.is_gone()
-    assert replace(mine, birth=mine.birth - 1).is_gone()
+        own = read_lease(root)
+    assert not own.is_gone()
+    assert replace(own, birth=own.birth - 1).is_gone()
 
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
-        theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
-        put(root, theirs)
+        other = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, other)
         assert slow.lost.wait(2)
-    assert read_lease(root) == theirs
+    assert read_lease(root) == other
 
 
 def test_one_of_several_simultaneous_drivers_wins(root, foreign):
@@ -162,8 +162,8 @@ def test_stale_lease_number_is_skipped(root, monkeypatch):
     monkeypatch.setattr(
         lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
     )
-    with hold(root) as mine:
-        assert mine.number == 4
+    with hold(root) as own:
+        assert own.number == 4
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
 
 
@@ -171,14 +171,14 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
     for _ in range(2):
         with hold(root):
             pass
-    with hold(root) as theirs:
+    with hold(root) as other:
         stale_reads = [None]
         monkeypatch.setattr(
             lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
         )
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
-        theirs.require()
+        other.require()
 
 
 def test_lost_lease_is_noticed_on_check(root):
@@ -227,20 +227,20 @@ def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 
 def test_lease_survives_a_lost_store_answer(s3):
     s3.fail("lost", method="PUT", times=2)
-    with hold(storage_path("s3://bucket/run")) as mine:
-        assert mine.number == 1
+    with hold(storage_path("s3://bucket/run")) as own:
+        assert own.number == 1
 
 
 def test_lease_survives_short_store_failures(s3):
     root = storage_path("s3://bucket/run")
-    with hold(root, expiry_s=1.0) as mine:
+    with hold(root, expiry_s=1.0) as own:
         before = read_lease(root).beat
         s3.fail(403, method="PUT", times=2)
         deadline = time.monotonic() + 10
         while read_lease(root).beat < before + 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert not mine.lost.is_set()
+        assert not own.lost.is_set()
     assert read_lease(root).outcome == "ended"
 
 

@@ -13,7 +13,7 @@ from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_n
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def spent(sources, days=None):
+def total_spend(sources, days=None):
     return sum((charge.spend for ledger in sources.ledgers for charge in charges(ledger, days or Days())), Spend())
 
 
@@ -32,7 +32,7 @@ def test_ledgers_are_found_by_name_and_glob(month):
     named = find_ledgers(["serve", "nightly"])
     assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
     globbed = find_ledgers(["*"])
-    assert spent(globbed) == spent(named)
+    assert total_spend(globbed) == total_spend(named)
     assert globbed.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
@@ -85,7 +85,7 @@ def test_training_includes_its_response_runs(month):
     (config.output / "run.json").write_text('{"head": "heads/head"}')
     sources = find_ledgers(["heads"])
     assert [ledger.run for ledger in sources.ledgers] == ["heads", *response_runs]
-    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(sources)
+    assert total_spend(find_ledgers(["heads", "heads/responses/*", "heads/"])) == total_spend(sources)
     assert ledger_folders(["heads"]).keys() == {"heads", *response_runs}
 
 
@@ -108,12 +108,12 @@ def test_batch_run_counts_once_with_its_endpoint(month):
     units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
     batches_only = find_ledgers(["batches"])
-    assert spent(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
-    endpoint_only = spent(find_ledgers(["serve"]))
+    assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    endpoint_only = total_spend(find_ledgers(["serve"]))
     write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
     both = find_ledgers(["serve", "batches"])
-    assert spent(both).attributed_usd == pytest.approx(endpoint_only.attributed_usd + 3.0)
-    assert spent(both).idle_usd == pytest.approx(endpoint_only.idle_usd)
+    assert total_spend(both).attributed_usd == pytest.approx(endpoint_only.attributed_usd + 3.0)
+    assert total_spend(both).idle_usd == pytest.approx(endpoint_only.idle_usd)
     assert both.notes == ("1 batch runs are counted in the ledger of their endpoint.",)
 
 
@@ -121,7 +121,7 @@ def test_lent_engines_count_in_the_endpoints_ledger(month):
     lent = "20261101T000000-lent"
     units = [a_unit(name, busy_s=10.0, tokens=5, finished_at=at(11, 30, 23)) for name in ("bulk", lent)]
     write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
-    assert spent(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    assert total_spend(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
 
 
 def test_unit_without_session_is_an_error(month):
@@ -145,7 +145,7 @@ def test_ledgers_on_s3(month, s3):
         write_atomic(target, path.read_bytes())
     day = day_of(at(11, 3, 12))
     for days in (Days(), Days(day, day)):
-        stored, local = (spent(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
+        stored, local = (total_spend(find_ledgers([source]), days) for source in ("s3://bucket/month/*", "*"))
         assert stored == local
     with pytest.raises(ConfigError, match="only the last part"):
         find_ledgers(["s3://bucket/m*/serve"])

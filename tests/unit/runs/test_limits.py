@@ -16,9 +16,9 @@ def test_no_limits():
     assert reached(Limits(), situation(now=1e12, spent_usd=1e9, num_failed_rows=50)) is None
 
 
-@pytest.mark.parametrize(("spent", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_budget_reserves_the_cost_of_ending(spent, stops):
-    limit_reached = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
+@pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
+def test_budget_reserves_the_cost_of_ending(spent_usd, stops):
+    limit_reached = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent_usd))
     assert (limit_reached is not None) == stops
     if limit_reached:
         assert limit_reached.limit == "budget"

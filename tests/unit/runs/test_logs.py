@@ -15,9 +15,9 @@ def copy_of(name):
 
 def test_logs_folder(tmp_path):
     assert logs_folder(tmp_path) == tmp_path / "logs"
-    here = logs_folder(ROOT)
-    assert here.is_absolute()
-    assert here != logs_folder(storage_path("s3://bucket/other"))
+    folder = logs_folder(ROOT)
+    assert folder.is_absolute()
+    assert folder != logs_folder(storage_path("s3://bucket/other"))
 
 
 def test_grown_logs_are_copied_and_long_ones_are_cut(s3, tmp_path, monkeypatch):

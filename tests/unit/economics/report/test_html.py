@@ -51,7 +51,7 @@ def plot(page, name):
 
 def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
     text = CheckedPage(render_html(with_drafter)).text
-    for shown in (
+    for expected in (
         "smollm2-135m with peagle K=3",
         "830,769",
         "$1.20",
@@ -63,7 +63,7 @@ def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
         "$0.2 per hour for 2 vCPUs (custom, fixed; stated)",
         "stated by the user, undated",
     ):
-        assert shown in text, shown
+        assert expected in text, expected
 
 
 def test_the_page_loads_nothing_and_has_no_script(with_drafter, without_drafter):
@@ -138,7 +138,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     page = render_html(detailed)
     text = " ".join(CheckedPage(page).text)
     assert "<script" not in page
-    for shown in (
+    for expected in (
         "A sample of 100 of 400 rows.",
         "Seconds to the first token: p50 0.2, p95 0.4, p99 0.5",
         "Failures, by reason; invalid_row, for example: line 7: <b>no</b>",
@@ -146,7 +146,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
         "What is <script>alert(1)</script>?",
         "answer (stop)",
     ):
-        assert shown in text, shown
+        assert expected in text, expected
     names = [svg.get("aria-label") for svg in drawings(page)]
     assert "Failures by reason: invalid_row 3, time_limit 1" in names
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
