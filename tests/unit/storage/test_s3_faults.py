@@ -67,9 +67,9 @@ def test_write_once_retries_after_deletion(s3, monkeypatch):
     write_once(FOLDER / "unit", b"other")
     original = s3_client.ObjectStore.writer_of
 
-    def writer_of_after_deletion(store, at, error):
+    def writer_of_after_deletion(store, at, taken):
         store.delete(at)
-        return original(store, at, error)
+        return original(store, at, taken)
 
     monkeypatch.setattr(s3_client.ObjectStore, "writer_of", writer_of_after_deletion)
     assert write_once(FOLDER / "unit", b"own")
