@@ -103,7 +103,7 @@ class Page:
         elif method == "Log.entryAdded":
             self.console.append(f"{params['entry']['level']}: {params['entry']['text']}")
         elif method == "Runtime.consoleAPICalled":
-            self.console.append(f"{params['type']}: {[one.get('value') for one in params['args']]}")
+            self.console.append(f"{params['type']}: {[arg.get('value') for arg in params['args']]}")
         elif method == "Runtime.exceptionThrown":
             self.console.append(f"exception: {params['exceptionDetails']}")
 

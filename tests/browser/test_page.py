@@ -153,7 +153,7 @@ def test_text_stands_out_from_what_is_behind_it(page, serve, scheme):
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
     contrasts = page.run(Path(__file__).with_name("contrast.js").read_text(encoding="utf-8"))
     assert len(contrasts) > 50
-    assert [one for one in contrasts if one["contrast"] < 4.5] == []  # WCAG 2.2, AA
+    assert [contrast for contrast in contrasts if contrast["contrast"] < 4.5] == []  # WCAG 2.2, AA
 
 
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(page, serve):

@@ -51,7 +51,7 @@ def audit(job: Job) -> Audit:
     run = RunDirectory(job.output)
     letters = list(run.dead_letters())
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
-    found = Counter(int(one["id"]) for one in [*rows, *letters])
+    found = Counter(int(item["id"]) for item in [*rows, *letters])
     lost = sorted(set(range(job.num_rows)) - found.keys())
     doubled = sorted(row for row, count in found.items() if count > 1)
     paid = report_of(job)["account"]
@@ -111,7 +111,7 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], paid: dict[str, 
         if paid[name] != sum(row[name] or 0 for row in rows):
             yield f"{name} in the account is {paid[name]}, not the sum of the rows"
     sessions = run.sessions()
-    lost = sum(max(0, one.num_output_tokens - committed[one.session_id]) for one in sessions)
+    lost = sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in sessions)
     if paid["num_lost_tokens"] != lost:
         yield f"the account has {paid['num_lost_tokens']} lost tokens; the sessions have {lost}"
     again = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))

@@ -166,7 +166,7 @@ class Stage:
 def _take_turns(drivers: list[Driver]) -> None:
     """Resume stopped drivers in turns until all have ended."""
     for driver in itertools.cycle(drivers):
-        if all(one.exit_code is not None for one in drivers):
+        if all(process.exit_code is not None for process in drivers):
             return
         if driver.exit_code is None:
             driver.resume()
@@ -194,7 +194,7 @@ def _wrong(output: str) -> list[str]:
     """Return the problems of a finished run."""
     run = RunDirectory(output)
     audit = audit_files(run, run.manifest())
-    problems = [f"{one.where}: {one.kind}, {one.message}" for one in audit.findings]
+    problems = [f"{finding.where}: {finding.kind}, {finding.message}" for finding in audit.findings]
     rows = [row["id"] for unit in sorted(run.committed()) for row in _rows(run, unit)]
     letters = [letter["id"] for letter in run.dead_letters()]
     for number, count in Counter(map(int, [*rows, *letters])).items():
@@ -298,7 +298,7 @@ def run(scene: str, folder: Path, flags: list[str]) -> dict[str, Any]:
         return {"scene": scene, "plays": [], "problems": [f"the plays broke off: {done.stderr[-2000:]}"]}
     plays = json.loads(result.read_text())
     result.unlink()
-    return {"scene": scene, "plays": plays, "problems": [problem for one in plays for problem in one["problems"]]}
+    return {"scene": scene, "plays": plays, "problems": [problem for play in plays for problem in play["problems"]]}
 
 
 def main() -> int:

@@ -43,7 +43,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def raylets(pid: int) -> list[int]:
-    return [one for one in descendants(pid) if command_line(one).partition(" ")[0].endswith("/raylet")]
+    return [
+        process_id for process_id in descendants(pid) if command_line(process_id).partition(" ")[0].endswith("/raylet")
+    ]
 
 
 def kill(*pids: int) -> bool:

@@ -66,7 +66,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         parts += ["## Faults without kills", _faults(faults)]
     if scenes := [result for result in data["results"] if result["engine"] == "pauses"]:
         parts += ["## Stopped drivers", _PAUSES, _pauses(scenes)]
-    if problems := [f"- {one['name']}: {problem}" for one in data["results"] for problem in one["problems"]]:
+    if problems := [f"- {entry['name']}: {problem}" for entry in data["results"] for problem in entry["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
 
@@ -111,17 +111,17 @@ def _runs(results: list[dict[str, Any]]) -> str:
 def _pauses(results: list[dict[str, Any]]) -> str:
     lines = ["| scene | where | plays | different steps | drivers ended with | problems |"]
     lines += ["|---|---|---|---|---|---|"]
-    for one in results:
-        for plays in one["plays"]:
+    for result in results:
+        for plays in result["plays"]:
             codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))
             figures = f"{plays['num_plays']} | {len(set(plays['steps']))} | {codes} | {len(plays['problems'])}"
-            lines.append(f"| {plays['scene']} | {one['where']} | {figures} |")
+            lines.append(f"| {plays['scene']} | {result['where']} | {figures} |")
     return "\n".join(lines)
 
 
 def _faults(results: list[dict[str, Any]]) -> str:
     lines = ["| fault | what happens | seen |", "|---|---|---|"]
-    for one in results:
-        seen = f"skipped: {one['skipped']}" if one.get("skipped") else "; ".join(one["facts"])
-        lines.append(f"| {one['fault']} | {one['what']} | {seen.replace('|', '/')} |")
+    for result in results:
+        seen = f"skipped: {result['skipped']}" if result.get("skipped") else "; ".join(result["facts"])
+        lines.append(f"| {result['fault']} | {result['what']} | {seen.replace('|', '/')} |")
     return "\n".join(lines)

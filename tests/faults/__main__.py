@@ -31,7 +31,7 @@ def main() -> int:
         results, overloaded = asyncio.run(_play(args, endpoint, size))
     path = report.write(args.report, results, overloaded, command=_command(args))
     _say(f"report: {path}")
-    return int(any(one["problems"] for one in results))
+    return int(any(result["problems"] for result in results))
 
 
 async def _play(

@@ -33,8 +33,8 @@ async def overload(url: str, size: Size, *, factor: float, seconds: float, seed:
 
 
 def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[str, Any]:
-    latencies = [one.latency_s for one in tally.asked if one.outcome == "answered"]
-    refusals = [one.latency_s for one in tally.asked if one.outcome == "refused"]
+    latencies = [request.latency_s for request in tally.asked if request.outcome == "answered"]
+    refusals = [request.latency_s for request in tally.asked if request.outcome == "refused"]
     return {
         "factor": factor,
         "capacity_per_s": size.capacity_per_s,
@@ -47,5 +47,5 @@ def figures(tally: Tally, size: Size, *, factor: float, seconds: float) -> dict[
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "latency_max_s": max(latencies, default=None),
         "refusal_p95_s": float(np.percentile(refusals, 95)) if refusals else None,
-        "seen": sorted({one.seen for one in tally.asked if one.seen}),
+        "seen": sorted({request.seen for request in tally.asked if request.seen}),
     }

@@ -52,12 +52,14 @@ class Tally:
 
     def outcomes(self) -> dict[str, int]:
         """Return the number of each outcome."""
-        counts = Counter(one.outcome for one in self.asked)
+        counts = Counter(request.outcome for request in self.asked)
         return {outcome: counts[outcome] for outcome in OUTCOMES}
 
     def longest_gap_s(self, since: float, until: float) -> float:
         """Return the longest time without an answer."""
-        ends = sorted(one.ended for one in self.asked if one.outcome == "answered" and since <= one.ended <= until)
+        ends = sorted(
+            request.ended for request in self.asked if request.outcome == "answered" and since <= request.ended <= until
+        )
         return max(later - earlier for earlier, later in zip([since, *ends], [*ends, until], strict=True))
 
 

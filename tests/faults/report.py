@@ -29,11 +29,11 @@ def to_markdown(data: dict[str, Any]) -> str:
         _WHAT,
     ]
     if data["faults"]:
-        parts.append(_faults([one for one in data["faults"] if one["fault"] != VANISHING]))
-    parts += [_vanished(one) for one in data["faults"] if one["fault"] == VANISHING]
+        parts.append(_faults([fault for fault in data["faults"] if fault["fault"] != VANISHING]))
+    parts += [_vanished(fault) for fault in data["faults"] if fault["fault"] == VANISHING]
     if data["overload"]:
         parts += ["## Overload", _overload(data["overload"])]
-    if problems := [f"- {one['fault']}: {problem}" for one in data["faults"] for problem in one["problems"]]:
+    if problems := [f"- {fault['fault']}: {problem}" for fault in data["faults"] for problem in fault["problems"]]:
         parts += ["## Problems", "\n".join(problems)]
     return "\n\n".join(parts) + "\n"
 
@@ -50,16 +50,16 @@ def _faults(results: list[dict[str, Any]]) -> str:
         "slots free",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in results:
+    for result in results:
         cells = [
-            one["fault"],
-            one["num_requests"],
-            *(one["outcomes"][outcome] for outcome in OUTCOMES),
-            f"{one['longest_gap_s']:.1f}",
-            "-" if one["whole_after_s"] is None else f"{one['whole_after_s']:.0f}",
-            one["num_billed_twice"],
-            one["num_answered_unbilled"],
-            f"{one['slots_answered']} of {one['slots']}",
+            result["fault"],
+            result["num_requests"],
+            *(result["outcomes"][outcome] for outcome in OUTCOMES),
+            f"{result['longest_gap_s']:.1f}",
+            "-" if result["whole_after_s"] is None else f"{result['whole_after_s']:.0f}",
+            result["num_billed_twice"],
+            result["num_answered_unbilled"],
+            f"{result['slots_answered']} of {result['slots']}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ async def kill_part(
     await clients.stop()
     tally = clients.tally
     allowed = _ALLOWED_WITHOUT_PROXY if part == "the proxy" else _ALLOWED
-    answered = [one.request_id for one in tally.asked if one.outcome == "answered"]
+    answered = [request.request_id for request in tally.asked if request.outcome == "answered"]
     result = {
         "fault": part,
         "num_requests": len(tally.asked),
@@ -45,8 +45,8 @@ async def kill_part(
         "seconds": ended_at - killed_at + before_s,
         "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
         "whole_after_s": recovered_s,
-        "seen": sorted({one.seen for one in tally.asked if one.seen})[:5],
-        **await _afterwards(endpoint, size, {str(one) for one in answered}),
+        "seen": sorted({request.seen for request in tally.asked if request.seen})[:5],
+        **await _afterwards(endpoint, size, {str(request_id) for request_id in answered}),
     }
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
     result["problems"] = [f"{n} requests: {name}" for name, n in forbidden.items()] + _problems(result)
@@ -60,13 +60,13 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     num_tokens = 20 * size.tokens
     ids = set(await vanish(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
-    records = [one for one in RequestReader(endpoint.state / "ledger").new() if one.request_id in ids]
-    made = max((one.usage.num_output_tokens for one in records), default=0)
+    records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
+    made = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
         "fault": VANISHING,
         "num_requests": num_clients,
         "outcomes": dict.fromkeys(OUTCOMES, 0),
-        "cut": sum(one.outcome == "cut" for one in records),
+        "cut": sum(record.outcome == "cut" for record in records),
         "most_tokens_made": made,
         "tokens_asked_for": num_tokens,
         "seen": [],
@@ -84,10 +84,10 @@ async def _afterwards(endpoint: Endpoint, size: Size, answered: Collection[str])
     """Return what the ledger has of these requests, and whether every slot is free again."""
     left = await asyncio.to_thread(_wait_until_idle, endpoint)
     probe_s, num_probed = await _fill_slots(endpoint, size)
-    times = Counter(one.request_id for one in RequestReader(endpoint.state / "ledger").new())
+    times = Counter(record.request_id for record in RequestReader(endpoint.state / "ledger").new())
     return {
         "num_billed_twice": sum(n > 1 for n in times.values()),
-        "num_answered_unbilled": sum(one not in times for one in answered),
+        "num_answered_unbilled": sum(request_id not in times for request_id in answered),
         "num_left_under_way": left,
         "slots": size.admitted,
         "slots_answered": num_probed,
@@ -114,7 +114,7 @@ async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=60) as http:
         asked = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
         ended = await asyncio.gather(*asked)
-    return time.monotonic() - started, sum(one.outcome == "answered" for one in ended)
+    return time.monotonic() - started, sum(result.outcome == "answered" for result in ended)
 
 
 def _problems(result: dict[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ async def _scene(
     await neighbour.stop()
     spent = cpu_spent(before, cpu_times(os.getpid()))
     outcomes = neighbour.tally.outcomes()
-    latencies = [one.latency_s for one in neighbour.tally.asked if one.outcome == "answered"]
+    latencies = [request.latency_s for request in neighbour.tally.asked if request.outcome == "answered"]
     row: dict[str, Any] = {
         "scene": name,
         "seconds": time.monotonic() - began,
@@ -66,18 +66,18 @@ async def _scene(
         "grown_mib": neighbour.grown_mib,
         "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
         "statuses": _sum(found),
-        "problems": [problem for one in found for problem in one.problems],
+        "problems": [problem for fault_result in found for problem in fault_result.problems],
     }
     if outcomes["answered"] < len(neighbour.tally.asked):
-        seen = sorted({one.seen for one in neighbour.tally.asked if one.seen})[:3]
+        seen = sorted({request.seen for request in neighbour.tally.asked if request.seen})[:3]
         row["problems"].append(f"the neighbour's requests: {outcomes}; {seen}")
     return row
 
 
 def _sum(found: list[Found]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for one in found:
-        for status, number in one.statuses.items():
+    for fault_result in found:
+        for status, number in fault_result.statuses.items():
             totals[str(status)] = totals.get(str(status), 0) + number
     return dict(sorted(totals.items()))
 

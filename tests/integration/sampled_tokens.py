@@ -100,7 +100,7 @@ async def _ask(
     answers = engine._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)
     (last,) = [answer async for answer in answers]
     if looked_up is not None:
-        looked_up += [drafts.num_lookup_tokens for one in last.outputs if (drafts := drafts_of(one))]
+        looked_up += [drafts.num_lookup_tokens for output in last.outputs if (drafts := drafts_of(output))]
     return [list(completion.token_ids) for completion in last.outputs]
 
 

@@ -92,7 +92,7 @@ def request(number, **changes):
 
 
 def order(client, requests):
-    lines = "".join(json.dumps(one) + "\n" for one in requests)
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
     uploaded = client.files.create(file=("requests.jsonl", lines.encode()), purpose="batch")
     return client.batches.create(
         input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"of": "test"}
@@ -123,13 +123,13 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
         check_restarted(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
-        assert [one.id for one in client.batches.list()] == [cancelled.id, batch.id]
+        assert [listed.id for listed in client.batches.list()] == [cancelled.id, batch.id]
         check_forgotten(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
         check_hidden(stranger, batch)
     charged = RequestReader(tmp_path / "ledger").new()
-    assert {one.request_id: one.outcome for one in charged} == {batch.id: "ok", cancelled.id: "cut"}
-    assert all(one.key == "alice" and one.model == "m" and one.usd > 0 for one in charged)
+    assert {charge.request_id: charge.outcome for charge in charged} == {batch.id: "ok", cancelled.id: "cut"}
+    assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charged)
 
 
 def test_invalid_batches_share_one_process(start, keys):

@@ -84,7 +84,7 @@ def test_parquet_folder_in_file_order(tmp_path, capsys):
     assert generate(corpus, output, "--rows-per-unit", "2") == 0
     note = f"input {corpus}: c.json ignored: unknown format"
     assert note in "".join(capsys.readouterr())
-    assert any(one.startswith(note) for one in json.loads((output / "report.json").read_text())["notes"])
+    assert any(item.startswith(note) for item in json.loads((output / "report.json").read_text())["notes"])
     done = rows_of(output)
     assert [{name: row[name] for name in table.column_names} for row in done] == table.to_pylist()
     assert generate(corpus, output) == 0

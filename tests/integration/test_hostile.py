@@ -21,5 +21,5 @@ def test_attacks_fail(tmp_path):
     rows = {row["scene"]: row for row in json.loads(report.read_text())["scenes"]}
     assert set(rows) == {"quiet", "a second key works", *ATTACKS, "all at once"}, ended.stderr[-2000:]
     # Latencies are for `make hostile` on a machine that does nothing else.
-    others = [f"{name}: {one}" for name, row in rows.items() for one in row["problems"] if "p95" not in one]
+    others = [f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"] if "p95" not in problem]
     assert not others, "\n".join(others)

@@ -23,13 +23,13 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def own_answers(speaking_target):
+def own_answers(target_with_chat_template):
     """Return the target's greedy answers in transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(speaking_target)
-    model = AutoModelForCausalLM.from_pretrained(speaking_target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target_with_chat_template)
+    model = AutoModelForCausalLM.from_pretrained(target_with_chat_template, dtype=torch.float32).eval()
     answers = []
     for prompt in PROMPTS:
         tokens = tokenizer.encode(f"[{prompt}]", add_special_tokens=False)
@@ -41,13 +41,13 @@ def own_answers(speaking_target):
 
 
 @pytest.fixture
-def generate(peagle, speaking_target, write_jsonl, tmp_path):
+def generate(peagle, target_with_chat_template, write_jsonl, tmp_path):
     """Start a run of the prompts, each so many times; return its process and directory."""
 
     def start(*flags, times=1):
         corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * times), tmp_path / "run"
         run = peagle(
-            "generate", "--model", speaking_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
+            "generate", "--model", target_with_chat_template, "--drafter", "none", "--precision", "float32", "--input", corpus,
             "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
             "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
         )  # fmt: skip

@@ -143,8 +143,13 @@ def use(url, key, trusted):
 
 def own_address():
     """Return a non-loopback address of this machine if there is one."""
-    addresses = [one for some in psutil.net_if_addrs().values() for one in some if one.family == socket.AF_INET]
-    return next((one.address for one in addresses if not one.address.startswith("127.")), "127.0.0.1")
+    addresses = [
+        nic_address
+        for some in psutil.net_if_addrs().values()
+        for nic_address in some
+        if nic_address.family == socket.AF_INET
+    ]
+    return next((address.address for address in addresses if not address.address.startswith("127.")), "127.0.0.1")
 
 
 def reachable(pid):
@@ -153,7 +158,7 @@ def reachable(pid):
     for child in [pid, *descendants(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             sockets += psutil.Process(child).net_connections("tcp")
-    listening = [one.laddr for one in sockets if one.status == "LISTEN"]
+    listening = [socket.laddr for socket in sockets if socket.status == "LISTEN"]
     return {at.port for at in listening if not at.ip.removeprefix("::ffff:").startswith("127.") and at.ip != "::1"}
 
 

@@ -78,7 +78,7 @@ class PrometheusApi:
 
     def has_number(self, expression):
         found = self._get("query", query=expression)["result"]
-        return any(math.isfinite(float(one["value"][1])) for one in found)
+        return any(math.isfinite(float(fault_result["value"][1])) for fault_result in found)
 
     def during(self, expression, begin):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")

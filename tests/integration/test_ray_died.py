@@ -91,7 +91,7 @@ def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name,
         assert f"peagle {what}: Ray's {said}" in printed() or f"peagle: Ray's {said}" in printed()
         assert "safe to" in printed()
         _, alive = psutil.wait_procs(others, timeout=30)
-        assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+        assert [left_process.cmdline() for left_process in alive if left_process.status() != psutil.STATUS_ZOMBIE] == []
     if what == "generate":
         faster = [word.replace("0.05", "0") for word in words]
         assert subprocess.run([sys.executable, "-m", "jobs.cli", *faster], capture_output=True).returncode == 0

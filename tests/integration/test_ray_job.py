@@ -76,11 +76,11 @@ def test_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     assert len(run.sessions()) == 1
 
 
-def test_submitted_training_runs_on_the_cluster(job_server, speaking_target, write_jsonl, tmp_path):
+def test_submitted_training_runs_on_the_cluster(job_server, target_with_chat_template, write_jsonl, tmp_path):
     rows = [{"prompt": f"count to {n}", "response": "1 2 3 " * (n % 7 + 2)} for n in range(12)]
     config, output = tmp_path / "train.yaml", tmp_path / "head"
     settings = {
-        "target": speaking_target, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
+        "target": target_with_chat_template, "prompts": write_jsonl(rows), "responses": "given", "output": output, "epochs": 1,
         "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu",
     }  # fmt: skip
     config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))

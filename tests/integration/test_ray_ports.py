@@ -114,7 +114,11 @@ class Node:
                 process = psutil.Process(pid)
                 title = " ".join(process.cmdline())
                 name = next((name for part, name in PROCESSES.items() if part in title), title)
-                found |= {(name, *one.laddr) for one in process.net_connections("tcp") if one.status == "LISTEN"}
+                found |= {
+                    (name, *connection.laddr)
+                    for connection in process.net_connections("tcp")
+                    if connection.status == "LISTEN"
+                }
         return found
 
     def stop(self):

@@ -44,7 +44,7 @@ def without_drafter(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
 def test_requests_without_draft_support_are_not_drafted(method, lookup, without_drafter, tmp_path):
     found = answers(tmp_path, method, lookup=lookup)
     for name in SAMPLING:
-        texts = [[answer["text"] for answer in one[name]] for one in (found, without_drafter)]
+        texts = [[answer["text"] for answer in answers_by_name[name]] for answers_by_name in (found, without_drafter)]
         assert texts[0] == texts[1], name
         for drafted, own in zip(found[name], without_drafter[name], strict=True):
             assert drafted["logprobs"] == pytest.approx(own["logprobs"], abs=1e-3)

@@ -200,4 +200,4 @@ def test_jumpstart_variables_with_the_embedded_model(container, embedded_target,
     whole, _, *last = RequestReader(tmp_path / "state" / "ledger").new()
     assert (whole.outcome, whole.usage.speculation.num_drafts > 0) == ("ok", True)
     # Serve kills an engine with unfinished requests after `drain_s`, so their usage is lost.
-    assert [one.outcome for one in last] in ([], ["ok"], ["cut"])
+    assert [record.outcome for record in last] in ([], ["ok"], ["cut"])

@@ -22,7 +22,7 @@ NUM_STEPS = 24
 
 
 @pytest.fixture
-def config(speaking_target, write_jsonl):
+def config(target_with_chat_template, write_jsonl):
     responses = write_jsonl(
         [{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i % 7 + 2)} for i in range(40)]
     )
@@ -33,7 +33,7 @@ def config(speaking_target, write_jsonl):
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
         return TrainConfig(
-            target=str(speaking_target), prompts=[responses], responses="given", output=output, **{**values, **changes}
+            target=str(target_with_chat_template), prompts=[responses], responses="given", output=output, **{**values, **changes}
         )
 
     return make

@@ -42,7 +42,7 @@ def test_up_list_down_and_idle_timeout(run):
     ended, said = run("down", "one")
     assert (ended["status"], "its engines cost $" in said) == ("ended", True)
     until = time.monotonic() + 120
-    while {each["status"] for each in run("up", "--list")[0]["endpoints"]} != {"ended"}:
+    while {endpoint["status"] for endpoint in run("up", "--list")[0]["endpoints"]} != {"ended"}:
         assert time.monotonic() < until
     *_, reason, stopping, cost = Path(idle["log"]).read_text().splitlines()
     assert reason == "no requests for 8.0 s: stopping the endpoint"

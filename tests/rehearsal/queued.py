@@ -137,8 +137,8 @@ def _of_command(name: str, config: Any, hardware: Hardware) -> Iterator[tuple[st
     else:
         from pipelines.online.app import resolve as resolve_served
 
-        for one in resolve_served(config, hardware, num_nodes=1, announce=lambda _: None):
-            yield one.keys.served_name, one.engine.spec, one.engine.model
+        for model in resolve_served(config, hardware, num_nodes=1, announce=lambda _: None):
+            yield model.keys.served_name, model.engine.spec, model.engine.model
 
 
 def _parsed(words: list[str]) -> Any:

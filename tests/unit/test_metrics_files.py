@@ -72,13 +72,13 @@ def test_expressions_use_existing_series_and_labels(where):
 
 def test_every_metric_is_used():
     used = set().union(*map(names_in, EXPRESSIONS.values()))
-    exported = {name: {one for one in used if one.startswith(PREFIX + name)} for name in METRICS}
+    exported = {name: {metric for metric in used if metric.startswith(PREFIX + name)} for name in METRICS}
     assert [name for name, seen in exported.items() if not seen] == []
 
 
 def test_every_alert_has_a_test():
     tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
-    fired = {one["alertname"] for test in tests for one in test["alert_rule_test"] if one["exp_alerts"]}
+    fired = {alert["alertname"] for test in tests for alert in test["alert_rule_test"] if alert["exp_alerts"]}
     assert fired == set(ALERTS)
 
 

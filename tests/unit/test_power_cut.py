@@ -85,7 +85,7 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
     files.remove(path.with_name("gone"))
     for image in images():
         folder = image / "a" / "b"
-        found = {one.name: one.read_bytes() for one in folder.iterdir() if not one.name.endswith(".tmp")}
+        found = {item.name: item.read_bytes() for item in folder.iterdir() if not item.name.endswith(".tmp")}
         assert found == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 

@@ -62,7 +62,7 @@ def is_internal(module: str) -> bool:
     if module.split(".")[0] == "vllm":
         return module not in PUBLIC_OF_VLLM
     return any(map(is_private, module.split("."))) or any(
-        module == one or module.startswith(f"{one}.") for one in INTERNAL
+        module == name or module.startswith(f"{name}.") for name in INTERNAL
     )
 
 
@@ -128,7 +128,7 @@ def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str])
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Return the top-level function, class or name, and what it uses."""
-    known = [one for node in ast.walk(tree) for one in imports(node)]
+    known = [item for node in ast.walk(tree) for item in imports(node)]
     foreign, private = {name for name, *_ in known}, {name for name, _, is_private_ in known if is_private_}
     own = members(tree)
     for statement in tree.body:

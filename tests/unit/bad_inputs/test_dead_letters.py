@@ -183,7 +183,7 @@ def results(machine, tmp_path_factory):
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepared(case, folder, machine)
-            letters = [{**one, "message": one["message"].replace(f"{folder}/", "")} for one in unit.letters()]
+            letters = [{**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()]
             found[case.what] = unit.prompts, letters
     return found
 

@@ -140,7 +140,10 @@ def test_engine_options_reach_engines_and_fingerprint(target, head):
     finer |= {"engine_args": {"block_size": 32}}
     found = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
     arguments = [engine_args(setup.spec, GPU) for setup in found.setups]
-    assert [(one["block_size"], one["kv_cache_dtype"]) for one in arguments] == [(32, "fp8"), (32, "fp8")]
+    assert [(argument["block_size"], argument["kv_cache_dtype"]) for argument in arguments] == [
+        (32, "fp8"),
+        (32, "fp8"),
+    ]
     assert found.setups[1].drafter is not None
     assert found.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"

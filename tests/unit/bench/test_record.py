@@ -84,7 +84,7 @@ def generation(speculation, num_output_tokens=5):
 
 def made(*generations, drafted):
     loop = Loop(
-        answers=[Answer(generation=one, elapsed_s=1.0) if one else None for one in generations],
+        answers=[Answer(generation=generation, elapsed_s=1.0) if generation else None for generation in generations],
         wall_s=1.0,
         drafted=drafted,
     )

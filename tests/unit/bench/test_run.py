@@ -79,7 +79,7 @@ def run(target, head, tmp_path, write_jsonl):
 def test_engine_costs_are_in_the_ledger(run, tmp_path):
     report = run(Starter())
     (ledger,) = find_ledgers([str(tmp_path / "out")]).ledgers
-    spend = sum((one.spend for one in charges(ledger, Days())), Spend())
+    spend = sum((charge.spend for charge in charges(ledger, Days())), Spend())
     num_responses = sum(cell["num_responses"] for cell in report["cells"])
     assert (spend.num_requests, len(ledger.sessions)) == (num_responses, 5)
     assert all(session.ended for session in ledger.sessions)

@@ -35,7 +35,7 @@ def passes(keys):
     """Engine and concurrency of each pass, in order."""
     config = BenchConfig(**keys)
     plan = make_plan(config, H200, resolve_model(config.model))
-    return [(one.setup.label, one.concurrency) for one in plan.passes]
+    return [(bench_pass.setup.label, bench_pass.concurrency) for bench_pass in plan.passes]
 
 
 @pytest.mark.parametrize(("module", "k"), [(headline, 7), (best_k, 11)])
@@ -125,7 +125,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
 
 @pytest.mark.parametrize("module", [headline, best_k])
 def test_items_1_and_2_compare_after_every_pass(module, tmp_path, monkeypatch, capsys):
-    cells = [one for k in (7, 11) for method in ("peagle", "eagle3") for one in cell(method, k, 300)]
+    cells = [timed for k in (7, 11) for method in ("peagle", "eagle3") for timed in cell(method, k, 300)]
     (tmp_path / "report.json").write_text(json.dumps({"cells": [*cells, *cell("none", 0, 100)]}))
 
     def run_block(args, benches, then):

@@ -12,7 +12,7 @@ from peagle.errors import ConfigError
 S3 = "input: s3://b/in\noutput: s3://b/out\n"
 
 
-def made(workload):
+def engine_node_type(workload):
     found = yaml.safe_load(cluster_file(workload, AwsNames(), config="run.yaml", output="c.yaml"))
     assert found == cluster(workload, AwsNames())
     jsonschema.validate(found, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
@@ -21,11 +21,11 @@ def made(workload):
 
 def test_minimum_workers_without_accelerator_request(workload):
     keys = f"{S3}instance_type: g7e.2xlarge\nregion: us-east-1\nengines: 2:5\n"
-    engines = made(workload(keys))
+    engines = engine_node_type(workload(keys))
     assert (engines["min_workers"], engines["max_workers"]) == (2, 5)
     assert "accelerator_type" not in str(engines["resources"])
     assert "InstanceMarketOptions" not in engines["node_config"]
-    asking = made(workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n"))
+    asking = engine_node_type(workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n"))
     assert (asking["min_workers"], asking["resources"]["accelerator_type:RTX-PRO-6000"]) == (0, 1)
     assert asking["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
 
@@ -52,7 +52,7 @@ def test_job_stop_waits_for_grace_period(workload):
 )
 def test_unsupported_configurations_are_refused(workload, text, said):
     with pytest.raises(ConfigError, match=said):
-        made(workload(text))
+        engine_node_type(workload(text))
 
 
 def test_account_names_are_inserted(workload):

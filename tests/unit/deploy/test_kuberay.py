@@ -49,8 +49,8 @@ def check(one):
 
 
 def test_objects_match_kuberay_schemas():
-    for one in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
-        check(one)
+    for item in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
+        check(item)
 
 
 def pods(cluster):
@@ -83,15 +83,15 @@ def test_pods_have_shared_memory_volume_and_few_privileges():
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert volumes[mounts["/mnt/peagle"]] == {"persistentVolumeClaim": {"claimName": "weights"}}
         homes = {"HF_HOME": "/mnt/peagle/huggingface", "PEAGLE_HOME": "/mnt/peagle/home"}
-        assert homes.items() <= {one["name"]: one["value"] for one in container["env"]}.items()
+        assert homes.items() <= {variable["name"]: variable["value"] for variable in container["env"]}.items()
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_secrets_are_referenced_but_not_written(tmp_path):
-    for one in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
-        assert one["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
-        assert pods(one)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
+    for item in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
+        assert item["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
+        assert pods(item)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
     told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
     assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
@@ -112,7 +112,7 @@ def test_spot_market_selects_spot_nodes(tmp_path, machine, labels, taints):
     worker = pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
     required = worker["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert {term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]} == labels
-    assert {one["key"] for one in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
+    assert {toleration["key"] for toleration in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
     path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if machine.startswith("p5") else "us-east4\n"))
     assert "affinity" not in pods(made(path)[1]["spec"]["rayClusterSpec"])[1]
 
@@ -150,7 +150,7 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
     assert "ports" not in head["containers"][0]  # else KubeRay's Service would have none of the others
     for spec in (head, worker):  # the ingress may land on any of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
-        env = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
+        env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
     group = one["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (group["minReplicas"], group["maxReplicas"]) == (4, 4)

@@ -49,7 +49,7 @@ def sagemaker(said: list[str] | None = None, clock: Clock | None = None) -> Sage
     return SageMaker(None, say=(said if said is not None else []).append, sleep=clock.sleep, now=lambda: clock.now)
 
 
-def there(aws: Any) -> list[str]:
+def existing_kinds(aws: Any) -> list[str]:
     """Return what SageMaker has."""
     found = {
         "model": aws.list_models()["Models"],
@@ -59,7 +59,7 @@ def there(aws: Any) -> list[str]:
     return [kind for kind in KINDS if found[kind]]
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, one: SageMaker, **methods: Any) -> None:
+def patch_client(monkeypatch: pytest.MonkeyPatch, one: SageMaker, **methods: Any) -> None:
     """Replace methods of its client."""
     for name, method in methods.items():
         monkeypatch.setattr(one._api, name, method)
@@ -76,12 +76,12 @@ def test_create_and_remove_endpoint(aws: Any) -> None:
     said: list[str] = []
     one = sagemaker(said)
     assert one.create(requests()).endswith(f"endpoint/{NAME}")
-    assert there(aws) == list(KINDS)
+    assert existing_kinds(aws) == list(KINDS)
     variables = aws.describe_model(ModelName=NAME)["PrimaryContainer"]["Environment"]
     assert "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE" in variables["SM_VLLM_SPECULATIVE_CONFIG"]
     assert said == [f"{kind} {NAME}: created" for kind in KINDS]
     removed = one.remove(NAME)
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
     assert set(removed.kinds) == set(KINDS)
     assert (removed.usd_per_hour, removed.lifetime_s is not None) == (2.0, True)
     assert removed.remains == (
@@ -100,7 +100,7 @@ def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch
         found = describe(**name)
         return found | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
 
-    answers(monkeypatch, one, describe_endpoint=slow)
+    patch_client(monkeypatch, one, describe_endpoint=slow)
     one.create(requests())
     assert said[3:] == [f"endpoint {NAME}: Creating for 1 min 0 s", f"endpoint {NAME}: Creating for 2 min 0 s"]
 
@@ -108,11 +108,11 @@ def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
 def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     one = sagemaker()
-    answers(monkeypatch, one, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
+    patch_client(monkeypatch, one, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
     with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
         one.create(requests())
     assert "Service Quotas" in error.value.hint
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_failed_start_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +120,10 @@ def test_failed_start_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch) 
     one = sagemaker(said)
     failed = {"EndpointStatus": "Failed", "FailureReason": "The container did not pass the ping health check."}
     describe = one._api.describe_endpoint
-    answers(monkeypatch, one, describe_endpoint=lambda **name: describe(**name) | failed)
+    patch_client(monkeypatch, one, describe_endpoint=lambda **name: describe(**name) | failed)
     with pytest.raises(EngineError, match="did not pass the ping health check"):
         one.create(requests())
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
     assert said[-1] == "deleting: model, endpoint configuration, endpoint"
 
 
@@ -135,10 +135,10 @@ def test_interrupted_creation_is_rolled_back(aws: Any, monkeypatch: pytest.Monke
         make(**request)
         raise KeyboardInterrupt
 
-    answers(monkeypatch, one, create_endpoint=interrupted)
+    patch_client(monkeypatch, one, create_endpoint=interrupted)
     with pytest.raises(KeyboardInterrupt):
         one.create(requests())
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,16 +153,16 @@ def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.Mon
             refusing("ValidationException", "Cannot update in-progress endpoint")()
         delete(**name)
 
-    answers(monkeypatch, one, delete_endpoint=busy)
+    patch_client(monkeypatch, one, delete_endpoint=busy)
     one.remove(NAME)
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
     assert said[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
     assert clock.now == 45
 
 
 def test_failed_rollback_names_the_command(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = sagemaker()
-    answers(
+    patch_client(
         monkeypatch,
         one,
         create_endpoint=refusing("ValidationException", "no such type here"),
@@ -171,7 +171,7 @@ def test_failed_rollback_names_the_command(aws: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(EngineError, match="still has its model, which may cost money") as error:
         one.create(requests())
     assert error.value.hint == f"peagle deploy sagemaker --down {NAME}"
-    assert there(aws) == ["model"]
+    assert existing_kinds(aws) == ["model"]
 
 
 def test_existing_name_is_refused_and_unchanged(aws: Any) -> None:
@@ -180,7 +180,7 @@ def test_existing_name_is_refused_and_unchanged(aws: Any) -> None:
     with pytest.raises(ConfigError, match=r"already has the model") as error:
         one.create(requests())
     assert "--down" in error.value.hint
-    assert there(aws) == list(KINDS)
+    assert existing_kinds(aws) == list(KINDS)
 
 
 def test_remove_partial_or_missing_endpoint(aws: Any) -> None:
@@ -192,7 +192,7 @@ def test_remove_partial_or_missing_endpoint(aws: Any) -> None:
     aws.delete_endpoint(EndpointName=NAME)
     removed = one.remove(NAME)
     assert (set(removed.kinds), removed.lifetime_s) == ({"model", "endpoint configuration"}, None)
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_unknown_instance_type_suggests_nearest(aws: Any) -> None:
@@ -216,11 +216,11 @@ def test_aws_errors_are_converted_with_a_hint(
     aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
 ) -> None:
     one = sagemaker()
-    answers(monkeypatch, one, describe_model=refusing(code, "told"))
+    patch_client(monkeypatch, one, describe_model=refusing(code, "told"))
     with pytest.raises(kind, match=rf"told \({code}\)") as error:
         one.create(requests())
     assert words in error.value.hint
-    assert there(aws) == []
+    assert existing_kinds(aws) == []
 
 
 def test_missing_region_and_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -61,9 +61,9 @@ class Heard:
         return Listener(say=self.said.append, step=self.steps.append)
 
 
-def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_path):
+def test_from_responses_to_a_head_with_its_card(target_with_chat_template, responses, tmp_path):
     heard = Heard()
-    result = train_head(_config(speaking_target, responses, tmp_path / "out"), heard.listener)
+    result = train_head(_config(target_with_chat_template, responses, tmp_path / "out"), heard.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
@@ -74,7 +74,7 @@ def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
-    assert load_head(head, speaking_target).config.draft_vocab_size == 40
+    assert load_head(head, target_with_chat_template).config.draft_vocab_size == 40
     card = (head / "README.md").read_text()
     assert "# P-EAGLE head for tiny" in card
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
@@ -82,10 +82,10 @@ def test_from_responses_to_a_head_with_its_card(speaking_target, responses, tmp_
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
 
 
-def test_vllm_loads_a_head_and_its_target(speaking_target, responses, tmp_path, monkeypatch):
+def test_vllm_loads_a_head_and_its_target(target_with_chat_template, responses, tmp_path, monkeypatch):
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
-    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: speaking_target)
+    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: target_with_chat_template)
     heard, upstream = Heard(), "HuggingFaceTB/SmolLM2-135M-Instruct"
     train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
     head = str(tmp_path / "out" / "head")
@@ -95,9 +95,9 @@ def test_vllm_loads_a_head_and_its_target(speaking_target, responses, tmp_path, 
     assert not any("--verifier" in sentence for sentence in heard.said)
 
 
-def test_a_stopped_training_resumes_without_extraction(speaking_target, responses, tmp_path):
+def test_a_stopped_training_resumes_without_extraction(target_with_chat_template, responses, tmp_path):
     stopped = Heard()
-    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
     written_at = shard.stat().st_mtime_ns
@@ -112,9 +112,9 @@ def test_a_stopped_training_resumes_without_extraction(speaking_target, response
     assert f"Training, {result['steps']} of" in plot.read_text()
 
 
-def test_every_attempt_is_in_the_ledger_once(speaking_target, responses, tmp_path):
+def test_every_attempt_is_in_the_ledger_once(target_with_chat_template, responses, tmp_path):
     output = tmp_path / "out"
-    first = _config(speaking_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
+    first = _config(target_with_chat_template, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
     began = time.time()
     train_head(first, Listener())
     train_head(first.model_copy(update={"time_budget_s": None}), Listener())
@@ -123,7 +123,7 @@ def test_every_attempt_is_in_the_ledger_once(speaking_target, responses, tmp_pat
     (ledger,) = find_ledgers([str(output)]).ledgers
     assert len(ledger.sessions) == 2
     assert all(session.ended for session in ledger.sessions)
-    whole = sum((one.spend for one in charges(ledger, Days())), Spend())
+    whole = sum((charge.spend for charge in charges(ledger, Days())), Spend())
     assert whole.attributed_usd > 0
     assert whole.loading_usd > 0
     assert whole.lost_usd == pytest.approx(0, abs=1e-12)
@@ -137,8 +137,8 @@ def _not_finite(*arguments, **named):
     return replace(outcome, loss=outcome.loss * float("nan"))
 
 
-def test_a_diverged_training_saves_its_last_checkpoint(speaking_target, responses, tmp_path, monkeypatch):
-    config, head = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
+def test_a_diverged_training_saves_its_last_checkpoint(target_with_chat_template, responses, tmp_path, monkeypatch):
+    config, head = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
@@ -156,9 +156,9 @@ def test_a_diverged_training_saves_its_last_checkpoint(speaking_target, response
     assert train_head(config.model_copy(update=lower), Listener())["finished"]
 
 
-def test_on_the_fly_training_stores_nothing(speaking_target, responses, tmp_path):
+def test_on_the_fly_training_stores_nothing(target_with_chat_template, responses, tmp_path):
     heard = Heard()
-    config = _config(speaking_target, responses, tmp_path / "out", time_budget_s=1e-9)
+    config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
     assert any("computed in each pass instead of stored" in sentence for sentence in heard.said)
     assert not (tmp_path / "out" / "features").exists()
@@ -166,9 +166,9 @@ def test_on_the_fly_training_stores_nothing(speaking_target, responses, tmp_path
     assert [step.step for step in heard.steps] == [1, 2]
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(speaking_target, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(target_with_chat_template, tmp_path):
     foreign = tmp_path / "foreign"
-    shutil.copytree(speaking_target, foreign)
+    shutil.copytree(target_with_chat_template, foreign)
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["~"] = 120
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -178,10 +178,10 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(spea
     assert not (tmp_path / "out").exists()
 
 
-def test_responses_without_a_document_are_refused_with_the_first_reason(speaking_target, tmp_path):
+def test_responses_without_a_document_are_refused_with_the_first_reason(target_with_chat_template, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
     with pytest.raises(InputError, match="no row yields a document; the first: no response"):
-        train_head(_config(speaking_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
+        train_head(_config(target_with_chat_template, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 
 @pytest.mark.parametrize(

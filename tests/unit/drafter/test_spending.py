@@ -27,7 +27,7 @@ class Clock:
 
 def spent(output):
     ledgers = find_ledgers([str(output)]).ledgers
-    return sum((one.spend for ledger in ledgers for one in charges(ledger, Days())), Spend())
+    return sum((charge.spend for ledger in ledgers for charge in charges(ledger, Days())), Spend())
 
 
 def attempt(output, clock):
@@ -52,7 +52,7 @@ def test_every_second_is_loading_saved_or_lost(tmp_path):
     whole = spent(tmp_path)
     assert (whole.attributed_usd, whole.loading_usd, whole.idle_usd, whole.lost_usd) == pytest.approx((160, 12, 0, 30))
     assert whole.num_requests == whole.num_output_tokens == 0
-    assert {one.tags for one in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
+    assert {charge.tags for charge in charges(find_ledgers([str(tmp_path)]).ledgers[0], Days())} == {'{"team": "x"}'}
 
 
 def test_unsaved_work_is_lost(tmp_path):

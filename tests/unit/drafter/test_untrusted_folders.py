@@ -29,22 +29,24 @@ def mark(tmp_path):
 
 
 @pytest.fixture
-def with_code(speaking_target, mark, tmp_path):
+def with_code(target_with_chat_template, mark, tmp_path):
     """A target with custom code."""
-    folder = shutil.copytree(speaking_target, tmp_path / "with-code")
+    folder = shutil.copytree(target_with_chat_template, tmp_path / "with-code")
     (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text())
         names = ("AutoConfig", "AutoModelForCausalLM") if name == "config.json" else ("AutoTokenizer",)
-        auto_map = {one: ["own.Own", None] if one == "AutoTokenizer" else "own.Own" for one in names}
+        auto_map = {
+            class_name: ["own.Own", None] if class_name == "AutoTokenizer" else "own.Own" for class_name in names
+        }
         values |= {"auto_map": auto_map, "model_type": "own", "tokenizer_class": "Own", "architectures": ["Own"]}
         (folder / name).write_text(json.dumps(values))
     return folder
 
 
 @pytest.fixture
-def with_pickle(speaking_target, mark, tmp_path):
-    folder = shutil.copytree(speaking_target, tmp_path / "with-pickle")
+def with_pickle(target_with_chat_template, mark, tmp_path):
+    folder = shutil.copytree(target_with_chat_template, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark)))
     return folder

@@ -90,7 +90,7 @@ def test_shares_add_up_to_the_lives_of_sessions():
             units += [unit(name, busy_s=part, tokens=lot.randint(0, 1000), finished_at=1030.0) for part in parts]
             sessions.append(life)
         result = account(units, sessions, PRICE)
-        lived = sum(one.num_devices * (one.last_seen_at - one.started_at) for one in sessions)
+        lived = sum(item.num_devices * (item.last_seen_at - item.started_at) for item in sessions)
         assert result.device_s.total == pytest.approx(lived)
         assert result.total_usd == pytest.approx(lived * PRICE.usd_per_device_s)
         assert min(dataclasses.astuple(result.device_s)) >= 0

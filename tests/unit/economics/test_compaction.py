@@ -68,11 +68,15 @@ def said(folder):
     """Return the results of all readers of a ledger."""
     sessions = sorted(read_sessions(folder), key=lambda one: one.session_id)
     return (
-        sorted(one.request_id for one in RequestReader(folder).new()),
+        sorted(record.request_id for record in RequestReader(folder).new()),
         read_work(folder),
         sessions,
         sorted(SessionReader(folder).all(), key=lambda one: one.session_id),
-        [session_at_time(folder, one, one.last_seen_at - seconds) for one in sessions for seconds in (30, 60, 90)],
+        [
+            session_at_time(folder, session, session.last_seen_at - seconds)
+            for session in sessions
+            for seconds in (30, 60, 90)
+        ],
     )
 
 
@@ -133,12 +137,12 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
             with pytest.raises(Killed):
                 compact(folder, NOW)
         assert said(folder) == before, f"killed before step {kill_at}"
-        assert sorted([first.request_id, *(one.request_id for one in reader.new())]) == before[0]
+        assert sorted([first.request_id, *(record.request_id for record in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
         assert sum(one.num_requests for _, one in work.new()) == 1
         restarted = RequestReader(folder)
         assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
-        assert [one.request_id for one in restarted.new()] == ["silent-99"]
+        assert [record.request_id for record in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
         assert len(said(folder)[0]) == 22
         assert len([name for name in names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
@@ -156,10 +160,10 @@ def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     assert (len(reader.new()), sum(one.num_requests for _, one in work.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
-    assert [one.request_id for one in reader.new()] == ["killed-20", "killed-21"]
+    assert [record.request_id for record in reader.new()] == ["killed-20", "killed-21"]
     assert sum(one.num_requests for _, one in work.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
-    assert {one.session_id: one.busy_s for one in read_sessions(ledger)}["killed"] == 200.0
+    assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
     before = said(ledger)
     compact(ledger, NOW + 2 * DAY_S)
     assert (said(ledger), reader.new(), list(work.new())) == (before, [], [])
@@ -198,13 +202,13 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     thread.start()
     for number in range(12):
         write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
-        found += [one.request_id for one in reader.new()]
+        found += [record.request_id for record in reader.new()]
         num_work += sum(one.num_requests for _, one in work.new())
         assert len(read_sessions(tmp_path)) == number + 2
     stop.set()
     thread.join()
-    found += [one.request_id for one in reader.new()]
-    assert sorted(found) == sorted(one.request_id for one in RequestReader(tmp_path).new())
+    found += [record.request_id for record in reader.new()]
+    assert sorted(found) == sorted(record.request_id for record in RequestReader(tmp_path).new())
     assert len(set(found)) == len(found) == num_work + sum(one.num_requests for _, one in work.new())
 
 

@@ -56,7 +56,7 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
         nearly_full(None)
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
-    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1", "3"]
+    assert [item.request_id for item in RequestReader(tmp_path).new()] == ["1", "3"]
     (since,) = SessionReader(tmp_path).since(1120.0)
     assert since.busy_s == pytest.approx(60)
 
@@ -71,10 +71,10 @@ def test_invalid_lines_are_logged_and_skipped(tmp_path, caplog):
     append_request(tmp_path, request("1", session_id="t"))
     reader = RequestReader(tmp_path)
     with caplog.at_level(logging.ERROR):
-        assert [one.request_id for one in reader.new()] == ["1", "4", "1"]
+        assert [record.request_id for record in reader.new()] == ["1", "4", "1"]
     assert "requests-s.jsonl: skipped an invalid line" in caplog.text
     append_request(tmp_path, request("5"))
-    assert [one.request_id for one in reader.new()] == ["5"]
+    assert [record.request_id for record in reader.new()] == ["5"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_lines_that_would_disable_a_budget_are_skipped(tmp_path, caplog, change)
     line = json.dumps({**json.loads(request("2").to_json()), **change})
     with (tmp_path / "requests-s.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert [one.request_id for one in RequestReader(tmp_path).new()] == ["1"]
+    assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1"]
     assert next(iter(change)) in caplog.text
 
 
@@ -113,10 +113,10 @@ def test_unchanged_sessions_are_read_once(tmp_path, monkeypatch):
     sessions_before = reader.all()
     assert read == ["session-s.parquet", "session-t.parquet"]
     write_session(tmp_path, replace(SESSION, session_id="t", busy_s=1.0, idle_s=59.0))
-    assert [one.busy_s for one in reader.all()] == [sessions_before[0].busy_s, 1.0]
+    assert [session.busy_s for session in reader.all()] == [sessions_before[0].busy_s, 1.0]
     assert read[2:] == ["session-t.parquet"]
     (tmp_path / "session-s.parquet").unlink()
-    assert [one.session_id for one in reader.all()] == ["t"]
+    assert [session.session_id for session in reader.all()] == ["t"]
 
 
 def test_a_failed_read_is_repeated(tmp_path):
@@ -129,7 +129,7 @@ def test_a_failed_read_is_repeated(tmp_path):
         reader.new()
     (tmp_path / "requests-b.jsonl").rmdir()
     (tmp_path / "b").rename(tmp_path / "requests-b.jsonl")
-    assert [one.request_id for one in reader.new()] == ["1", "2"]
+    assert [record.request_id for record in reader.new()] == ["1", "2"]
 
 
 def test_is_billed_by_another_process(tmp_path):
@@ -137,8 +137,8 @@ def test_is_billed_by_another_process(tmp_path):
         return is_billed(tmp_path, request_id, since=time.time(), session_id="own")
 
     free = replace(request("free", "one"), usd=0.0, outcome="failed")
-    for one in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
-        append_request(tmp_path, one)
+    for item in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
+        append_request(tmp_path, item)
     assert [is_there(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [False] * 5
     with (tmp_path / "requests-one.jsonl").open("ab") as file:
         file.write(request("torn", "one").to_json())

@@ -26,7 +26,7 @@ def test_budgets_round_trip(tmp_path):
     for usd in (5.0, 7.0):
         with changing_budgets(path) as budgets:
             budgets["team=search"] = SharedBudget(name="team=search", budget_usd=usd, budget_every="week")
-    assert [(one.name, one.budget_usd, one.budget_every) for one in read_budgets(path)] == [
+    assert [(budget.name, budget.budget_usd, budget.budget_every) for budget in read_budgets(path)] == [
         ("team=search", 7.0, "week")
     ]
     assert record_of(SharedBudget, {"name": "team= search", "budget_usd": 1}, where="it").account == "team=search"

@@ -63,7 +63,7 @@ def test_a_killed_engine_lives_until_its_last_unit():
 
 def test_timeline_size_is_bounded():
     engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
-    units = [unit(one.session_id, 1030 + 7 * n, 1035 + 7 * n) for one in engines for n in range(1000)]
+    units = [unit(item.session_id, 1030 + 7 * n, 1035 + 7 * n) for item in engines for n in range(1000)]
     _, found = made(units, engines)
     assert found["num_engines"] == 2 * MAX_ENGINES
     assert len(found["engines"]) == MAX_ENGINES

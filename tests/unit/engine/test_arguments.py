@@ -52,8 +52,8 @@ def test_head_classes_support_local_argmax() -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 
-    for one in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
-        assert callable(getattr(one, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
+    for item in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
+        assert callable(getattr(item, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
 def test_head_has_its_own_revision() -> None:

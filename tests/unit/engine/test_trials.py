@@ -26,7 +26,7 @@ from peagle.engine.trials import (
 )
 from peagle.errors import ConfigError
 
-BYTES = [bytes([one]) for one in range(256)]
+BYTES = [bytes([code]) for code in range(256)]
 KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
 
 
@@ -140,11 +140,11 @@ def test_invalid_grammar_is_left_to_vllm(tried):
 
 def test_verdicts_are_cached_and_the_process_restarts(tried):
     assert tried(json=thing(9)) is None
-    child = next(one for one in psutil.Process().children() if "peagle.engine.trial_process" in one.cmdline())
+    child = next(item for item in psutil.Process().children() if "peagle.engine.trial_process" in item.cmdline())
     child.kill()
     child.wait()
     assert tried(json=thing(9)) is None
-    assert "peagle.engine.trial_process" not in str([one.cmdline() for one in psutil.Process().children()])
+    assert "peagle.engine.trial_process" not in str([item.cmdline() for item in psutil.Process().children()])
     with pytest.raises(TrialsBusy):
         tried(json=thing(10))
     assert tried(json=thing(10)) is None

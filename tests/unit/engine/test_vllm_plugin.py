@@ -137,9 +137,9 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
         worker.init_device()
 
 
-def test_vllms_own_kernel_is_still_wrong(said: list[str]) -> None:
+def test_vllms_own_kernel_is_still_wrong(script_lines: list[str]) -> None:
     """Once this fails, vLLM has mended issue 55005: `replace_kernel` can go, and the probe stays."""
-    assert "the kernel is right: False" in said
+    assert "the kernel is right: False" in script_lines
 
 
 def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ _SCRIPT = """if True:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def script_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The lines that the script prints."""
     path = tmp_path_factory.mktemp("compiled") / "model"
     command = [sys.executable, "-c", _SCRIPT, str(path)]
@@ -227,22 +227,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_vllm_still_fails_to_load_what_it_compiled(said: list[str]) -> None:
+def test_vllm_still_fails_to_load_what_it_compiled(script_lines: list[str]) -> None:
     """Once this fails, vLLM or torch has mended it: `load_compiled` can go."""
-    assert "loaded as it is: None" in said
+    assert "loaded as it is: None" in script_lines
 
 
-def test_compiled_code_is_loaded(said: list[str]) -> None:
-    assert "loaded when mended: [1.0, 1.0, 1.0, 2.0]" in said
+def test_compiled_code_is_loaded(script_lines: list[str]) -> None:
+    assert "loaded when mended: [1.0, 1.0, 1.0, 2.0]" in script_lines
 
 
-def test_vllm_still_keys_by_cores(said: list[str]) -> None:
+def test_vllm_still_keys_by_cores(script_lines: list[str]) -> None:
     """Once this fails, vLLM's keys leave out which cores compute: `share_between_cores` can go."""
-    assert "keys as they are: [0, 1, 2]" in said
+    assert "keys as they are: [0, 1, 2]" in script_lines
 
 
-def test_engines_with_as_many_cores_share_compiled_code(said: list[str]) -> None:
-    assert "keys mended: [0, 0, 2]" in said
+def test_engines_with_as_many_cores_share_compiled_code(script_lines: list[str]) -> None:
+    assert "keys mended: [0, 0, 2]" in script_lines
 
 
 def test_vllm_still_refuses_unverifiable_parameters() -> None:
@@ -309,11 +309,11 @@ def test_engine_with_drafter_has_both_processors(skipping: Any) -> None:
     )
     for build in (logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs):
         built = build(config, torch.device("cpu"), False, False, ())
-        assert [type(one).__name__ for one in built.non_argmax_invariant] == [
+        assert [type(processor).__name__ for processor in built.non_argmax_invariant] == [
             "MinTokensLogitsProcessor",
             "LogitBiasLogitsProcessor",
         ]
-        assert [type(one).__name__ for one in built.argmax_invariant] == ["MinPLogitsProcessor"]
+        assert [type(built_in).__name__ for built_in in built.argmax_invariant] == ["MinPLogitsProcessor"]
         config.speculative_config, kept = None, config.speculative_config
         assert len(list(build(config, torch.device("cpu"), False, False, ()).all)) == 1
         config.speculative_config = kept

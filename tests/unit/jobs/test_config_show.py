@@ -9,9 +9,9 @@ from peagle.profiles.profile import write_profile
 
 
 @pytest.fixture
-def job(tmp_path, speaking_target):
+def job(tmp_path, target_with_chat_template):
     path = tmp_path / "job.yaml"
-    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {speaking_target}\nmax_tokens: 7\ntop_k: 2\n")
+    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {target_with_chat_template}\nmax_tokens: 7\ntop_k: 2\n")
     return path
 
 
@@ -49,13 +49,13 @@ def test_origin_of_profile_keys(shown, tmp_path, embedded_target, profile):  # n
     assert found["max_replicas"] == (1, "default")
 
 
-def test_endpoint_configuration_with_several_models(shown, tmp_path, speaking_target):
+def test_endpoint_configuration_with_several_models(shown, tmp_path, target_with_chat_template):
     path = tmp_path / "serve.yaml"
-    path.write_text(f"model: {speaking_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
+    path.write_text(f"model: {target_with_chat_template}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
     found = shown(path)
     assert found["a.max_num_seqs"] == (8, "default on cpu")
     assert "b.max_num_seqs" not in found
-    assert [one["name"] for one in found["models"][0]] == ["a", "b"]
+    assert [model["name"] for model in found["models"][0]] == ["a", "b"]
 
 
 def test_invalid_configuration_is_refused(tmp_path, capsys):

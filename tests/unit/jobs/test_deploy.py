@@ -44,7 +44,7 @@ def kuberay(*argv):
 def test_kuberay_prints_objects_and_required_secrets(job, capsys):
     assert kuberay(job, "--env-secret", "aws") == 0
     printed = capsys.readouterr()
-    assert [one["kind"] for one in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
+    assert [document["kind"] for document in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
     assert "kubectl create secret generic peagle-ray" in printed.err
     assert "kubectl create secret generic aws" in printed.err
 
@@ -61,7 +61,7 @@ def test_kuberay_apply(job, client, tmp_path, capsys):
     assert kuberay(job, "--namespace", "team", "--apply") == 0
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     objects = list(yaml.safe_load_all((tmp_path / "input").read_text()))
-    assert {one["metadata"]["namespace"] for one in objects} == {"team"}
+    assert {item["metadata"]["namespace"] for item in objects} == {"team"}
     assert capsys.readouterr().out.endswith("made\n")
 
 

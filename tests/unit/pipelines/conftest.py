@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture
-def told(monkeypatch):
+def ray_metrics(monkeypatch):
     """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all of histograms."""
     values = {}
 

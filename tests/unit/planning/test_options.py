@@ -22,15 +22,19 @@ def plan(**keys):
 def test_every_machine_with_the_accelerator_is_compared():
     found = plan()
     carrying = {offer.instance_type for offer in PriceTable.load().offers if offer.accelerator == "B200"}
-    assert {one["instance_type"] for one in found["options"]} == carrying
+    assert {option["instance_type"] for option in found["options"]} == carrying
     assert (found["chosen"]["method"], found["chosen"]["k"], found["chosen"]["concurrency"]) == ("peagle", 7, 128)
-    hours = {one["num_engines"]: one["hours"] for one in found["options"] if one["k"] == 7 and one["lost_share"] == 0}
+    hours = {
+        option["num_engines"]: option["hours"]
+        for option in found["options"]
+        if option["k"] == 7 and option["lost_share"] == 0
+    }
     assert hours[8] == pytest.approx((2e9 / (8 * 23_329) + 300 + 180) / 3600)
 
 
 def test_region_and_provider_can_be_set():
     found = plan(provider="lambda", market="on_demand")
-    assert {one["place"] for one in found["options"]} == {"lambda us-east-1"}
+    assert {option["place"] for option in found["options"]} == {"lambda us-east-1"}
     with pytest.raises(PriceError, match="no price for a machine with B200") as refused:
         plan(provider="azure")
     assert "--instance-types" in refused.value.hint
@@ -54,7 +58,7 @@ def test_published_and_measured_speeds_are_compared(sweep):
     cells = [{"method": "peagle", "k": 7, "concurrency": 128, "output_tokens_per_s": 20_000.0}]
     ours = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
     found = plan(measured=[ours, QWEN], market="on_demand")
-    assert {one["measured"] for one in found["options"]} == {"sweep.json", f"{QWEN} (published, one B200)"}
+    assert {option["measured"] for option in found["options"]} == {"sweep.json", f"{QWEN} (published, one B200)"}
     assert "measured in" in text_plan(found)
 
 

@@ -245,7 +245,7 @@ def test_several_files_are_priced_separately(plan, sweep):
     little = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little)]
     found = plan(measured=files, instance_types="box-2,small-2", within=None)
-    places = {(one["measured"], one["instance_type"]) for one in found["options"]}
+    places = {(option["measured"], option["instance_type"]) for option in found["options"]}
     assert places == {("big.json", "box-2"), ("little.json", "small-2")}
     assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in found["notes"]
     with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as refused:

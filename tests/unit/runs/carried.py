@@ -39,7 +39,7 @@ class Carried:
         self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
         self.plan = self.run.plan()
         batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
-        self.prepared = [PreparedUnit(decode_rows(one)) for one in prepare_units(batch, run=resolved.for_stages())]
+        self.prepared = [PreparedUnit(decode_rows(item)) for item in prepare_units(batch, run=resolved.for_stages())]
         for unit in self.prepared:
             self._commit(unit)
 

@@ -227,19 +227,19 @@ def test_retry_replaces_dead_letters_of_its_rows(run):
     assert run.plan() == plan
     assert plan.num_rows == 2
     assert list(run.dead_letters()) == []
-    assert [one.num_failed_rows for one in run.usages()] == [0]
+    assert [metadata.num_failed_rows for metadata in run.usages()] == [0]
 
     assert plan_retry(run, plan) == plan
     assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
     assert list(run.dead_letters()) == [letter(1, "again")]
-    assert [one.num_failed_rows for one in run.usages()] == [0, 1]
+    assert [metadata.num_failed_rows for metadata in run.usages()] == [0, 1]
     assert run.remove_leftovers() == 0
 
     third = plan_retry(run, run.plan())
     assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
     assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
-    assert sum(one.num_rows for one in run.usages()) == 2
+    assert sum(metadata.num_rows for metadata in run.usages()) == 2
 
 
 def test_deleted_unit_that_ran_again_has_new_dead_letters(run):
@@ -253,12 +253,12 @@ def test_deleted_unit_that_ran_again_has_new_dead_letters(run):
     assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
     assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
     assert list(reopened.dead_letters()) == [letter(0, "new")]
-    assert [one.num_failed_rows for one in reopened.usages()] == [1, 0]
+    assert [metadata.num_failed_rows for metadata in reopened.usages()] == [1, 0]
 
     third = plan_retry(reopened, plan)
     assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
     assert list(reopened.dead_letters()) == []
-    assert [one.num_failed_rows for one in reopened.usages()] == [0, 0]
+    assert [metadata.num_failed_rows for metadata in reopened.usages()] == [0, 0]
     assert plan_retry(reopened, third) == third
 
 
@@ -301,7 +301,7 @@ def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, how):
     s3.fail(how, method="PUT", path="/failed/")
     assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
     assert list(remote.dead_letters()) == letters
-    assert [one.num_rows for one in remote.usages()] == [1]
+    assert [metadata.num_rows for metadata in remote.usages()] == [1]
     assert remote.remove_leftovers() == 0
 
 
@@ -320,7 +320,7 @@ def test_failed_store_write_commits_nothing(remote, s3):
 def test_unit_metadata_on_s3_is_read_once(remote, s3):
     for unit in range(40):
         remote.commit(unit, TABLE, usage(), [])
-    assert [one.num_rows for one in remote.usages()] == [2] * 40
+    assert [metadata.num_rows for metadata in remote.usages()] == [2] * 40
     assert remote.remove_leftovers() == 0
     assert list(remote.dead_letters()) == []
     assert s3.count("GET", "/data/unit") == 40

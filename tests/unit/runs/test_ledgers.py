@@ -14,7 +14,7 @@ from tests.unit.pipelines.online.ledgers import a_request
 
 
 def spent(found, days=None):
-    return sum((one.spend for ledger in found.ledgers for one in charges(ledger, days or Days())), Spend())
+    return sum((charge.spend for ledger in found.ledgers for charge in charges(ledger, days or Days())), Spend())
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")
     batch, errors = carried.exported("openai-batch")
-    assert [one["custom_id"] for one in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
+    assert [item["custom_id"] for item in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
 
 
 def test_column_with_our_metadata_keeps_its_type(tmp_path):

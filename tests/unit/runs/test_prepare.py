@@ -25,8 +25,8 @@ def piece(tmp_path):
 def test_each_unit_becomes_one_row(piece):
     batch, resolved, _ = piece
     prepared = list(prepare_units(batch, run=resolved))
-    assert [one.num_rows for one in prepared] == [1, 1, 1]
-    units = [PreparedUnit(decode_rows(one)) for one in prepared]
+    assert [rows_of_unit.num_rows for rows_of_unit in prepared] == [1, 1, 1]
+    units = [PreparedUnit(decode_rows(rows_of_unit)) for rows_of_unit in prepared]
     assert [unit.unit.unit for unit in units] == [0, 1, 2]
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
@@ -47,7 +47,7 @@ def test_stopped_run_prepares_nothing_more(piece):
     stage = prepare_units(batch, run=resolved)
     assert not is_unfinished(decode_rows(next(stage)))
     run.stop.request(5)
-    assert [is_unfinished(decode_rows(one)) for one in stage] == [True]
+    assert [is_unfinished(decode_rows(block)) for block in stage] == [True]
 
 
 def test_tokenizer_has_the_engines_revision(monkeypatch):

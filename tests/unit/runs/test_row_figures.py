@@ -68,7 +68,7 @@ def test_statistics_of_rows(run):
 def test_three_sample_rows_with_cut_texts(run):
     commit(run, [a_row(number, response="x" * 5000) for number in range(9)])
     samples = row_figures.row_figures(run)["samples"]
-    assert [one["id"] for one in samples] == ["000000000", "000000004", "000000008"]
+    assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
     assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
     assert len(samples[1]["answer"]) < 1300
     assert samples[1]["answer"].endswith("x …")
@@ -77,7 +77,7 @@ def test_three_sample_rows_with_cut_texts(run):
 def test_samples_of_two_rows_without_times(run):
     commit(run, [a_row(number, ttft_s=None) for number in range(2)])
     found = row_figures.row_figures(run)
-    assert [one["id"] for one in found["samples"]] == ["000000000", "000000001"]
+    assert [sample["id"] for sample in found["samples"]] == ["000000000", "000000001"]
     assert "ttft_s" not in found["measures"]
 
 
@@ -88,7 +88,7 @@ def test_large_runs_are_sampled(run, monkeypatch):
         commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
     found = row_figures.row_figures(run)
     assert found["num_read"] == 6
-    assert [one["id"] for one in found["samples"]] == ["000000000", "000000020", "000000022"]
+    assert [sample["id"] for sample in found["samples"]] == ["000000000", "000000020", "000000022"]
 
 
 def test_no_statistics_without_rows(run):
@@ -102,7 +102,10 @@ def test_failures_are_counted_by_reason(run):
     letters += [{"reason": "invalid", "message": "second"}]
     commit(run, [a_row(0)], letters=letters)
     found = failures(run)
-    assert [(one["reason"], one["count"]) for one in found] == [("invalid", 2), ("refused", 1)]
+    assert [(fault_result["reason"], fault_result["count"]) for fault_result in found] == [
+        ("invalid", 2),
+        ("refused", 1),
+    ]
     assert found[0]["example"] == "first"
     assert len(found[1]["example"]) < 210
 

@@ -152,7 +152,7 @@ def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
     lane = plot(page, "States of the engines")
     assert {path.get("class") for path in lane.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
-    assert "engine 0: busy 67%, idle 0%, lost 17%" in [one.text for one in lane.iter(f"{SVG}text")]
+    assert "engine 0: busy 67%, idle 0%, lost 17%" in [element.text for element in lane.iter(f"{SVG}text")]
     assert "a pause of 1 h 0 min is cut out" in page
 
 
@@ -223,7 +223,11 @@ def test_series_plot_is_to_scale():
     assert len(points) == 6
     first, second, third = points[0::2]
     assert second[0] - first[0] == pytest.approx(third[0] - second[0], abs=0.11)
-    ticks = {one.text: float(one.get("y")) - 4 for one in root.iter(f"{SVG}text") if one.get("text-anchor") == "end"}
+    ticks = {
+        element.text: float(element.get("y")) - 4
+        for element in root.iter(f"{SVG}text")
+        if element.get("text-anchor") == "end"
+    }
     assert (first[1], second[1]) == (pytest.approx(ticks["$10.00"], abs=0.1), pytest.approx(ticks["$40.00"], abs=0.1))
 
 
@@ -232,7 +236,7 @@ def test_series_plot_is_to_scale():
 )
 def test_time_axis_has_few_round_ticks(total_s, last):
     root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
-    ticks = [one.text for one in root.iter(f"{SVG}text") if one.get("text-anchor") != "end"]
+    ticks = [element.text for element in root.iter(f"{SVG}text") if element.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
     assert ticks[-1] == last

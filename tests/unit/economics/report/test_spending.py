@@ -94,39 +94,41 @@ def plots(page):
 def test_days_are_stacked_by_key_with_overhead_and_losses():
     page = a_page([a_charge("alice", usd=4.0), a_charge("bob"), a_charge("", FIRST + 2)])
     daily = plots(page)["Spending by day"]
-    titles = [one.text for one in daily.iter(f"{SVG}title")]
+    titles = [element.text for element in daily.iter(f"{SVG}title")]
     assert titles == [
         "10-04, alice: $4.00",
         "10-04, bob: $1.00",
         "10-06, overhead (loading, idle): $3.00",
         "10-06, lost: $3.00",
     ]
-    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    ticks = [element.text for element in daily.iter(f"{SVG}text") if element.get("text-anchor") == "middle"]
     assert ticks == ["10-04", "10-05", "10-06"], "a day without spending has its place"
-    heights = [float(one.get("height")) for one in daily.iter(f"{SVG}rect")]
+    heights = [float(element.get("height")) for element in daily.iter(f"{SVG}rect")]
     assert heights[0] / heights[1] == pytest.approx(4.0, abs=0.1)
     assert "alice $4.00, bob $1.00, overhead (loading, idle) $3.00, lost $3.00" in daily.get("aria-label")
 
 
 def test_groups_are_sorted_by_cost():
     groups = plots(a_page([a_charge("bob"), a_charge("alice", usd=4.0), a_charge("")]))["Spending by key"]
-    labels = [one.text for one in groups.iter(f"{SVG}text") if one.get("class") == "label"]
+    labels = [element.text for element in groups.iter(f"{SVG}text") if element.get("class") == "label"]
     assert labels == ["no key", "alice", "bob"]
-    kinds = [one.get("class") for one in groups.iter(f"{SVG}rect")]
+    kinds = [element.get("class") for element in groups.iter(f"{SVG}rect")]
     assert kinds == ["share-load", "share-idle", "share-lost", "share-busy", "share-busy"]
 
 
 def test_many_groups_and_days_are_aggregated():
     charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
     found = plots(a_page(charges))
-    groups = [one.text for one in found["Spending by key"].iter(f"{SVG}text") if one.get("class") == "label"]
+    groups = [
+        element.text for element in found["Spending by key"].iter(f"{SVG}text") if element.get("class") == "label"
+    ]
     assert len(groups) == MAX_BARS + 1
     assert groups[-1] == "88 others"
     daily = found["Spending by day"]
     assert MAX_COLUMNS < 100
-    ticks = [one.text for one in daily.iter(f"{SVG}text") if one.get("text-anchor") == "middle"]
+    ticks = [element.text for element in daily.iter(f"{SVG}text") if element.get("text-anchor") == "middle"]
     assert ticks == ["2024-10", "2024-11", "2024-12", "2025-01"]
-    kinds = {one.get("class") for one in daily.iter(f"{SVG}rect")}
+    kinds = {element.get("class") for element in daily.iter(f"{SVG}rect")}
     assert kinds == {f"series-{number}" for number in range(6)}
     assert "all others $4,560.00" in daily.get("aria-label")
 

@@ -60,7 +60,7 @@ def test_semaphore_is_fifo():
                 seen.append(f"{name} out")
 
         wanted = [("a", 2, 0.05), ("b", 3), ("c", 1), ("d", 9)]
-        await asyncio.gather(*(take(*each) for each in wanted))
+        await asyncio.gather(*(take(*request_args) for request_args in wanted))
         return seen
 
     in_order = [f"{name} {way}" for name in "abcd" for way in ("in", "out")]

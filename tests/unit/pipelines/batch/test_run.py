@@ -30,23 +30,23 @@ def started(config, **others):
     return run_module.generate(request, RunProgress(Console(quiet=True)))
 
 
-def test_stored_plan_replaces_a_concurrent_one(decided):
-    (request, second), (_, first) = decided(rows_per_unit=5), decided(rows_per_unit=2)
+def test_stored_plan_replaces_a_concurrent_one(resolved_run):
+    (request, second), (_, first) = resolved_run(rows_per_unit=5), resolved_run(rows_per_unit=2)
     assert begin_or_continue(request, first) == first.plan
     opened = begin_or_continue(request, second)
     assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
     assert opened == second.directory.plan() == first.plan
 
 
-def test_served_name_is_stored(decided):
-    begin_or_continue(*decided(served_name="plain"))
-    request, other = decided(served_name="other")
+def test_served_name_is_stored(resolved_run):
+    begin_or_continue(*resolved_run(served_name="plain"))
+    request, other = resolved_run(served_name="other")
     begin_or_continue(request, other)
     assert other.directory.manifest()["served_name"] == "plain"
 
 
-def test_older_run_continues_only_with_the_same_corpus(decided, tmp_path):
-    request, run = decided()
+def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
+    request, run = resolved_run()
     older = replace(run.plan, corpus_fingerprint=run.plan.corpus_fingerprint.removeprefix("2:"))
     assert begin_or_continue(request, replace(run, plan=older)) == older
     assert begin_or_continue(request, run) == older
@@ -56,13 +56,13 @@ def test_older_run_continues_only_with_the_same_corpus(decided, tmp_path):
 
 
 @pytest.fixture
-def on_no_accelerator(decided, monkeypatch):
+def on_no_accelerator(resolved_run, monkeypatch):
     """Starts a finished run on H100s again, on a cluster that would be waited for in vain."""
     h100 = Hardware(
         platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
     )  # fmt: skip
-    request, first = decided(hardware=h100, accelerator_type="H100", rows_per_unit=12)
+    request, first = resolved_run(hardware=h100, accelerator_type="H100", rows_per_unit=12)
     begin_or_continue(request, first)
     run = first.directory
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
@@ -113,25 +113,25 @@ def test_invalid_run_does_not_wait_for_accelerators(on_no_accelerator, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_early_signal_names_the_resume_command(decided, monkeypatch, number):
-    config = decided()[0].config
+def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
+    config = resolved_run()[0].config
     monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as stopped:
         started(config)
     assert stopped.value.hint == "the same command continues: peagle generate"
 
 
-def test_accelerator_price_is_refused_for_cpu_engines(decided):
+def test_accelerator_price_is_refused_for_cpu_engines(resolved_run):
     with pytest.raises(PriceError, match=r"g5\.xlarge is per accelerator, but engines here are billed by the vcpu"):
-        decided(usd_per_hour=None, instance_type="g5.xlarge")
+        resolved_run(usd_per_hour=None, instance_type="g5.xlarge")
 
 
-def test_price_of_a_run_cannot_change(decided):
+def test_price_of_a_run_cannot_change(resolved_run):
     for keys in ({}, {"engines": 2}, {"usd_per_hour": None}):
-        begin_or_continue(*decided(**keys))
+        begin_or_continue(*resolved_run(**keys))
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
-        begin_or_continue(*decided(usd_per_hour=2))
-    request, batch = decided(usd_per_hour=2)
+        begin_or_continue(*resolved_run(usd_per_hour=2))
+    request, batch = resolved_run(usd_per_hour=2)
     begin_or_continue(request, replace(batch, slot_group="endpoint"))
 
 

@@ -82,20 +82,20 @@ def end(code):
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Makes scenes; their actors leave this process's output alone, and end with the test."""
+    """Make scenes whose actors do not redirect this process's output and end with the test."""
     monkeypatch.setattr("pipelines.batch.session.redirect_output", lambda _: None)
     monkeypatch.setattr(worker, "atexit", SimpleNamespace(register=lambda _: None))
     monkeypatch.setattr(watchdog, "POLL_S", 0.05)
     monkeypatch.setattr(worker.os, "_exit", end)
-    made = []
+    scenes = []
 
     def make(**keys):
-        made.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
-        return made[-1]
+        scenes.append(Scene(tmp_path, monkeypatch, max_num_seqs=SLOTS, **keys))
+        return scenes[-1]
 
     yield make
-    for one in [actor for each in made for actor in each.workers]:
-        one._session.end()
+    for actor in [actor for created in scenes for actor in created.workers]:
+        actor._session.end()
 
 
 class Gone(BaseException):

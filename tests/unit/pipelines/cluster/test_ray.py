@@ -148,7 +148,7 @@ G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 
 @pytest.fixture
-def growing(monkeypatch):
+def growing_cluster(monkeypatch):
     """A cluster that adds nodes when an autoscaler is asked; records requests and messages."""
     asked, said, looks = [], [], []
     monkeypatch.setattr(cluster, "_asked", False)
@@ -164,15 +164,15 @@ def growing(monkeypatch):
     return require, asked, said
 
 
-def test_require_capacity_waits_for_autoscaler(growing):
-    require, asked, said = growing
+def test_require_capacity_waits_for_autoscaler(growing_cluster):
+    require, asked, said = growing_cluster
     require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
     assert asked == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
     assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in said[1]
 
 
-def test_require_capacity_stops_when_check_raises(growing):
-    require, asked, _ = growing
+def test_require_capacity_stops_when_check_raises(growing_cluster):
+    require, asked, _ = growing_cluster
     left = iter([None, StoppedEarly("the deadline is near")])
 
     def check():
@@ -186,8 +186,8 @@ def test_require_capacity_stops_when_check_raises(growing):
         require([HEAD, G7E], num_engines=1, check=check)
 
 
-def test_release_nodes(growing):
-    require, asked, _ = growing
+def test_release_nodes(growing_cluster):
+    require, asked, _ = growing_cluster
     cluster.release_nodes()
     assert asked == []
     require([HEAD], [HEAD, G7E], num_engines=1)
@@ -196,8 +196,8 @@ def test_release_nodes(growing):
     assert asked[1:] == [[]]
 
 
-def test_require_capacity_times_out(growing):
-    require, _, _ = growing
+def test_require_capacity_times_out(growing_cluster):
+    require, _, _ = growing_cluster
     with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
         require([HEAD, G7E], num_engines=2, wait_s=0.0)
 

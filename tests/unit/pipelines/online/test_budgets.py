@@ -64,8 +64,8 @@ def read(tmp_path):
     budgets, totals = totals_of(tmp_path).budgets, totals_of(tmp_path)
 
     def append_and_read(*requests):
-        for one in requests:
-            append_request(tmp_path, one)
+        for request in requests:
+            append_request(tmp_path, request)
         totals.catch_up()
         return budgets
 

@@ -30,9 +30,9 @@ def test_forecast_reports_who_has_access(tmp_path, monkeypatch):
     assert forecast(SageMakerConfig(**keys), print).access() == "required"
 
 
-def test_forecast_for_other_machines(tmp_path, speaking_target):
+def test_forecast_for_other_machines(tmp_path, target_with_chat_template):
     models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
-    keys = {"model": str(speaking_target), "models": models, "instance_type": "g7e.2xlarge"}
+    keys = {"model": str(target_with_chat_template), "models": models, "instance_type": "g7e.2xlarge"}
     found = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
     assert (found.is_here, found.num_nodes) == (False, 3)
     assert found.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)

@@ -146,7 +146,10 @@ def test_figures_survive_a_restart(ledger, tmp_path, now, monkeypatch):
         totals_of.cache_clear()
         reports.append(LiveView(CostView(tmp_path / "ledger", PRICE, now=now), now=now).report()["total"])
     assert (tmp_path / "ledger" / "totals.jsonl").exists()
-    assert [(one["num_requests"], one["output_tokens_per_s"]) for one in reports] == [(1, 40 / 60), (2, 80 / 60)]
+    assert [(report["num_requests"], report["output_tokens_per_s"]) for report in reports] == [
+        (1, 40 / 60),
+        (2, 80 / 60),
+    ]
 
 
 class Stop:

@@ -144,7 +144,7 @@ def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, mo
     for found in (*ingresses, looked(tmp_path)):
         cells, spent, _ = said(found)
         assert sum(sums.num_requests for sums in cells.values()) == sum(
-            one.num_requests for one in expected[0].values()
+            value.num_requests for value in expected[0].values()
         )
         assert spent == pytest.approx(expected[1])
 
@@ -280,13 +280,13 @@ def test_recent_requests_include_checkpointed_ones(tmp_path):
     append(tmp_path, *range(20))
     looked(tmp_path)
     totals = looked(tmp_path)
-    assert {one.request_id for one in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
+    assert {record.request_id for record in totals.recent(1000 + 30 * 17)} == {"r17", "r18", "r19"}
 
 
 def price_of(*requests):
     price = TokenPrice()
-    for one in requests:
-        price.update(one)
+    for request in requests:
+        price.update(request)
     return price
 
 

@@ -34,7 +34,9 @@ class FakeRun:
     def do(self, *units, refusing=()):
         """Generate and commit units, those of the plan by default; `refusing` are rows that the engine refuses."""
         plan = self.run.plan()
-        for unit in plan.units if not units else [one for one in plan.left(()) if one.unit in units]:
+        for unit in (
+            plan.units if not units else [unfinished for unfinished in plan.left(()) if unfinished.unit in units]
+        ):
             self._commit(unit, refusing)
         generated = sum(usage.num_output_tokens for usage in self.run.usages())
         self.run.write_session(replace(SESSION, num_output_tokens=generated))

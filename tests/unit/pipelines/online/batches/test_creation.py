@@ -80,7 +80,7 @@ def test_crash_before_the_batch_is_stored_loses_nothing(place, creator, body, ma
     monkeypatch.undo()
     assert place.batches("alice") == []
     batch = creator.create_now(body, make_key(), "x")
-    assert [one.id for one in place.batches("alice")] == [batch.id]
+    assert [item.id for item in place.batches("alice")] == [batch.id]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\tb"])

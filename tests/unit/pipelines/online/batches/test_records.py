@@ -43,7 +43,7 @@ def test_pages_cover_the_list(items):
     found, after = [], None
     while True:
         shown = page(items, after=after, limit=2)
-        found += [one["id"] for one in shown["data"]]
+        found += [entry["id"] for entry in shown["data"]]
         after = shown["last_id"]
         if not shown["has_more"]:
             break

@@ -120,7 +120,7 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, order, m
     assert done["usage"]["total_tokens"] == 42
     files = [store.file(done[name], "alice") for name in ("output_file_id", "error_file_id")]
     assert [(file.num_bytes, file.purpose) for file in files] == [(10, "batch_output"), (20, "batch_output")]
-    assert [one.usd for one in RequestReader(tmp_path / "ledger").new()] == [0.5]
+    assert [record.usd for record in RequestReader(tmp_path / "ledger").new()] == [0.5]
     scheduler.tick()
     assert len(runner.works) == 2
 

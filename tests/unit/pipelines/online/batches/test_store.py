@@ -48,10 +48,10 @@ def test_batch_is_the_same_in_every_process(place, make_order, clock):
     batch = place.cancel(place.batch(order.id, "alice"))
     clock.now += 5
     assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
-    assert [one.id for one in other.unfinished()] == [order.id]
+    assert [item.id for item in other.unfinished()] == [order.id]
     place.save(order.id, replace(progress, status="cancelled"))
     assert other.unfinished() == []
-    assert [one.id for one in other.batches("alice")] == [order.id]
+    assert [item.id for item in other.batches("alice")] == [order.id]
 
 
 def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
@@ -59,7 +59,7 @@ def test_stopped_scheduler_cannot_overwrite_the_end(place, make_order, clock):
     place.add_batch(order)
     paused = BatchStore(place.root, now=clock, monotonic=clock)
     paused.begin_to_schedule()
-    assert [one.id for one in paused.unfinished()] == [order.id]
+    assert [batch.id for batch in paused.unfinished()] == [order.id]
     place.save(order.id, BatchProgress(status="completed", output_file_id="file-1"))
     for late in ("in_progress", "failed"):
         paused.save(order.id, BatchProgress(status=late))

@@ -44,7 +44,7 @@ def counted(value):
     """Return containers, members and commas, of which each container has one less than values."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
-    inner = [counted(one) for one in (value.values() if isinstance(value, dict) else value)]
+    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
     own = (1, len(value) if isinstance(value, dict) else 0, max(0, len(value) - 1))
     return tuple(sum(numbers) for numbers in zip(own, *inner, strict=True))
 

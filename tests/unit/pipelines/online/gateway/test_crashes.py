@@ -79,7 +79,7 @@ def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
         return innocent.num_crashes
 
     assert asyncio.run(scene()) == 1
-    assert [one.account for one in crashes.seen] == ["bystander", "poison"]
+    assert [request.account for request in crashes.seen] == ["bystander", "poison"]
 
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])

@@ -505,7 +505,7 @@ def test_head_is_get_without_a_body(ask, keys):
     assert (stranger.status_code, unknown.status_code) == (401, 404)
     assert head.headers.keys() == whole.headers.keys()
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert [one.content for one in (head, open_, stranger, unknown, wrong)] == [b""] * 5
+    assert [response.content for response in (head, open_, stranger, unknown, wrong)] == [b""] * 5
     (wrong,) = ask((("PUT", "/v1/models"), own))
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD")
 
@@ -587,7 +587,7 @@ def test_deepest_allowed_body_passes(ask, keys):
 )
 def test_number_of_token_ids_is_limited(ask, keys, field, most):
     def ids(number):
-        return {str(one): 0 for one in range(number)} if field == "logit_bias" else list(range(number))
+        return {str(token_id): 0 for token_id in range(number)} if field == "logit_bias" else list(range(number))
 
     requests = [post(keys["alice"], **{field: ids(number), "min_tokens": 1}) for number in (most + 1, most)]
     many, as_many = ask(*requests, max_body_bytes=50_000)
@@ -923,12 +923,12 @@ def test_prompts_are_logged_if_enabled(ask, keys, tmp_path, written):
     assert first["body"] == {"model": "a", "messages": chat, "stream": True}
     assert (first["key"], first["model"], first["path"]) == ("alice", "a", CHAT)
     assert (second["key"], second["path"], second["body"]["prompt"]) == ("boss", "/v1/completions", "Hé")
-    assert [one["request_id"] for one in (first, second)] == [
+    assert [logged["request_id"] for logged in (first, second)] == [
         answer.headers["x-peagle-request-id"] for answer in answers[:2]
     ]
     assert 0 <= time.time() - first["received_at"] < 60
     (path,) = folder.iterdir()
-    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
+    assert [stat.S_IMODE(private_path.stat().st_mode) for private_path in (folder, path)] == [0o700, 0o600]
     assert keys["alice"] not in path.read_text()
 
 

@@ -108,17 +108,19 @@ def test_unprintable_path_is_refused_first(app, route, end):
 
 def test_every_route_is_guarded(app):
     assert {type(route) for route in app.router.routes} == {GuardedRoute}
-    assert {(*route.methods, route.path) for route in app.router.routes} == {(one.method, one.path) for one in TABLE}
+    assert {(*route.methods, route.path) for route in app.router.routes} == {
+        (entry.method, entry.path) for entry in TABLE
+    }
     assert not app.router.redirect_slashes
 
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
     """Without a pass, or with one for another route, as if gate and router parsed a path differently."""
-    other = next(one for one in TABLE if one.rule is not route.rule)
+    other = next(entry for entry in TABLE if entry.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
-    for past in (scope, with_pass(scope, other), *({**scope, PASS: one} for one in forged)):
+    for past in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
         with pytest.raises(ApiError) as caught:
             asyncio.run(app.router(dict(past), nothing, nothing))
         assert caught.value.status == 500
@@ -156,7 +158,7 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
 def test_body_without_gate_is_not_read(app, path):
     """Otherwise a route with a rule that reads no body would accept one without limits."""
-    (route,) = (one for one in TABLE if (one.method, one.path) == ("POST", path))
+    (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
     with pytest.raises(ApiError) as caught:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), nothing, nothing))
     assert caught.value.status == 500
@@ -179,7 +181,7 @@ def test_websockets_are_refused(tmp_path):
 
 
 def test_rules_of_routes():
-    of_rule = {rule: {(one.method, one.path) for one in TABLE if one.rule is rule} for rule in Rule}
+    of_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
     assert of_rule[Rule.OPEN] == {("GET", "/health")}
     assert of_rule[Rule.PAGE] == {("GET", "/"), ("GET", "/page/{name}")}
     assert of_rule[Rule.GENERATION] == {("POST", "/v1/chat/completions"), ("POST", "/v1/completions")}
@@ -217,7 +219,11 @@ async def nothing(*_):
 
 @pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
 def test_unknown_query_parameters_are_refused(app, route):
-    (ours,) = [one for one in app.router.routes if (route.method, route.path) == (next(iter(one.methods)), one.path)]
+    (ours,) = [
+        registered
+        for registered in app.router.routes
+        if (route.method, route.path) == (next(iter(registered.methods)), registered.path)
+    ]
     body = JsonBody(values={}, num_bytes=2, key="k", parse_pool=ParsePool())
     scope = scope_of("/", route.method) | {"query_string": b"form=2026-11-01&limit=1"}
     with pytest.raises(ApiError) as caught:

@@ -133,7 +133,7 @@ def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock
     states, returned = asyncio.run(play())
     assert states == [["taken"]] * 3 + [["taken", "returned"]] * 2
     assert returned.engine_s == pytest.approx(2.0), "a fifth of the ten seconds"
-    assert sorted((one.request_id, one.outcome) for one in records(tmp_path)) == [
+    assert sorted((record.request_id, record.outcome) for record in records(tmp_path)) == [
         ("r0", "ok"), ("r1", "ok"), ("r2", "ok"), ("r3", "cut"), ("r4", "cut"),
     ]  # fmt: skip
 
@@ -201,4 +201,4 @@ def test_cancelled_row_frees_its_slot(engine_account, tmp_path):
         return cancelled, rows.states("next")
 
     assert asyncio.run(play()) == (True, ["taken", "done"])
-    assert [(one.request_id, one.outcome) for one in records(tmp_path)] == [("r", "cut"), ("next", "ok")]
+    assert [(record.request_id, record.outcome) for record in records(tmp_path)] == [("r", "cut"), ("next", "ok")]

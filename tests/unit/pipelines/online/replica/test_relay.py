@@ -177,7 +177,7 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
         asyncio.run(read())
     assert len(seen) == len(STREAM[0])
     assert "stack trace" not in str(raised.value)
-    assert [one.outcome for one in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
+    assert [record.outcome for record in RequestReader(tmp_path / "ledger").new()] == ([] if is_dead else ["failed"])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monke
         passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
         for _ in range(20):
             await asyncio.sleep(0.01)  # the loop goes on
-        ended_before = [one.done() for one in passing]
+        ended_before = [task.done() for task in passing]
         may_end.set()
         await asyncio.gather(*passing)
         return ended_before

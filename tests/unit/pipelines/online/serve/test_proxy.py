@@ -277,7 +277,7 @@ NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def certificates(tmp_path_factory):
     """Two certificates with their keys."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("one", "two"):
@@ -287,10 +287,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def pair(tmp_path, made):
+def pair(tmp_path, certificates):
     """Write a certificate and a key, and check them."""
 
-    def require(certificate=made["one.pem"], key=made["one.key"], mode=0o600):
+    def require(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
         cert_path.write_bytes(certificate)
         key_path.write_bytes(key)
@@ -301,9 +301,9 @@ def pair(tmp_path, made):
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
-def test_matching_certificate_and_key_pass(pair, made, mode):
+def test_matching_certificate_and_key_pass(pair, certificates, mode):
     pair(mode=mode)
-    pair(certificate=made["one.pem"] + made["two.pem"])  # followed by its issuers
+    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # followed by its issuers
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])
@@ -312,9 +312,9 @@ def test_world_readable_key_is_refused(pair, mode):
         pair(mode=mode)
 
 
-def test_key_of_another_certificate_is_refused(pair, made):
+def test_key_of_another_certificate_is_refused(pair, certificates):
     with pytest.raises(ConfigError, match=r"tls_key .*key\.pem: does not match the certificate .*cert\.pem"):
-        pair(key=made["two.key"])
+        pair(key=certificates["two.key"])
 
 
 @pytest.mark.parametrize("data", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
@@ -329,9 +329,9 @@ def test_file_without_private_key_is_refused(pair, data):
         pair(key=data)
 
 
-def test_swapped_files_are_refused(pair, made):
+def test_swapped_files_are_refused(pair, certificates):
     with pytest.raises(ConfigError, match="contains no certificate"):
-        pair(certificate=made["one.key"], key=made["one.pem"])
+        pair(certificate=certificates["one.key"], key=certificates["one.pem"])
 
 
 def test_encrypted_key_is_refused_without_a_prompt(pair, tmp_path):

@@ -59,7 +59,7 @@ def routed(check):
 
 async def first_group(router, asked):
     groups = await router.choose_replicas(list(router.curr_replicas.values()), asked)
-    return {one.replica_id.unique_id for one in groups[0]}
+    return {group.replica_id.unique_id for group in groups[0]}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_two_random_engines_are_the_fallback():
         router.have(a=0, b=0, c=0)
         router.on_request_routed(request(prompt=LONG), replica_id("c"), None)
         alike, others = await router.choose_replicas(list(router.curr_replicas.values()), request(prompt=LONG))
-        assert [one.replica_id.unique_id for one in alike] == ["c"]
+        assert [item.replica_id.unique_id for item in alike] == ["c"]
         assert len(others) == 2
 
     routed(check)

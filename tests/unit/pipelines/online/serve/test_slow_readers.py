@@ -115,12 +115,12 @@ class Slow:
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
     monkeypatch.setattr(slow_readers, "UNREAD_LIMIT_BYTES", 30)
     unread, loop = slow_readers._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
-    slow = [Slow(*one) for one in connections]
+    slow = [Slow(*connection) for connection in connections]
     unread._watched = set(slow)
     unread._check(loop)
-    aborted = [one for one in slow if one.is_aborted]
+    aborted = [reader for reader in slow if reader.is_aborted]
     assert len(aborted) == num_aborted
-    assert all(one.paused_at == 0.0 for one in aborted)  # the slowest
+    assert all(item.paused_at == 0.0 for item in aborted)  # the slowest
 
 
 def test_memory_is_returned_after_slow_readers(monkeypatch):
