@@ -148,8 +148,8 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         settings: of `GateSettings`.
     """
     model = ServedModel(name="m", max_model_len=max_model_len)
-    made = {name: new_key(name, **own) for name, own in limits.items()}
-    write_keys(folder / "keys.json", [record for _, record in made.values()])
+    secrets = {name: new_key(name, **own) for name, own in limits.items()}
+    write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     price = Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2)
     engine = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=price.usd_per_device_s)
     account = EngineAccount(folder / "ledger", engine, heartbeat_s=300)
@@ -166,7 +166,7 @@ def serving_here(folder, limits, *, max_model_len=256, **settings):
         for name, route in module._ROUTES.items():
             route(app)(getattr(ingress, name))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-        served = Served(None, {name: key for name, (key, _) in made.items()}, folder / "ledger")
+        served = Served(None, {name: key for name, (key, _) in secrets.items()}, folder / "ledger")
         app.router.add_event_handler("startup", engine.start)
         app.router.add_event_handler("startup", lambda: _keep(server, served.watch()))
         thread = threading.Thread(target=server.run)

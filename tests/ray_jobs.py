@@ -47,7 +47,7 @@ class RayJobs:
     def ended(self, name: str) -> str:
         """Wait until a job has ended, and return Ray's message."""
         while True:
-            said = self.call("status", name).stdout
-            if re.search(rf"Job '{name}' ({_ENDS})", said):
-                return said
+            output = self.call("status", name).stdout
+            if re.search(rf"Job '{name}' ({_ENDS})", output):
+                return output
             time.sleep(1)

@@ -149,9 +149,9 @@ class Page:
 
     def press(self, *keys: str) -> None:
         """Press keys together, such as `press("Control", "Enter")`."""
-        *held, key = keys
+        *held_modifiers, key = keys
         text, code = _KEYS[key]
-        modifiers = sum(_MODIFIERS[name] for name in held)
+        modifiers = sum(_MODIFIERS[name] for name in held_modifiers)
         event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)

@@ -147,11 +147,11 @@ class StandIn:
         return JSONResponse(report if own else report | {"load": load})
 
     async def _spending(self, request: Request) -> JSONResponse:
-        asked = request.query_params
-        if not asked:
+        query = request.query_params
+        if not query:
             return JSONResponse(await asyncio.to_thread(self._report))
-        days = (date.fromisoformat(asked[name]) for name in ("start", "end"))
-        period = requested_period(*days, asked["by"], None)
+        days = (date.fromisoformat(query[name]) for name in ("start", "end"))
+        period = requested_period(*days, query["by"], None)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     def _report(self) -> dict[str, Any]:

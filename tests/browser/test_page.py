@@ -327,5 +327,5 @@ def test_budgets_say_what_is_spent_and_left_and_when_they_are_renewed(page, serv
 
 def test_a_stand_in_says_wherever_money_stands_that_its_dollars_mean_nothing(page, serve):
     opened(page, serve().url)
-    said = page.run("[...document.querySelectorAll('.caveat')].map((one) => one.textContent)")
-    assert said == ["STAND-IN ENGINE: speed and dollars mean nothing"] * 3
+    caveats = page.run("[...document.querySelectorAll('.caveat')].map((one) => one.textContent)")
+    assert caveats == ["STAND-IN ENGINE: speed and dollars mean nothing"] * 3

@@ -51,14 +51,14 @@ def audit(job: Job) -> Audit:
     run = RunDirectory(job.output)
     letters = list(run.dead_letters())
     rows = [row for path in sorted(run.data.glob("unit-*.parquet")) for row in pq.read_table(path).to_pylist()]
-    found = Counter(int(item["id"]) for item in [*rows, *letters])
-    lost = sorted(set(range(job.num_rows)) - found.keys())
-    doubled = sorted(row for row, count in found.items() if count > 1)
+    result = Counter(int(item["id"]) for item in [*rows, *letters])
+    lost = sorted(set(range(job.num_rows)) - result.keys())
+    doubled = sorted(row for row, count in result.items() if count > 1)
     paid = report_of(job)["account"]
     problems = [
         *(f"row {row} is in no committed unit or dead letter" for row in lost),
-        *(f"row {row} occurs {found[row]} times" for row in doubled),
-        *(f"row {row} is not in the corpus" for row in sorted(found.keys() - set(range(job.num_rows)))),
+        *(f"row {row} occurs {result[row]} times" for row in doubled),
+        *(f"row {row} is not in the corpus" for row in sorted(result.keys() - set(range(job.num_rows)))),
         *(f"row {letter['id']} is a dead letter: {letter['reason']}, {letter['message']}" for letter in letters),
         *_wrong_rows(job, rows),
         *_wrong_usage(run, rows, paid),

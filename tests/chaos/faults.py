@@ -49,9 +49,9 @@ class Scene:
         self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_words()}")
 
     def expect_end(self, driver: Driver, code: int, words: str) -> None:
-        found = driver.wait(_END_S)
-        self.facts.append(f"exit code {found}: {driver.last_words()}")
-        self.expect(found == code, f"a driver ended with {found} instead of {code}: {driver.last_words()}")
+        result = driver.wait(_END_S)
+        self.facts.append(f"exit code {result}: {driver.last_words()}")
+        self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
         self.expect(words in driver.said(), f"a driver did not say {words!r}: {driver.last_words()}")
         self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
 
@@ -66,9 +66,9 @@ class Scene:
 
     def audit(self) -> None:
         if not self.problems:
-            found = audit(self.job)
-            self.problems += found.problems
-            self.facts.append(f"{found.num_rows} rows, lost {found.num_lost}, doubled {found.num_doubled}")
+            result = audit(self.job)
+            self.problems += result.problems
+            self.facts.append(f"{result.num_rows} rows, lost {result.num_lost}, doubled {result.num_doubled}")
 
     def end(self) -> None:
         """Kill remaining drivers."""

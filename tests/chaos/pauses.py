@@ -179,11 +179,11 @@ _REFUSALS = ("is in use by", "was taken over by another driver", "has planned re
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
     """Check that each driver finished, or reported that another one is running."""
     for driver in [*drivers, last]:
-        said = driver.said()
-        if "Traceback" in said:
-            yield f"a traceback: {said[-600:]}"
-        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in said for words in _REFUSALS)):
-            yield f"a driver ended with {driver.exit_code}: {said[-600:]}"
+        output = driver.said()
+        if "Traceback" in output:
+            yield f"a traceback: {output[-600:]}"
+        elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in output for words in _REFUSALS)):
+            yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
         yield f"no driver has done it: {[driver.said()[-200:] for driver in drivers]}"
     if last.exit_code:
@@ -222,12 +222,12 @@ def _rows(run: RunDirectory, unit: int) -> list[dict[str, Any]]:
 def _wrong_export(run: RunDirectory, rows: list[str], letters: list[str]) -> Iterator[str]:
     folder = run.root / "export" / "jsonl"
     for name, ids in (("output.jsonl", sorted(rows)), ("errors.jsonl", letters)):
-        found = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
-        if found != ids:
-            yield f"export/jsonl/{name} has the rows {found}, not {ids}"
+        result = [json.loads(line)["id"] for line in (folder / name).read_bytes().splitlines()]
+        if result != ids:
+            yield f"export/jsonl/{name} has the rows {result}, not {ids}"
     before = (folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()
-    made = json.loads((folder / "export.json").read_bytes())
-    if made["commits"] != export(run, "jsonl", again=True).commits:
+    description = json.loads((folder / "export.json").read_bytes())
+    if description["commits"] != export(run, "jsonl", again=True).commits:
         yield "export/jsonl/export.json is of other units"
     if before != ((folder / "output.jsonl").read_bytes(), (folder / "errors.jsonl").read_bytes()):
         yield "export/jsonl was of another state of the run"
@@ -241,13 +241,13 @@ def _unfinished(root: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def store(folder: Path) -> Iterator[str]:
     """Run an S3 server in a process, set the AWS variables, and return a bucket."""
-    said = folder / "s3"
+    address_file = folder / "s3"
     folder.mkdir(parents=True, exist_ok=True)
     server = os.fork()
     if server == 0:
-        _serve(said)
+        _serve(address_file)
     try:
-        while not (url := said.read_text().strip() if said.exists() else ""):
+        while not (url := address_file.read_text().strip() if address_file.exists() else ""):
             time.sleep(0.05)
         os.environ |= {
             "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
@@ -259,7 +259,7 @@ def store(folder: Path) -> Iterator[str]:
         os.waitpid(server, 0)
 
 
-def _serve(said: Path) -> None:
+def _serve(message: Path) -> None:
     from botocore.session import Session
 
     from tests.faulty_s3 import FaultyS3
@@ -268,7 +268,7 @@ def _serve(said: Path) -> None:
     keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
     client = Session().create_client("s3", endpoint_url=server.url, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="bucket")
-    said.write_text(server.url + "\n")
+    message.write_text(server.url + "\n")
     while True:
         signal.pause()
 

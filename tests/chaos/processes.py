@@ -35,11 +35,11 @@ def descendants(pid: int) -> list[int]:
     children: defaultdict[int, list[int]] = defaultdict(list)
     for other in _pids():
         children[_parent(other)].append(other)
-    found, queue = [], [pid]
+    result, queue = [], [pid]
     while queue:
         queue += (born := children[queue.pop()])
-        found += born
-    return found
+        result += born
+    return result
 
 
 def raylets(pid: int) -> list[int]:

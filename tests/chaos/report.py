@@ -73,20 +73,20 @@ def to_markdown(data: dict[str, Any]) -> str:
 
 def _totals(engines: dict[str, dict[str, Any]]) -> str:
     rows = [
-        ("runs", lambda one: one["num_runs"]),
-        ("runs that failed", lambda one: one["num_failed_runs"]),
-        ("drivers started", lambda one: one["num_attempts"]),
-        ("kills", lambda one: one["num_kills"]),
-        *((f"- {kind}", lambda one, kind=kind: one["kills"][kind]) for kind in KINDS),
-        ("engine processes", lambda one: one["num_sessions"]),
-        ("rows committed", lambda one: f"{one['num_rows']:,}"),
-        ("rows lost", lambda one: one["num_lost"]),
-        ("rows doubled", lambda one: one["num_doubled"]),
-        ("dead letters", lambda one: one["num_dead_letters"]),
-        ("tokens committed", lambda one: f"{one['num_output_tokens']:,}"),
-        ("tokens generated again (from heartbeats)", lambda one: f"{one['num_regenerated_tokens']:,}"),
-        ("dollars of lost work", lambda one: f"{one['regenerated_usd']:.6f}"),
-        ("dollars in total", lambda one: f"{one['total_usd']:.6f}"),
+        ("runs", lambda run: run["num_runs"]),
+        ("runs that failed", lambda run: run["num_failed_runs"]),
+        ("drivers started", lambda run: run["num_attempts"]),
+        ("kills", lambda run: run["num_kills"]),
+        *((f"- {kind}", lambda run, kind=kind: run["kills"][kind]) for kind in KINDS),
+        ("engine processes", lambda run: run["num_sessions"]),
+        ("rows committed", lambda run: f"{run['num_rows']:,}"),
+        ("rows lost", lambda run: run["num_lost"]),
+        ("rows doubled", lambda run: run["num_doubled"]),
+        ("dead letters", lambda run: run["num_dead_letters"]),
+        ("tokens committed", lambda run: f"{run['num_output_tokens']:,}"),
+        ("tokens generated again (from heartbeats)", lambda run: f"{run['num_regenerated_tokens']:,}"),
+        ("dollars of lost work", lambda run: f"{run['regenerated_usd']:.6f}"),
+        ("dollars in total", lambda run: f"{run['total_usd']:.6f}"),
     ]
     lines = ["| | fake engine | real engine |", "|---|---|---|"]
     lines += [f"| {name} | {value(engines['fake'])} | {value(engines['real'])} |" for name, value in rows]

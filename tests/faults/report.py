@@ -65,28 +65,28 @@ def _faults(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _vanished(one: dict[str, Any]) -> str:
+def _vanished(fault: dict[str, Any]) -> str:
     return (
-        f"{one['num_requests']} clients started a stream of {one['tokens_asked_for']} tokens and disconnected at once:"
-        f" {one['cut']} of them are cut in the ledger, with at most {one['most_tokens_made']} tokens;"
-        f" {one['slots_answered']} of {one['slots']} slots were free then, {one['num_billed_twice']} requests billed"
+        f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected immediately:"
+        f" {fault['cut']} of them are cut in the ledger, with at most {fault['most_tokens_made']} tokens;"
+        f" {fault['slots_answered']} of {fault['slots']} slots were free then, {fault['num_billed_twice']} requests billed"
         " twice."
     )
 
 
-def _overload(one: dict[str, Any]) -> str:
+def _overload(row: dict[str, Any]) -> str:
     rows = [
-        ("times the capacity", f"{one['factor']:g}"),
-        ("capacity, requests/s", f"{one['capacity_per_s']:.1f}"),
-        ("seconds", f"{one['seconds']:.0f}"),
-        ("requests", one["num_requests"]),
-        *one["outcomes"].items(),
-        ("share refused", f"{one['share_refused']:.1%}"),
-        ("answer alone, s", f"{one['alone_s']:.2f}"),
-        ("latency of the answered: p50, s", _seconds(one["latency_p50_s"])),
-        ("p95, s", _seconds(one["latency_p95_s"])),
-        ("longest, s", _seconds(one["latency_max_s"])),
-        ("time to a refusal: p95, s", _seconds(one["refusal_p95_s"])),
+        ("times the capacity", f"{row['factor']:g}"),
+        ("capacity, requests/s", f"{row['capacity_per_s']:.1f}"),
+        ("seconds", f"{row['seconds']:.0f}"),
+        ("requests", row["num_requests"]),
+        *row["outcomes"].items(),
+        ("share refused", f"{row['share_refused']:.1%}"),
+        ("answer alone, s", f"{row['alone_s']:.2f}"),
+        ("latency of the answered: p50, s", _seconds(row["latency_p50_s"])),
+        ("p95, s", _seconds(row["latency_p95_s"])),
+        ("longest, s", _seconds(row["latency_max_s"])),
+        ("time to a refusal: p95, s", _seconds(row["refusal_p95_s"])),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 

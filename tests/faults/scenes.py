@@ -37,15 +37,15 @@ async def kill_part(
     await clients.stop()
     tally = clients.tally
     allowed = _ALLOWED_WITHOUT_PROXY if part == "the proxy" else _ALLOWED
-    answered = [request.request_id for request in tally.asked if request.outcome == "answered"]
+    answered = [request.request_id for request in tally.requests if request.outcome == "answered"]
     result = {
         "fault": part,
-        "num_requests": len(tally.asked),
+        "num_requests": len(tally.requests),
         "outcomes": tally.outcomes(),
         "seconds": ended_at - killed_at + before_s,
         "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
         "whole_after_s": recovered_s,
-        "seen": sorted({request.seen for request in tally.asked if request.seen})[:5],
+        "seen": sorted({request.seen for request in tally.requests if request.seen})[:5],
         **await _afterwards(endpoint, size, {str(request_id) for request_id in answered}),
     }
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}
@@ -61,13 +61,13 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     ids = set(await vanish(endpoint.url, num_clients, num_tokens))
     afterwards = await _afterwards(endpoint, size, set())
     records = [record for record in RequestReader(endpoint.state / "ledger").new() if record.request_id in ids]
-    made = max((record.usage.num_output_tokens for record in records), default=0)
+    max_generated = max((record.usage.num_output_tokens for record in records), default=0)
     result: dict[str, Any] = {
         "fault": VANISHING,
         "num_requests": num_clients,
         "outcomes": dict.fromkeys(OUTCOMES, 0),
         "cut": sum(record.outcome == "cut" for record in records),
-        "most_tokens_made": made,
+        "most_tokens_made": max_generated,
         "tokens_asked_for": num_tokens,
         "seen": [],
         **afterwards,
@@ -75,7 +75,7 @@ async def vanish_under_way(endpoint: Endpoint, size: Size, *, num_clients: int) 
     result["problems"] = _problems(result)
     if result["cut"] != num_clients:
         result["problems"].append(f"{result['cut']} of {num_clients} are cut in the ledger")
-    if made >= num_tokens:
+    if max_generated >= num_tokens:
         result["problems"].append("an engine finished an answer that nobody received")
     return result
 
@@ -112,8 +112,8 @@ async def _fill_slots(endpoint: Endpoint, size: Size) -> tuple[float, int]:
 
     started = time.monotonic()
     async with httpx.AsyncClient(base_url=endpoint.url, timeout=60) as http:
-        asked = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
-        ended = await asyncio.gather(*asked)
+        pending = [ask(http, f"slot {slot}", size.tokens, is_stream=False) for slot in range(size.admitted)]
+        ended = await asyncio.gather(*pending)
     return time.monotonic() - started, sum(result.outcome == "answered" for result in ended)
 
 

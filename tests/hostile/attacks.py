@@ -52,7 +52,7 @@ async def _hammer(
     tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
 ) -> Found:
     """Send these requests in turn from several clients for some seconds."""
-    found, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
+    result, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
 
     async def go_on() -> None:
         async with tenants.client(key) as http:
@@ -60,22 +60,22 @@ async def _hammer(
                 try:
                     response = await next(turns)(http)
                 except httpx.HTTPError as error:
-                    found.statuses[type(error).__name__] += 1
+                    result.statuses[type(error).__name__] += 1
                 else:
-                    _count(found, response, judge)
+                    _count(result, response, judge)
                 await asyncio.sleep(_PAUSE_S)
 
     await asyncio.gather(*(go_on() for _ in range(num_clients)))
-    return found
+    return result
 
 
-def _count(found: Found, response: httpx.Response, judge: Judge) -> None:
-    found.statuses[response.status_code] += 1
+def _count(result: Found, response: httpx.Response, judge: Judge) -> None:
+    result.statuses[response.status_code] += 1
     problem = judge(response)
     if response.status_code >= 500 and response.status_code not in _DELIBERATE:
         problem = f"{response.status_code}: {response.text[:200]}"
     if problem:
-        found.note(problem)
+        result.note(problem)
 
 
 def _post(path: str, body: Any) -> Send:
@@ -161,28 +161,28 @@ async def headers(tenants: Tenants, seconds: float) -> Found:
 
 async def budget(tenants: Tenants, seconds: float) -> Found:
     """Send sixty concurrent requests on a budget smaller than the cost of one."""
-    found = Found()
+    result = Found()
     async with tenants.client(POOR) as http:
         began = time.monotonic()
         while time.monotonic() < began + seconds:
             sent = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
             for response in await asyncio.gather(*sent):
-                _count(found, response, _anything)
+                _count(result, response, _anything)
             await asyncio.sleep(1.0)
-    if found.statuses[200] > 1:
-        found.note(f"{found.statuses[200]} answers on a budget for less than one")
-    return found
+    if result.statuses[200] > 1:
+        result.note(f"{result.statuses[200]} answers on a budget for less than one")
+    return result
 
 
 async def parallel(tenants: Tenants, seconds: float) -> Found:
     """Send forty concurrent long streams with a key that may have few."""
-    found, under_way, most = Found(), 0, 0
+    result, under_way, most = Found(), 0, 0
 
     async def stream(number: int) -> None:
         nonlocal under_way, most
         body = _chat(tenants, f"long {number}", max_tokens=400, ignore_eos=True, stream=True)
         async with tenants.client(ATTACKER) as http, http.stream("POST", CHAT, json=body) as response:
-            found.statuses[response.status_code] += 1
+            result.statuses[response.status_code] += 1
             if response.status_code != 200:
                 return
             under_way += 1
@@ -197,8 +197,8 @@ async def parallel(tenants: Tenants, seconds: float) -> Found:
         await asyncio.gather(*(stream(number) for number in range(40)))
         await asyncio.sleep(0.5)
     if most > PARALLEL_REQUESTS:
-        found.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
-    return found
+        result.note(f"{most} concurrent requests, {PARALLEL_REQUESTS} allowed")
+    return result
 
 
 async def refusals(tenants: Tenants, seconds: float) -> Found:
@@ -215,10 +215,10 @@ async def refusals(tenants: Tenants, seconds: float) -> Found:
         is_long = len(response.content) > _MAX_REFUSAL_BYTES
         return f"a refusal of {len(response.content)} bytes" if is_long else None
 
-    found = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
-    if sum(found.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not found.statuses[429]:
-        found.note("refused requests do not count")
-    return found
+    result = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
+    if sum(result.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not result.statuses[429]:
+        result.note("refused requests do not count")
+    return result
 
 
 # --- what reaches an engine
@@ -299,12 +299,12 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
         return f"{cached} tokens of another key's prompt are cached" if cached else None
 
     salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
-    found = Found()
+    result = Found()
     async with tenants.client(ATTACKER) as http:
         # Each guess is sent once; afterwards it is in the attacker's own cache.
-        _count(found, await http.post(CHAT, json=salted), judge)
-        _count(found, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
-    return found
+        _count(result, await http.post(CHAT, json=salted), judge)
+        _count(result, await http.post(CHAT, json=_chat(tenants, _SECRET + "x", max_tokens=1)), _anything)
+    return result
 
 
 async def media(tenants: Tenants, seconds: float) -> Found:
@@ -324,11 +324,11 @@ async def media(tenants: Tenants, seconds: float) -> Found:
         {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "file", "file": {"file_id": url}},
     ]  # fmt: skip
     sends = [_post(CHAT, _chat(tenants, messages=[{"role": "user", "content": [part]}])) for part in parts]
-    found = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
+    result = await _hammer(tenants, ATTACKER, sends, seconds, judge=_never_answered, num_clients=2)
     server.close()
     if knocks:
-        found.note(f"{knocks} fetches of an address that a client named")
-    return found
+        result.note(f"{knocks} fetches of an address that a client named")
+    return result
 
 
 # --- connections, files, batches
@@ -336,17 +336,17 @@ async def media(tenants: Tenants, seconds: float) -> Found:
 
 async def downloads(tenants: Tenants, seconds: float) -> Found:
     """Request a large file with clients that do not read it."""
-    found = Found()
+    result = Found()
     async with tenants.client(ATTACKER) as http:
         content = b"x" * (_FILE_MIB * _MIB)
         try:
             uploaded = await http.post(FILES, files={"file": ("large.jsonl", content)}, data={"purpose": "batch"})
         except httpx.HTTPError as error:  # refused and closed before everything was sent
-            found.statuses[type(error).__name__] += 1
-            return found
-        _count(found, uploaded, _anything)
+            result.statuses[type(error).__name__] += 1
+            return result
+        _count(result, uploaded, _anything)
         if uploaded.status_code != 200:
-            return found
+            return result
         file_id = uploaded.json()["id"]
         request = (
             f"GET {FILES}/{file_id}/content HTTP/1.1\r\nhost: localhost\r\n"
@@ -356,8 +356,8 @@ async def downloads(tenants: Tenants, seconds: float) -> Found:
         await asyncio.sleep(seconds)
         for writer in sockets:
             writer.close()
-        _count(found, await http.delete(f"{FILES}/{file_id}"), _anything)
-    return found
+        _count(result, await http.delete(f"{FILES}/{file_id}"), _anything)
+    return result
 
 
 async def connections(tenants: Tenants, seconds: float) -> Found:
@@ -366,10 +366,10 @@ async def connections(tenants: Tenants, seconds: float) -> Found:
     sockets = [await _knock(tenants, half) for _ in range(200)]
     strangers = {**tenants.keys, ATTACKER: "pk-nobody"}
     unknown = replace(tenants, keys=strangers)
-    found = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
+    result = await _hammer(unknown, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
     for writer in sockets:
         writer.close()
-    return found
+    return result
 
 
 async def batches(tenants: Tenants, seconds: float) -> Found:
@@ -384,12 +384,12 @@ async def batches(tenants: Tenants, seconds: float) -> Found:
 
     async with tenants.client(ATTACKER) as http:
         body = {**order, "input_file_id": await upload(http)}
-    found = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
+    result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_anything, num_clients=8)
     async with tenants.client(NEIGHBOUR) as http:
         response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
         if response.status_code != 200:
-            found.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
-    return found
+            result.note(f"the neighbour's order: {response.status_code} {response.text[:200]}")
+    return result
 
 
 async def _knock(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:

@@ -49,34 +49,34 @@ async def _scene(
     endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[Found]]
 ) -> dict[str, Any]:
     neighbour, began, before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
-    found = await attack
+    result = await attack
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     await neighbour.stop()
     spent = cpu_spent(before, cpu_times(os.getpid()))
     outcomes = neighbour.tally.outcomes()
-    latencies = [request.latency_s for request in neighbour.tally.asked if request.outcome == "answered"]
+    latencies = [request.latency_s for request in neighbour.tally.requests if request.outcome == "answered"]
     row: dict[str, Any] = {
         "scene": name,
         "seconds": time.monotonic() - began,
-        "num_requests": len(neighbour.tally.asked),
+        "num_requests": len(neighbour.tally.requests),
         "num_answered": outcomes["answered"],
         "latency_p50_s": float(np.percentile(latencies, 50)) if latencies else None,
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "peak_mib": neighbour.peak_mib,
         "grown_mib": neighbour.grown_mib,
         "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
-        "statuses": _sum(found),
-        "problems": [problem for fault_result in found for problem in fault_result.problems],
+        "statuses": _sum(result),
+        "problems": [problem for fault_result in result for problem in fault_result.problems],
     }
-    if outcomes["answered"] < len(neighbour.tally.asked):
-        seen = sorted({request.seen for request in neighbour.tally.asked if request.seen})[:3]
+    if outcomes["answered"] < len(neighbour.tally.requests):
+        seen = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
         row["problems"].append(f"the neighbour's requests: {outcomes}; {seen}")
     return row
 
 
-def _sum(found: list[Found]) -> dict[str, int]:
+def _sum(result: list[Found]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for fault_result in found:
+    for fault_result in result:
         for status, number in fault_result.statuses.items():
             totals[str(status)] = totals.get(str(status), 0) + number
     return dict(sorted(totals.items()))

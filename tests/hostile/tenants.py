@@ -129,8 +129,8 @@ class Neighbour:
             while not self._is_stopped:
                 text = f"client {client}, request {number}, {time.time_ns()}"
                 is_stream = (client + number) % 2 == 0
-                one = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
-                self.tally.asked.append(one)
+                result = await ask(http, text, self._tenants.tokens, is_stream=is_stream, model=self._tenants.model)
+                self.tally.requests.append(result)
                 number += 1
 
     async def _watch(self) -> None:

@@ -44,10 +44,10 @@ def main() -> None:
         answers = await asyncio.gather(
             *(ask(f"{name}-{number}", prompts[number], job["sampling"][name]) for name, number in names)
         )
-        found: dict[str, Any] = {name: [] for name in job["sampling"]}
+        results: dict[str, Any] = {name: [] for name in job["sampling"]}
         for (name, _number), answer in zip(names, answers, strict=True):
-            found[name].append(answer)
-        return found
+            results[name].append(answer)
+        return results
 
     out.write_text(json.dumps(with_engine(spec, hardware.detect(), start_engine, out.with_suffix(".log"), use)))
 

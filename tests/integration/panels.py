@@ -36,8 +36,8 @@ Query = Callable[[str], Sequence[Mapping[str, Any]]]
 def rows_of(dashboard: Mapping[str, Any]) -> Iterator[tuple[str, list[Panel]]]:
     """Return the dashboard's rows: title and panels."""
     panels = dashboard["panels"]
-    begins = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
-    for begin, end in zip(begins, [*begins[1:], len(panels)], strict=True):
+    row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
+    for begin, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
         yield panels[begin]["title"], panels[begin + 1 : end]
 
 
@@ -67,7 +67,7 @@ def drawn(panels: Sequence[Panel], query: Query, begin: float) -> str:
 
 
 def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
-    found = [
+    curves = [
         (
             re.sub(
                 r"\{\{(\w+)\}\}", lambda name, labels=result["metric"]: labels.get(name[1], ""), target["legendFormat"]
@@ -77,7 +77,7 @@ def _series(panel: Panel, query: Query, begin: float) -> list[Series]:
         for target in panel["targets"]
         for result in query(target["expr"])
     ]
-    return [fault_result for fault_result in found if fault_result[1]][:MAX_SERIES]
+    return [fault_result for fault_result in curves if fault_result[1]][:MAX_SERIES]
 
 
 def _panel(panel: Panel, series: Sequence[Series], end_s: float) -> str:

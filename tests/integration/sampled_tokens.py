@@ -62,13 +62,13 @@ async def _sample(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 async def _draw(engine: Any, job: dict[str, Any], looked_up: list[int]) -> list[list[int]]:
     # A token more than counts: all that count are drafted for.
-    asked = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
+    params = {**job["sampling"], "n": PER_REQUEST, "max_tokens": job["tokens"] + 1}
     num_requests = job["num_samples"] // 2 // PER_REQUEST
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def ask() -> list[list[int]]:
         async with turns:
-            return await _ask(engine, job["prompt"], asked, looked_up)
+            return await _ask(engine, job["prompt"], params, looked_up)
 
     answers = await asyncio.gather(*(ask() for _ in range(num_requests)))
     return [tokens[: job["tokens"]] for answer in answers for tokens in answer]
@@ -83,8 +83,8 @@ async def _keep_asking(engine: Any, job: dict[str, Any], stop: asyncio.Event) ->
 
 async def _greedy(engine: Any, job: dict[str, Any]) -> list[Any]:
     prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
-    asked = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
-    return await asyncio.gather(*(_ask(engine, prompt, asked) for prompt in prompts))
+    params = {"temperature": 0.0, "max_tokens": NUM_GREEDY}
+    return await asyncio.gather(*(_ask(engine, prompt, params) for prompt in prompts))
 
 
 async def _ask(

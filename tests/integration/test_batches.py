@@ -68,9 +68,9 @@ class Endpoint:
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {name: new_key(name) for name in ("alice", "bob")}
-    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
-    return {name: key for name, (key, _) in made.items()}
+    secrets = {name: new_key(name) for name in ("alice", "bob")}
+    write_keys(tmp_path / "keys.json", [record for _, record in secrets.values()])
+    return {name: key for name, (key, _) in secrets.items()}
 
 
 @pytest.fixture
@@ -101,10 +101,10 @@ def order(client, requests):
 
 def wait(client, batch, condition):
     deadline = time.monotonic() + WAIT_S
-    while not condition(found := client.batches.retrieve(batch.id)):
-        assert time.monotonic() < deadline, found
+    while not condition(result := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, result
         time.sleep(0.1)
-    return found
+    return result
 
 
 def lines_of(client, file_id):
@@ -116,7 +116,7 @@ def test_batch_survives_a_restart_and_can_be_cancelled(start, keys, tmp_path):
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
         batch = order(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
         assert (batch.status, batch.metadata) == ("validating", {"of": "test"})
-        wait(client, batch, lambda found: found.request_counts.completed > 0)
+        wait(client, batch, lambda result: result.request_counts.completed > 0)
     first.close()
 
     second = start()
@@ -137,7 +137,7 @@ def test_invalid_batches_share_one_process(start, keys):
     with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
             batch = order(client, [request(number, model="nobody")])
-            wait(client, batch, lambda found: found.status == "failed")
+            wait(client, batch, lambda result: result.status == "failed")
             seen |= batch_actors()
     assert len(seen - before) == 1
 
@@ -147,7 +147,7 @@ def batch_actors():
 
 
 def check_restarted(client, batch, run):
-    done = wait(client, batch, lambda found: found.status == "completed")
+    done = wait(client, batch, lambda result: result.status == "completed")
     assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (41, 40, 1)
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
     assert read_lease(run.root).number == 2
@@ -179,11 +179,11 @@ def check_forgotten(client, batches, folder):
 
 def check_cancelled(client):
     batch = order(client, (request(n) for n in range(400)))
-    wait(client, batch, lambda found: found.request_counts.completed > 0)
+    wait(client, batch, lambda result: result.request_counts.completed > 0)
     with pytest.raises(openai.BadRequestError, match="has not ended"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
-    ended = wait(client, batch, lambda found: found.status != "cancelling")
+    ended = wait(client, batch, lambda result: result.status != "cancelling")
     assert ended.status == "cancelled"
     answers, errors = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}

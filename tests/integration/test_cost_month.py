@@ -22,21 +22,21 @@ def write_month(root):
     """Four engines that live all of November; each answers a request every ten seconds."""
     ledger = root / "serve" / "ledger"
     ledger.mkdir(parents=True)
-    begins, each = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
-    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=begins + 1).to_json())
+    month_start, requests_per_engine = at(11, 1, 0), NUM_REQUESTS // NUM_ENGINES
+    record = json.loads(a_request("KEY", usd=0.001, busy_s=1.0, tokens=200, finished_at=month_start + 1).to_json())
     for engine in range(NUM_ENGINES):
         name = f"engine{engine}"
-        states = {"load_s": 600.0, "busy_s": 1.0 * each, "idle_s": MONTH_S - 600.0 - each}
+        states = {"load_s": 600.0, "busy_s": 1.0 * requests_per_engine, "idle_s": MONTH_S - 600.0 - requests_per_engine}
         for day in range(1, 31):
             part = {state: seconds * day / 30 for state, seconds in states.items()}
-            times = {"started_at": begins, "last_seen_at": begins + day * 86_400, "ended": day == 30}
+            times = {"started_at": month_start, "last_seen_at": month_start + day * 86_400, "ended": day == 30}
             beat = replace(SERVING, session_id=name, **times, **part)
             append_beat(ledger, beat)
         write_session(ledger, beat)
         record["usage"]["session_id"] = name
         with (ledger / f"requests-{name}.jsonl").open("w") as file:
-            for number in range(each):
-                finished_at = begins + 1 + number * (MONTH_S - 2) / each
+            for number in range(requests_per_engine):
+                finished_at = month_start + 1 + number * (MONTH_S - 2) / requests_per_engine
                 record["request_id"], record["key"] = f"{name}-{number:032x}", KEYS[number % len(KEYS)]
                 record["usage"] |= {"started_at": finished_at - 1, "finished_at": finished_at}
                 file.write(json.dumps(record) + "\n")

@@ -54,25 +54,25 @@ def chances(target, tokens_of):
 
 
 def joint(target, prompt, top_p, least):
-    found = {(): 1.0}
+    result = {(): 1.0}
     for _ in range(NUM_JOINT):
-        batch = torch.tensor([[*prompt, *tokens] for tokens in found])
+        batch = torch.tensor([[*prompt, *tokens] for tokens in result])
         with torch.inference_mode():
             rows = torch.cat([target(part).logits[:, -1] for part in batch.split(32)]).double().softmax(-1)
-        found = {
+        result = {
             (*tokens, token): chance * share
-            for (tokens, chance), row in zip(found.items(), rows, strict=True)
+            for (tokens, chance), row in zip(result.items(), rows, strict=True)
             for token, share in nucleus(row, top_p)
             if chance * share >= least
         }
-    return found
+    return result
 
 
 def nucleus(row, top_p):
     """Return the likeliest tokens up to `top_p`, normalised, without those below a ten-thousandth."""
     values, tokens = row.sort(descending=True)
-    kept = values.cumsum(0) - values < top_p
-    values, tokens = values[kept] / values[kept].sum(), tokens[kept]
+    is_likely = values.cumsum(0) - values < top_p
+    values, tokens = values[is_likely] / values[is_likely].sum(), tokens[is_likely]
     few = values > 1e-4
     return list(zip(tokens[few].tolist(), values[few].tolist(), strict=True))
 
@@ -103,12 +103,12 @@ def sampled(tokens_of, tmp_path):
 )
 def test_samples_follow_the_targets_distribution(method, lookup, top_p, sampled, chances):
     text = REPEATS if lookup else TEXT
-    found, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
-    assert (found["num_accepted"] > 0) if method != "none" else found["num_accepted"] is None
-    assert (found["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
-    assert len(found["greedy"]) > 2
-    assert len(set(map(str, found["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
-    alone, beside = (Counter(map(tuple, found[half])) for half in ("alone", "beside"))
+    result, known = sampled(method, text, top_p, lookup=lookup), chances(text, top_p)
+    assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
+    assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
+    assert len(result["greedy"]) > 2
+    assert len(set(map(str, result["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
+    alone, beside = (Counter(map(tuple, result[half])) for half in ("alone", "beside"))
     assert alone.total() == beside.total() == NUM_SAMPLES // 2
     values = [p_value(seen, known) for seen in (alone, beside, alone + beside)]
     assert min(values) > LEVEL, (values, (alone + beside).most_common(10), sorted(known.items(), key=lambda k: -k[1]))

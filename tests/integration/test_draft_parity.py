@@ -152,17 +152,19 @@ def _compare(name, k, number, recorded, prompts, own_heads, document_of):
 
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_heads, document_of, record_property):
-    found = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
-    record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
-    assert len(found.contexts) >= (200 if number > 6 else 40)
-    assert found.drafts.keys() == set(range(1, MAX_K + 1))
-    assert all(len(drafts) == len(found.contexts) for drafts in found.drafts.values())
-    assert found.num_chunks == 0
+    result = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
+    record_property(
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.states_apart:.1e}"
+    )
+    assert len(result.contexts) >= (200 if number > 6 else 40)
+    assert result.drafts.keys() == set(range(1, MAX_K + 1))
+    assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
+    assert result.num_chunks == 0
     if number > MAX_NUM_SEQS:  # as many are in the first batch, with the long prompt
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
-    assert found.states_apart < STATES_APART
+    assert result.states_apart < STATES_APART
     for depth in range(MAX_K):  # tokens that were always the same would be equal for no reason
-        assert len({draft[depth] for draft in found.drafts[MAX_K]}) >= 5, depth
+        assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= 5, depth
 
 
 @pytest.mark.soak
@@ -170,11 +172,11 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
 def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
     name, k, recorded, prompts, own_heads, document_of, record_property
 ):
-    found = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
-    record_property("compared", f"{len(found.contexts)} contexts, {found.num_chunks} chunks, {found.ties} ties")
-    assert len(found.contexts) >= 15
-    assert found.num_chunks > 0
-    assert found.drafts.keys() == {k}
+    result = _compare(name, k, 3, recorded, prompts, own_heads, document_of)
+    record_property("compared", f"{len(result.contexts)} contexts, {result.num_chunks} chunks, {result.ties} ties")
+    assert len(result.contexts) >= 15
+    assert result.num_chunks > 0
+    assert result.drafts.keys() == {k}
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)

@@ -125,15 +125,17 @@ def _answers(spec, here, tokenizer, folder):
 def test_every_field_is_equal_with_a_drafter(answers):
     alone, drafted = answers
     assert alone.keys() == drafted.keys()
-    found = {name: list(differences(_whole(alone[name]), _whole(drafted[name]))) for name in alone}
-    assert {name: different for name, different in found.items() if different} == {}
+    result = {name: list(differences(_whole(alone[name]), _whole(drafted[name]))) for name in alone}
+    assert {name: different for name, different in result.items() if different} == {}
 
 
 def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
     alone, drafted = answers
-    told = [answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer]
-    accepted = sum(sum(drafts["accepted_per_position"]) for drafts in told if drafts)
-    assert accepted > sum(drafts["num_drafts"] for drafts in told if drafts), "too few drafts were accepted"
+    speculations = [
+        answer["speculation"] for answer in drafted.values() if isinstance(answer, dict) and "text" in answer
+    ]
+    accepted = sum(sum(drafts["accepted_per_position"]) for drafts in speculations if drafts)
+    assert accepted > sum(drafts["num_drafts"] for drafts in speculations if drafts), "too few drafts were accepted"
     assert {answer.get("finish_reason") for answer in alone.values() if isinstance(answer, dict)} == {
         None, "stop", "length", "repetition",
     }  # fmt: skip

@@ -29,13 +29,13 @@ def endpoint(peagle, tmp_path):
         *("serve", "--engine", "fake", "--usd-per-hour", 1, "--port", port, "--state", tmp_path / "state"),
         *("--keys", tmp_path / "keys.json", "--batches", tmp_path / "batches", "--drain-s", 1),
     )
-    said = []
+    messages = []
     for line in process.stdout:
-        said.append(line)
+        messages.append(line)
         if line.startswith("http://"):
             break
     else:
-        raise AssertionError("".join(said))
+        raise AssertionError("".join(messages))
     yield process, port, {name: key for name, (key, _) in keys.items()}
     process.terminate()
     assert process.wait(60) == 0

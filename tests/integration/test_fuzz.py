@@ -41,15 +41,15 @@ def vllm_endpoint(tmp_path_factory, embedded_target):
     folder = tmp_path_factory.mktemp("vllm")
     config = folder / "serve.yaml"
     config.write_text("models: [{model: smollm2-135m, name: m, max_model_len: 256}]")
-    made = {name: new_key(name, **limits) for name, limits in KEYS.items()}
-    write_keys(folder / "keys.json", [record for _, record in made.values()])
+    secrets = {name: new_key(name, **limits) for name, limits in KEYS.items()}
+    write_keys(folder / "keys.json", [record for _, record in secrets.values()])
     flags = [
         "--config", str(config), "--max-num-seqs", "4", "--enforce-eager", "--max-output-tokens", "4", "--max-body-kib",
         "64", "--max-choices", "4", "--usd-per-hour", "1", "--batches", str(folder / "batches"), "--keys",
         str(folder / "keys.json"),
     ]  # fmt: skip
     with serving(folder, flags, start_s=240) as endpoint:
-        yield Served(endpoint.url, {name: key for name, (key, _) in made.items()}, folder / "state" / "ledger")
+        yield Served(endpoint.url, {name: key for name, (key, _) in secrets.items()}, folder / "state" / "ledger")
 
 
 @pytest.fixture(params=["endpoint", pytest.param("vllm_endpoint", marks=pytest.mark.soak)])

@@ -203,12 +203,12 @@ def test_no_body_blocks_the_event_loop(endpoint, path, body):
 
 def require_short(lag_s):
     """Other load on the machine may also block the loop, but rarely three times."""
-    found = []
-    while len(found) < 3:
-        found.append(lag_s())
-        if found[-1] < LAG_S:
+    results = []
+    while len(results) < 3:
+        results.append(lag_s())
+        if results[-1] < LAG_S:
             return
-    raise AssertionError(found)
+    raise AssertionError(results)
 
 
 def test_heavy_bodies_leave_room_for_other_keys(endpoint):

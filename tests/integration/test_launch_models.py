@@ -184,30 +184,32 @@ def _assert_greedy(texts, target):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_the_targets_own_with_and_without_the_drafter(name, served):
-    one = served[name]
-    texts = one.drafted["tokens"]
-    assert texts == one.plain["tokens"]
-    _assert_greedy(texts, one.target)
-    num_steps, num_tokens = len(one.drafted["contexts"]), sum(map(len, texts)) - sum(PROMPTS)
+    model = served[name]
+    texts = model.drafted["tokens"]
+    assert texts == model.plain["tokens"]
+    _assert_greedy(texts, model.target)
+    num_steps, num_tokens = len(model.drafted["contexts"]), sum(map(len, texts)) - sum(PROMPTS)
     assert num_steps < num_tokens, "nothing was accepted, so nothing was tested"
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_head_reads_the_states_that_enter_its_layers_and_drafts_as_in_training(name, served, record_property):
-    one = served[name]
-    found = compare(one.drafted, PROMPTS, one.head, document_reader(one.target, AUX_LAYERS))
-    record_property("compared", f"{len(found.contexts)} contexts, {found.ties} ties, states {found.states_apart:.1e}")
-    assert len(found.contexts) >= 80
-    assert found.states_apart < STATES_APART
+    model = served[name]
+    result = compare(model.drafted, PROMPTS, model.head, document_reader(model.target, AUX_LAYERS))
+    record_property(
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.states_apart:.1e}"
+    )
+    assert len(result.contexts) >= 80
+    assert result.states_apart < STATES_APART
     for depth in range(K):  # tokens that were always the same would be equal for no reason
-        assert len({draft[depth] for draft in found.drafts[K]}) >= 3, depth
+        assert len({draft[depth] for draft in result.drafts[K]}) >= 3, depth
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_states_of_the_layer_behind_are_noticed(name, served):
-    one = served[name]
+    model = served[name]
     with pytest.raises(AssertionError, match="apart"):
-        compare(one.drafted, PROMPTS, one.head, document_reader(one.target, [layer + 1 for layer in AUX_LAYERS]))
+        compare(model.drafted, PROMPTS, model.head, document_reader(model.target, [layer + 1 for layer in AUX_LAYERS]))
 
 
 def test_vllm_still_takes_sinks_in_bf16_alone(served):
@@ -266,9 +268,9 @@ def test_gemmas_class_with_images_drafts_alike_where_torchvision_is(tmp_path):
     variables = environment(_spec(folders["target"], folders["head"]), hardware.detect())
     job = _job(folders["target"], folders["head"])
     error = run_jobs([job | {"fails": True}], variables, tmp_path)[0]["error"]
-    said = "Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected"
-    assert said in error
-    assert said in load_catalog().get(GEMMA).heads["peagle"].note
+    message = "Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected"
+    assert message in error
+    assert message in load_catalog().get(GEMMA).heads["peagle"].note
 
     for module in (
         "__init__",
@@ -284,6 +286,6 @@ def test_gemmas_class_with_images_drafts_alike_where_torchvision_is(tmp_path):
     path = ":".join(filter(None, [str(folders["stand_in"]), os.environ.get("PYTHONPATH")]))
     drafted = run_jobs([job], variables | {"PYTHONPATH": path}, tmp_path)[0]
     _assert_greedy(drafted["tokens"], target)
-    found = compare(drafted, PROMPTS, head, document_reader(text, AUX_LAYERS))
-    assert len(found.contexts) >= 80
-    assert found.states_apart < STATES_APART
+    result = compare(drafted, PROMPTS, head, document_reader(text, AUX_LAYERS))
+    assert len(result.contexts) >= 80
+    assert result.states_apart < STATES_APART

@@ -57,8 +57,8 @@ def generate(peagle, target_with_chat_template, write_jsonl, tmp_path):
 
 
 def require_answers(run, output, expected):
-    said = run.communicate()[0]
-    assert run.returncode == 0, said
+    stdout = run.communicate()[0]
+    assert run.returncode == 0, stdout
     rows = ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
     assert {row["num_output_tokens"] for row in rows} == {NUM_TOKENS}
     assert [row["response"].replace(" ", "") for row in rows] == [text.replace(" ", "") for text in expected]

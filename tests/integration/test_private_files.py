@@ -44,27 +44,27 @@ def permissive(tmp_path, monkeypatch):
 
 def open_to_others(folder):
     """Return files and folders that others can access, except those inside private folders."""
-    found = []
+    results = []
     for path in folder.iterdir():
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
             continue
         if mode & 0o007:
-            found.append((str(path), oct(stat.S_IMODE(mode))))
+            results.append((str(path), oct(stat.S_IMODE(mode))))
         if stat.S_ISDIR(mode) and mode & 0o077:
-            found += open_to_others(path)
-    return found
+            results += open_to_others(path)
+    return results
 
 
 def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
-    corpus, made = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
+    corpus, run_dir = write_jsonl([{"prompt": str(n)} for n in range(5)] + ["not a row"]), tmp_path / "made"
     command = [
-        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", made / "run",
+        sys.executable, "-m", "jobs.generate", "--engine", "fake", "--input", corpus, "--output", run_dir / "run",
         "--rows-per-unit", "2", "--output-format", "jsonl",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in (made / "run").iterdir()} >= {
+    assert {path.name for path in (run_dir / "run").iterdir()} >= {
         "data",
         "failed",
         "ledger",
@@ -72,8 +72,8 @@ def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
         "run.json",
         "export",
     }
-    assert open_to_others(made) == []
-    assert stat.S_IMODE(made.stat().st_mode) == 0o770
+    assert open_to_others(run_dir) == []
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o770
     check_around(permissive)
 
 

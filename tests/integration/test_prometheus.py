@@ -59,9 +59,9 @@ def start(tmp_path):
             )
         started.append(process)
         deadline = time.monotonic() + START_S
-        while until not in (said := log.read_text(errors="replace")):
-            assert process.poll() is None, said[-3000:]
-            assert time.monotonic() < deadline, said[-3000:]
+        while until not in (output := log.read_text(errors="replace")):
+            assert process.poll() is None, output[-3000:]
+            assert time.monotonic() < deadline, output[-3000:]
             time.sleep(0.2)
 
     yield run
@@ -77,19 +77,19 @@ class PrometheusApi:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30)
 
     def has_number(self, expression):
-        found = self._get("query", query=expression)["result"]
-        return any(math.isfinite(float(fault_result["value"][1])) for fault_result in found)
+        series = self._get("query", query=expression)["result"]
+        return any(math.isfinite(float(fault_result["value"][1])) for fault_result in series)
 
     def during(self, expression, begin):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
-        asked = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
-        return self._get("query_range", **asked)["result"]
+        params = {"query": expression, "start": begin, "end": time.time(), "step": SCRAPE_S}
+        return self._get("query_range", **params)["result"]
 
     def rules(self):
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
-    def _get(self, path, **asked):
-        answer = self._client.get(path, params=asked).json()
+    def _get(self, path, **query_params):
+        answer = self._client.get(path, params=query_params).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 

@@ -71,10 +71,10 @@ def serving(tmp_path, port):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
+    ("name", "message"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
 )
 @pytest.mark.parametrize("what", ["generate", "serve"])
-def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, said):
+def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name, message):
     words, ready = (
         (generating(tmp_path), "output tokens/s")
         if what == "generate"
@@ -88,7 +88,7 @@ def test_command_reports_which_part_of_ray_died(tmp_path, free_port, what, name,
         began = time.monotonic()
         assert process.wait(FAST_S) == 1
         assert time.monotonic() - began < FAST_S
-        assert f"peagle {what}: Ray's {said}" in printed() or f"peagle: Ray's {said}" in printed()
+        assert f"peagle {what}: Ray's {message}" in printed() or f"peagle: Ray's {message}" in printed()
         assert "safe to" in printed()
         _, alive = psutil.wait_procs(others, timeout=30)
         assert [left_process.cmdline() for left_process in alive if left_process.status() != psutil.STATUS_ZOMBIE] == []

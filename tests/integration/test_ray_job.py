@@ -69,8 +69,8 @@ def test_submitted_job_runs_on_the_cluster(job_server, write_jsonl, tmp_path):
     corpus = write_jsonl([{"prompt": str(n)} for n in range(9)])
     config, output = tmp_path / "job.yaml", tmp_path / "run"
     config.write_text(f"engine: fake\ninput: {corpus}\noutput: {output}\nrows_per_unit: 2\n")
-    said = submit_module(job_server, "jobs.generate", config)
-    assert re.search(r"9 of 9 committed", said), said[-3000:]
+    job_output = submit_module(job_server, "jobs.generate", config)
+    assert re.search(r"9 of 9 committed", job_output), job_output[-3000:]
     run = RunDirectory(output)
     assert run.committed() == {0, 1, 2, 3, 4}
     assert len(run.sessions()) == 1
@@ -84,8 +84,8 @@ def test_submitted_training_runs_on_the_cluster(job_server, target_with_chat_tem
         "num_depths": 3, "draft_vocab_size": 40, "held_out": 0, "device": "cpu",
     }  # fmt: skip
     config.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()))
-    said = submit_module(job_server, "jobs.train", config)
-    assert f"head: {output / 'head'}" in said
+    job_output = submit_module(job_server, "jobs.train", config)
+    assert f"head: {output / 'head'}" in job_output
     assert json.loads((output / "run.json").read_text())["documents"] == 12
 
 
@@ -109,8 +109,8 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     def submitted(name, **keys):
         for script in ("run.sh", "stop.sh"):
             text = config["data"][script].replace("peagle-run", name)  # a cluster of KubeRay's has one job
-            for there, ours in here.items():
-                text = text.replace(there, str(ours))
+            for target, ours in here.items():
+                text = text.replace(target, str(ours))
             (tmp_path / script).write_text(text)
         values = {"engine": "fake", "input": corpus, "output": tmp_path / "run", "rows_per_unit": 1, **keys}
         (tmp_path / "job.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
@@ -134,9 +134,9 @@ def test_run_of_an_ended_pod_commits_units_and_is_retried(kuberay_job, tmp_path)
     while not (run.exists and run.committed()):
         time.sleep(0.5)
     subprocess.run(["sh", str(tmp_path / "stop.sh")], check=True, timeout=60)
-    said = ended()
-    assert "Job 'evicted' failed" in said
-    assert "exit code 3" in said
+    message = ended()
+    assert "Job 'evicted' failed" in message
+    assert "exit code 3" in message
     assert 0 < len(run.committed()) < 40
     assert "Job 'retried' succeeded" in kuberay_job("retried", max_num_seqs=1, max_tokens=10)()
     assert len(run.committed()) == 40

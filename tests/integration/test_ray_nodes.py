@@ -70,9 +70,9 @@ def start(jobs, name, job, *flags, least=8):
 
 
 def require_whole(job):
-    found = audit(job)
-    assert found.problems == ()
-    assert found.num_rows == job.num_rows
+    result = audit(job)
+    assert result.problems == ()
+    assert result.num_rows == job.num_rows
 
 
 def test_stopped_job_can_be_continued(cluster, bulk):
@@ -82,12 +82,12 @@ def test_stopped_job_can_be_continued(cluster, bulk):
     jobs.call("stop", "stopped")
     _log.info(f"`ray job stop` came back after {time.monotonic() - began:.1f} s")
     assert "Job 'stopped' was stopped" in jobs.ended("stopped")
-    said = jobs.call("logs", "stopped").stdout
+    output = jobs.call("logs", "stopped").stdout
     rows = sum(pq.read_metadata(path).num_rows for path in run.data.glob("unit-*.parquet"))
     assert 0 < rows < bulk.num_rows
-    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in said
-    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in said
-    _log.info("\n".join(said.strip().splitlines()[-6:]))
+    assert f"stopped with {len(run.committed())} of {NUM_UNITS} units committed: stopped by a signal" in output
+    assert f"{bulk.num_rows - rows} of {bulk.num_rows} rows are left" in output
+    _log.info("\n".join(output.strip().splitlines()[-6:]))
     wait_for("engines are left", lambda: not processes.of_engines(bulk.output))
     jobs.submit("--submission-id", "continued", "--", *bulk.command())
     require_whole(bulk)
@@ -98,13 +98,13 @@ def test_nodes_can_leave_and_join(cluster, bulk):
     run = start(jobs, "moved", bulk)
     wait_for("a node has no engine", lambda: nodes.hosts_of(processes.actors(bulk.output)) == [0, 1])
     nodes.lose(0)
-    there = len(run.committed())
-    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= there + 4)
+    num_committed = len(run.committed())
+    took = wait_for("the other node commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the other node: 4 units {took:.1f} s after the loss")
     nodes.add()
     nodes.lose(1)  # the one that was there from the start: now all engines are on the node that joined
-    there = len(run.committed())
-    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= there + 4)
+    num_committed = len(run.committed())
+    took = wait_for("the node that joined commits nothing", lambda: len(run.committed()) >= num_committed + 4)
     _log.info(f"the node that joined: 4 units {took:.1f} s after it was alone")
     assert nodes.hosts_of(processes.actors(bulk.output)) == [2]
     assert "Job 'moved' succeeded" in jobs.ended("moved")
@@ -127,10 +127,10 @@ def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
 def submit_timed(jobs, name, *arguments):
     """Run a job to its end; return its output."""
     began = time.monotonic()
-    said = jobs.submit("--submission-id", name, *arguments)
-    assert "succeeded" in said, said[-3000:]
+    job_output = jobs.submit("--submission-id", name, *arguments)
+    assert "succeeded" in job_output, job_output[-3000:]
     _log.info(f"{name}: {time.monotonic() - began:.0f} s")
-    return said
+    return job_output
 
 
 def write_config(path, settings):
@@ -148,8 +148,8 @@ def test_training_runs_on_the_nodes(cluster, embedded_target, write_jsonl, tmp_p
         "held_out": 0, "device": "cpu", "workers": 2,
     }  # fmt: skip
     config = write_config(tmp_path / "train.yaml", settings)
-    said = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
-    assert f"head: {output / 'head'}" in said
+    job_output = submit_timed(jobs, "train", "--", sys.executable, "-m", "jobs.train", "--config", config)
+    assert f"head: {output / 'head'}" in job_output
     assert (output / "head" / "model.safetensors").is_file()
     assert json.loads((output / "run.json").read_text())["documents"] == 16
 

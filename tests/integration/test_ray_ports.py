@@ -41,8 +41,8 @@ PROCESSES = {
 
 def environment_of(home, *, with_token=True):
     """Return the variables in deploy/ray.env."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "HOME": str(home), "PATH": f"{BIN}:{kept['PATH']}", "PYTHONPATH": str(ROOT)} | (
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**environment, "HOME": str(home), "PATH": f"{BIN}:{environment['PATH']}", "PYTHONPATH": str(ROOT)} | (
         {} if with_token else {"RAY_AUTH_MODE": "disabled"}
     )
 
@@ -71,11 +71,11 @@ class Node:
 
     def wait(self):
         deadline = time.monotonic() + START_S
-        while "Ray runtime started." not in (said := self._log.read_text(errors="replace")):
-            assert self._shell.poll() is None, said[-3000:]
-            assert time.monotonic() < deadline, said[-3000:]
+        while "Ray runtime started." not in (output := self._log.read_text(errors="replace")):
+            assert self._shell.poll() is None, output[-3000:]
+            assert time.monotonic() < deadline, output[-3000:]
             time.sleep(0.2)
-        self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", said)[1]
+        self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", output)[1]
         self.address = f"{self.host}:{self.ports['gcs']}"
         while None in (self.answer(self.agent), self.answer(self.dashboard)) or not self._has_client_server():
             assert time.monotonic() < deadline, "a server of Ray did not come up"
@@ -108,18 +108,18 @@ class Node:
 
     def sockets(self):
         """Return (process, address, port) of each listening TCP socket of the node's processes."""
-        found = set()
+        result = set()
         for pid in descendants(self._shell.pid):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 title = " ".join(process.cmdline())
                 name = next((name for part, name in PROCESSES.items() if part in title), title)
-                found |= {
+                result |= {
                     (name, *connection.laddr)
                     for connection in process.net_connections("tcp")
                     if connection.status == "LISTEN"
                 }
-        return found
+        return result
 
     def stop(self):
         kill(*descendants(self._shell.pid), self._shell.pid)
@@ -152,12 +152,12 @@ def documented():
     """Return {process: {(address, what a stranger gets)}} from the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
-    found = {}
+    result = {}
     for line in table:
         process, _, addresses, asks, *_ = (cell.strip() for cell in line.strip("|").split("|"))
         kind = "metrics" if asks.startswith("no: metrics") else asks
-        found.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
-    return found
+        result.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
+    return result
 
 
 def test_listening_ports_are_documented_and_need_the_token(node):
@@ -166,14 +166,14 @@ def test_listening_ports_are_documented_and_need_the_token(node):
             return "all"
         return "loopback" if ip.removeprefix("::ffff:").startswith("127.") else "node"
 
-    found = {}
+    result = {}
     for process, ip, port in node.sockets():
         host = "127.0.0.1" if address(ip) == "loopback" else node.host
-        found.setdefault(process, set()).add((address(ip), seen_by_a_stranger(host, port)))
+        result.setdefault(process, set()).add((address(ip), seen_by_a_stranger(host, port)))
     table = documented()
-    assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= found.keys()
-    assert {process: kinds - table.get(process, set()) for process, kinds in found.items()} == {
-        process: set() for process in found
+    assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
+    assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {
+        process: set() for process in result
     }
 
 

@@ -31,8 +31,8 @@ def answers(folder: Path, method: str, *, lookup: bool = False) -> dict[str, lis
     job.write_text(json.dumps({"method": method, "lookup": lookup, "prompts": PROMPTS, "sampling": SAMPLING}))
     ended = subprocess.run([sys.executable, SCRIPT, job, out], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, list[dict[str, object]]] = json.loads(out.read_text())
-    return found
+    result: dict[str, list[dict[str, object]]] = json.loads(out.read_text())
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def without_drafter(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
 
 @pytest.mark.parametrize(("method", "lookup"), [("peagle", False), ("peagle", True), ("eagle3", False)])
 def test_requests_without_draft_support_are_not_drafted(method, lookup, without_drafter, tmp_path):
-    found = answers(tmp_path, method, lookup=lookup)
+    result = answers(tmp_path, method, lookup=lookup)
     for name in SAMPLING:
-        texts = [[answer["text"] for answer in answers_by_name[name]] for answers_by_name in (found, without_drafter)]
+        texts = [[answer["text"] for answer in answers_by_name[name]] for answers_by_name in (result, without_drafter)]
         assert texts[0] == texts[1], name
-        for drafted, own in zip(found[name], without_drafter[name], strict=True):
+        for drafted, own in zip(result[name], without_drafter[name], strict=True):
             assert drafted["logprobs"] == pytest.approx(own["logprobs"], abs=1e-3)
-        drafts = [answer["num_drafts"] for answer in found[name]]
+        drafts = [answer["num_drafts"] for answer in result[name]]
         assert all(drafts) if name == "plain" else not any(drafts), name
 
 

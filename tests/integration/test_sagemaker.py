@@ -77,8 +77,8 @@ def wait_until_well(process, client):
 
 
 def invoke(client, body, **attributes):
-    said = ",".join(f"{name}={value}" for name, value in attributes.items())
-    headers = {"x-amzn-sagemaker-custom-attributes": said} if said else {}
+    attribute_header = ",".join(f"{name}={value}" for name, value in attributes.items())
+    headers = {"x-amzn-sagemaker-custom-attributes": attribute_header} if attribute_header else {}
     return client.post("/invocations", content=json.dumps(body), headers=headers)
 
 

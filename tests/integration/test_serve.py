@@ -71,8 +71,8 @@ def bodies():
     """Greedy requests with the likeliest tokens at each position."""
     problems = list(read_problems().values())[:NUM_IN_BATCH]
     chats = [[{"role": "user", "content": f"Complete this function:\n{problem['prompt']}"}] for problem in problems]
-    asked = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
-    return [{**asked, "messages": chat} for chat in chats]
+    params = {"model": MODEL, "max_tokens": 32, "temperature": 0, "logprobs": True, "top_logprobs": NUM_LIKELIEST}
+    return [{**params, "messages": chat} for chat in chats]
 
 
 def compared(bulk, online):
@@ -80,10 +80,10 @@ def compared(bulk, online):
     choices = [answer["choices"][0] for answer in (bulk, online)]
     both = [choice["logprobs"]["content"] for choice in choices]
     assert bulk["usage"]["prompt_tokens"] == online["usage"]["prompt_tokens"]
-    for one, other in zip(*both, strict=False):
-        if one["token"] != other["token"]:
-            there = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
-            margin = other["logprob"] - there.get(one["token"], -math.inf)
+    for position, other in zip(*both, strict=False):
+        if position["token"] != other["token"]:
+            other_logprobs = {top["token"]: top["logprob"] for top in other["top_logprobs"]}
+            margin = other["logprob"] - other_logprobs.get(position["token"], -math.inf)
             return "tie" if margin <= tie_margin(Precision(dtype="bfloat16")) else "different"
     is_same = choices[0]["finish_reason"] == choices[1]["finish_reason"] and len(both[0]) == len(both[1])
     return "same" if is_same else "different"
@@ -147,12 +147,12 @@ def stop(process):
 
 def wait_until_up(process):
     """Addresses of the API and of the Prometheus exporter."""
-    said = []
+    messages = []
     for line in process.stdout:
-        said.append(line)
+        messages.append(line)
         if line.startswith("http://"):
-            return line.strip(), said[-2].strip().removeprefix("metrics: ")
-    raise AssertionError("".join(said))
+            return line.strip(), messages[-2].strip().removeprefix("metrics: ")
+    raise AssertionError("".join(messages))
 
 
 def check_models(client):
@@ -176,16 +176,16 @@ def check_whole_answers(client):
 
 
 def check_streams(client):
-    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "stream": True}
-    plain = list(client.chat.completions.create(**asked))
+    params = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "stream": True}
+    plain = list(client.chat.completions.create(**params))
     assert all(chunk.choices and chunk.usage is None for chunk in plain)
-    with_usage = list(client.chat.completions.create(**asked, stream_options={"include_usage": True}))
+    with_usage = list(client.chat.completions.create(**params, stream_options={"include_usage": True}))
     assert with_usage[-1].usage.completion_tokens > 0
     assert with_usage[-1].choices == []
     texts = ["".join(c.choices[0].delta.content or "" for c in chunks if c.choices) for chunks in (plain, with_usage)]
     assert texts[0] == texts[1]
     assert "Paris" in texts[0]
-    with client.chat.completions.create(**{**asked, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
+    with client.chat.completions.create(**{**params, "max_tokens": 400, "extra_body": {"ignore_eos": True}}) as stream:
         next(iter(stream))  # and leave
 
 
@@ -193,19 +193,19 @@ def check_formats(client):
     """Answers with a schema, a tool call and logprobs."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip
-    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    params = {"model": MODEL, "messages": QUESTION, "temperature": 0}
     answer = client.chat.completions.create(
-        **asked, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+        **params, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
     )
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
     tool = {"type": "function", "function": {"name": "capital", "parameters": schema}}
     answer = client.chat.completions.create(
-        **asked, max_tokens=80, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}
+        **params, max_tokens=80, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}
     )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "capital"
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    answer = client.chat.completions.create(**asked, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = client.chat.completions.create(**params, max_tokens=4, logprobs=True, top_logprobs=2)
     for token in answer.choices[0].logprobs.content:
         assert len(token.top_logprobs) == 2
         assert token.logprob == token.top_logprobs[0].logprob <= 0
@@ -298,17 +298,17 @@ def check_constraints(client):
             }
         },
     ]
-    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
+    params = {"model": MODEL, "messages": QUESTION, "max_tokens": 8}
     for attack in attacks:
         for is_stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="constraint is refused"):
-                client.chat.completions.create(**asked, **attack, stream=is_stream)
+                client.chat.completions.create(**params, **attack, stream=is_stream)
     for extra in ({"chat_template": "{{ 1 }}"}, {"prompt_logprobs": 20, "n": 128}):
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(**asked, extra_body=extra)
+            client.chat.completions.create(**params, extra_body=extra)
     image = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}
     with pytest.raises(openai.BadRequestError, match="this model only takes text"):
-        client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [image]}]})
+        client.chat.completions.create(**{**params, "messages": [{"role": "user", "content": [image]}]})
 
 
 def check_batch(client):

@@ -80,8 +80,10 @@ def answers(url):
                 if time.monotonic() > deadline:
                     raise AssertionError("the endpoint did not come up") from error
                 time.sleep(0.5)
-        asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-        return {model: client.chat.completions.create(model=model, **asked).usage.completion_tokens for model in models}
+        params = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        return {
+            model: client.chat.completions.create(model=model, **params).usage.completion_tokens for model in models
+        }
 
 
 def test_serve_deploy(cluster, environment, config):
@@ -94,15 +96,15 @@ def test_serve_deploy(cluster, environment, config):
 
 def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
     path, url = config
-    said = tmp_path / "run.log"
-    with said.open("wb") as sink:
+    log_file = tmp_path / "run.log"
+    with log_file.open("wb") as sink:
         process = subprocess.Popen(
             [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
         )
     try:
-        assert answers(url) == {"one": 4, "other": 4}, said.read_text()[-2000:]
+        assert answers(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]
         process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 0, said.read_text()[-2000:]
+        assert process.wait(90) == 0, log_file.read_text()[-2000:]
     finally:
         process.kill()
         process.wait()

@@ -64,10 +64,10 @@ def test_running_stream_finishes_during_shutdown(served):
     assert whole[-1] == "data: [DONE]"
     words = [choice["delta"]["content"] for line in whole[:-1] for choice in json.loads(line[6:])["choices"]]
     assert len("".join(words).split()) == NUM_TOKENS
-    said, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     # Without output of Ray.
-    assert said == "stopping: running requests may finish; repeat to stop immediately\n"
+    assert stdout == "stopping: running requests may finish; repeat to stop immediately\n"
 
 
 def test_stream_beyond_drain_s_ends_with_an_error_event(served):

@@ -33,7 +33,11 @@ def config(target_with_chat_template, write_jsonl):
             "epochs": 4, "warmup_steps": 5, "num_speculative_tokens": 3,
         }  # fmt: skip
         return TrainConfig(
-            target=str(target_with_chat_template), prompts=[responses], responses="given", output=output, **{**values, **changes}
+            target=str(target_with_chat_template),
+            prompts=[responses],
+            responses="given",
+            output=output,
+            **{**values, **changes},
         )
 
     return make
@@ -48,10 +52,10 @@ def test_two_workers_train_like_one(ray_cluster, config, tmp_path):
     alone = train_head(config(tmp_path / "alone"), Listener())
     together = train_on_workers(config(tmp_path / "together", workers=2), Listener(step=steps.append))
 
-    one, two = curve(tmp_path / "alone"), curve(tmp_path / "together")
-    assert len(one) == len(two) >= NUM_STEPS - 4
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-4)
-    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one]
+    one_worker, two = curve(tmp_path / "alone"), curve(tmp_path / "together")
+    assert len(one_worker) == len(two) >= NUM_STEPS - 4
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one_worker], abs=1e-4)
+    assert [line["num_tokens"] for line in two] == [line["num_tokens"] for line in one_worker]
     assert [step.step for step in steps] == [line["step"] for line in two]
     assert signal.getsignal(signal.SIGINT) is on_interrupt  # Ray Train would keep it
     assert together["finished"]
@@ -91,8 +95,8 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
     settings = tmp_path / "train.yaml"
     settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
     command = [sys.executable, "-m", "jobs.train", "--config", str(settings)]
-    with (tmp_path / "said").open("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, text=True, start_new_session=True)
+    with (tmp_path / "said").open("w+") as output_file:
+        process = subprocess.Popen(command, stdout=output_file, stderr=output_file, text=True, start_new_session=True)
         try:
             metrics = output / "training" / "metrics.jsonl"
             while not (metrics.exists() and metrics.read_bytes()):

@@ -46,8 +46,8 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
         The cells with their `outcome`: accepted, refused, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder, "asked.json"), Path(folder, "told.json")
-        asked.write_text(json.dumps(cells))
+        jobs_file, results_file = Path(folder, "asked.json"), Path(folder, "told.json")
+        jobs_file.write_text(json.dumps(cells))
         path = os.pathsep.join((str(_ROOT), str(_ROOT / "tests")))
         environment = os.environ | {
             "HF_HUB_CACHE": str(Path(folder, "hub")),
@@ -56,11 +56,11 @@ def rehearse_card(name: str, cells: list[dict[str, Any]]) -> list[dict[str, Any]
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(asked), str(told)]
+        command = [sys.executable, "-m", "tests.rehearsal.child", name, str(jobs_file), str(results_file)]
         done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode or not told.exists():
+        if done.returncode or not results_file.exists():
             raise RuntimeError(f"the rehearsal on {name} failed:\n{done.stderr[-4000:]}")
-        return list(json.loads(told.read_text()))
+        return list(json.loads(results_file.read_text()))
 
 
 def main() -> None:
@@ -69,15 +69,15 @@ def main() -> None:
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     parser.add_argument("--at-once", nargs="+", type=int, default=list(AT_ONCE))
     args = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for name in args.cards:
-        found[name] = rehearse_card(name, grid(CARDS[name], args.at_once))
-        counts = {outcome: sum(cell["outcome"] == outcome for cell in found[name]) for outcome in _OUTCOMES}
+        result[name] = rehearse_card(name, grid(CARDS[name], args.at_once))
+        counts = {outcome: sum(cell["outcome"] == outcome for cell in result[name]) for outcome in _OUTCOMES}
         say(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    failed = [(name, cell) for name, some in found.items() for cell in some if cell["outcome"] == "failed"]
+    failed = [(name, cell) for name, some in result.items() for cell in some if cell["outcome"] == "failed"]
     for name, cell in failed:
         say(f"FAILED {name} {cell['model']} {cell['drafter']} {cell['at_once']} {cell['more']}: {cell['message']}")
-    text = page(found, datetime.date.today())
+    text = page(result, datetime.date.today())
     if args.cards == list(CARDS) and args.at_once == list(AT_ONCE):
         PAGE.write_text(text)
         say(f"written: {PAGE.relative_to(_ROOT)}")

@@ -175,8 +175,8 @@ def as_dict(cell: Accepted | Refused) -> dict[str, Any]:
 
 
 def _first_flag(hint: str) -> tuple[str, str] | None:
-    found = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
-    return (f"--{found[1]}", found[2]) if found else None
+    result = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
+    return (f"--{result[1]}", result[2]) if result else None
 
 
 def _keys(flags: list[str]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
     tp, block_size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for layer in layers:
         first = int(layer.name.rpartition(".")[2])
         dtype = _dtype(layer, config)
@@ -269,8 +269,8 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
         }
         spec = SlidingWindowSpec(sliding_window=layer.window, **shape) if layer.window else FullAttentionSpec(**shape)
         spec = backends[layer.name].customize_spec(spec)
-        found |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
-    return found
+        result |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
+    return result
 
 
 def _cache(

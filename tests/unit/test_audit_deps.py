@@ -26,19 +26,19 @@ def test_both_lock_files_are_audited(tmp_path):
     ]
     for name in ("cpu", "cuda"):
         locked = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-        asked = (tmp_path / "audit" / f"{name}.txt").read_text().splitlines()
-        assert len(asked) == len(locked)
-        assert not [line for line in asked if "+" in line.partition(" ")[0]]
+        audited = (tmp_path / "audit" / f"{name}.txt").read_text().splitlines()
+        assert len(audited) == len(locked)
+        assert not [line for line in audited if "+" in line.partition(" ")[0]]
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ("echo 'requests.exceptions.ConnectionError: no such host' >&2; exit 1", "nothing was audited"),
         ("echo 'Found 1 known vulnerability in 1 package' >&2; exit 1", "Found 1 known vulnerability"),
     ],
 )
-def test_failed_audit_fails(tmp_path, script, said):
+def test_failed_audit_fails(tmp_path, script, message):
     done = audit(tmp_path, script)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr

@@ -78,10 +78,10 @@ def test_command_in_cluster_yaml_runs_dry(target_with_chat_template, write_jsonl
     corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
     ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(target_with_chat_template)]
     assert cli.run([*arguments, *ours, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "8 x H100 80GB HBM3" in said
-    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in said
-    assert "budget" in said
+    stdout = capsys.readouterr().out
+    assert "8 x H100 80GB HBM3" in stdout
+    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in stdout
+    assert "budget" in stdout
     assert not (tmp_path / "run").exists()
 
 

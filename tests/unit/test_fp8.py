@@ -100,15 +100,15 @@ def schemes(config: dict[str, Any]) -> dict[str, bool]:
         "lm_head": "ParallelLMHead",
         "model.embed_tokens": "VocabParallelEmbedding",
     }
-    found = {}
+    result = {}
     for name, kind in layers.items():
         scheme = reader.get_scheme_dict(type(kind, (torch.nn.Module,), {})(), name)
         if scheme is not None:
             assert reader._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
             assert (scheme["weights"].strategy, scheme["input_activations"].strategy) == ("channel", "token")
             assert scheme["format"] == "float-quantized"
-        found[name.rpartition(".")[2]] = scheme is not None
-    return found
+        result[name.rpartition(".")[2]] = scheme is not None
+    return result
 
 
 PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "embed_tokens": False}

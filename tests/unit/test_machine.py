@@ -29,11 +29,11 @@ def metadata():
     started = []
 
     def start(answers):
-        asked = []
+        calls = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                asked.append(self.path)
+                calls.append(self.path)
                 header, status, text = answers.get(self.path, ("Host", 404, ""))
                 self.send_response(status if self.headers[header] else 403)
                 self.end_headers()
@@ -46,7 +46,7 @@ def metadata():
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         started.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}", asked
+        return f"http://127.0.0.1:{server.server_port}", calls
 
     yield start
     for server, thread in started:
@@ -79,9 +79,9 @@ def test_detect_machine(monkeypatch, name, names):
 )
 def test_metadata_server(monkeypatch, firmware, metadata, system, path, header, text, expected):
     monkeypatch.setenv("http_proxy", NOWHERE)
-    url, asked = metadata({path: (header, 200, text)})
+    url, requests = metadata({path: (header, 200, text)})
     assert instance_type(root=firmware(*system), metadata=url) == expected
-    assert asked == [path]
+    assert requests == [path]
 
 
 @pytest.mark.parametrize("answer", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
@@ -92,9 +92,9 @@ def test_invalid_metadata_response(firmware, metadata, answer):
 
 @pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
 def test_other_machines_are_not_queried(firmware, metadata, system):
-    url, asked = metadata({})
+    url, requests = metadata({})
     assert instance_type(root=firmware(*system), metadata=url) is None
-    assert asked == []
+    assert requests == []
 
 
 def test_no_firmware_tables(tmp_path):

@@ -37,18 +37,18 @@ needs_promtool = pytest.mark.skipif(
 
 def series():
     """Return the labels of each series in Prometheus: exported, or recorded by a rule."""
-    found = {}
+    result = {}
     for metric in METRICS.values():
         labels = set(metric.labels)
         if metric.kind == "histogram":
-            found |= {f"{PREFIX}{metric.name}_{end}": labels for end in ("sum", "count")}
-            found[f"{PREFIX}{metric.name}_bucket"] = labels | {"le"}
+            result |= {f"{PREFIX}{metric.name}_{end}": labels for end in ("sum", "count")}
+            result[f"{PREFIX}{metric.name}_bucket"] = labels | {"le"}
         else:
-            found[PREFIX + metric.name] = labels
+            result[PREFIX + metric.name] = labels
     for rule in RULES:
         if "record" in rule:
-            found[rule["record"]] = found.get(rule["record"], set()) | {"model_name", *rule.get("labels", {})}
-    return found
+            result[rule["record"]] = result.get(rule["record"], set()) | {"model_name", *rule.get("labels", {})}
+    return result
 
 
 def names_in(expression):

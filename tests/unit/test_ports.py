@@ -27,10 +27,10 @@ def test_free_port_skips_used_ports(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "said"), [("203.0.113.7", "Cannot assign requested address"), ("no.such.host.invalid", "")]
+    ("host", "message"), [("203.0.113.7", "Cannot assign requested address"), ("no.such.host.invalid", "")]
 )
-def test_foreign_address_is_refused(host, said):
-    with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {said}"):
+def test_foreign_address_is_refused(host, message):
+    with pytest.raises(ConfigError, match=rf"port \d+ of {host}: {message}"):
         require_free("port", free_port(), host, hint="choose another")
 
 

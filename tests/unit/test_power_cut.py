@@ -85,8 +85,8 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
     files.remove(path.with_name("gone"))
     for image in images():
         folder = image / "a" / "b"
-        found = {item.name: item.read_bytes() for item in folder.iterdir() if not item.name.endswith(".tmp")}
-        assert found == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
+        result = {item.name: item.read_bytes() for item in folder.iterdir() if not item.name.endswith(".tmp")}
+        assert result == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
 def test_losing_writer_syncs_the_name(disk, images, monkeypatch):

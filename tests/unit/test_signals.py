@@ -128,9 +128,9 @@ def test_second_signal_exits_with_message():
     for _ in range(2):
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(1.2)
-    said, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped at once" in said
+    assert "stopped at once" in output
 
 
 _ENDS = """

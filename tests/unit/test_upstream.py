@@ -148,7 +148,7 @@ def name_of(statement: ast.stmt) -> str:
 
 def test_private_names_are_only_used_in_their_homes() -> None:
     elsewhere = {
-        f"{module}: {what}" for module, found in all_uses().items() if not is_home(module) for _, what in found
+        f"{module}: {what}" for module, result in all_uses().items() if not is_home(module) for _, what in result
     }
     assert elsewhere == set()
 
@@ -163,9 +163,9 @@ def rows() -> list[dict[str, str]]:
 def named(column: str) -> list[tuple[str, str]]:
     """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
-    found = [(row["what"], pattern.findall(row[column])) for row in rows()]
-    assert [what for what, names in found if not names] == []
-    return [name for _, names in found for name in names]
+    result = [(row["what"], pattern.findall(row[column])) for row in rows()]
+    assert [what for what, names in result if not names] == []
+    return [name for _, names in result for name in names]
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -198,16 +198,16 @@ def test_table_has_upstream_link_and_versions() -> None:
 
 
 def test_every_private_use_is_in_the_table() -> None:
-    used = {(module, owner) for module, found in all_uses().items() if is_home(module) for owner, _ in found if owner}
+    used = {(module, owner) for module, result in all_uses().items() if is_home(module) for owner, _ in result if owner}
     listed = {(module, name.partition(".")[0]) for module, name in named("where")}
     assert used - listed == set()
     assert len(used) > 20
     text = TABLE.read_text(encoding="utf-8")
-    variables = {what for found in all_uses().values() for _, what in found if what.startswith("RAY_")}
+    variables = {what for result in all_uses().values() for _, what in result if what.startswith("RAY_")}
     assert [name for name in variables if f"`{name}`" not in text] == []
 
 
 def test_every_workaround_module_is_in_the_table() -> None:
     """Except `pipelines.cluster`, which also has other modules."""
-    there = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
-    assert there - {module for module, _ in named("where")} == set()
+    workaround_modules = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
+    assert workaround_modules - {module for module, _ in named("where")} == set()

@@ -177,15 +177,15 @@ def prepared(case, folder, machine):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Prompts and dead letters of each case."""
-    found = {}
+    result = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: Strict())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepared(case, folder, machine)
             letters = [{**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()]
-            found[case.what] = unit.prompts, letters
-    return found
+            result[case.what] = unit.prompts, letters
+    return result
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])

@@ -236,13 +236,13 @@ def argv(flags):
 
 def generate(flags):
     """Return exit code and standard error."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
             code = cli.run(argv(flags))
         except SystemExit as stopped:  # argparse
             code = stopped.code
-    return code, said.getvalue()
+    return code, stderr.getvalue()
 
 
 def contents(folder):
@@ -269,24 +269,24 @@ def set_up(case, folder):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Exit code, message, and the files before and after, of each case."""
-    found = {}
+    result = {}
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             patch.chdir(folder)
             set_up(case, folder)
             before = contents(folder)
-            code, said = generate(case.flags)
-            said = PLAN_FILE.sub("plan.ID.parquet", said.replace(f"{folder}/", ""))
-            found[case.what] = (code, said, before, contents(folder))
-    return found
+            code, message_text = generate(case.flags)
+            message_text = PLAN_FILE.sub("plan.ID.parquet", message_text.replace(f"{folder}/", ""))
+            result[case.what] = (code, message_text, before, contents(folder))
+    return result
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.what for case in CASES])
 def test_bad_input_is_refused_and_changes_nothing(results, case):
-    code, said, before, after = results[case.what]
-    assert (code, "Traceback" in said) == (case.code, False), said
-    assert case.says in said
+    code, message, before, after = results[case.what]
+    assert (code, "Traceback" in message) == (case.code, False), message
+    assert case.says in message
     if code == 3:  # the run exists, and has done nothing
         after = {path: data for path, data in after.items() if "run" not in path.parts}
     assert after == before
@@ -295,14 +295,19 @@ def test_bad_input_is_refused_and_changes_nothing(results, case):
 def test_page_lists_every_case(results, check_section, shown):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
-        code, said, *_ = results[case.what]
+        code, message_text, *_ = results[case.what]
         rows.append(
-            (case.what, f"`{case.flags}`" if case.flags else "the same command", str(code), shown(message_of(said)))
+            (
+                case.what,
+                f"`{case.flags}`" if case.flags else "the same command",
+                str(code),
+                shown(message_of(message_text)),
+            )
         )
     assert len(CASES) >= 40
     check_section("Refused as a whole", rows)
 
 
-def message_of(said):
+def message_of(stderr):
     """Return the message without the command's name and argparse's usage."""
-    return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", said)
+    return re.sub(r"^(.*\n)*?peagle[ \w]*: (error: )?", "", stderr)

@@ -93,8 +93,8 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     assert cell["acceptance_rates"] == [1.0, 0.0, 0.0, 0.0]
     assert (cell["num_responses"], cell["num_refused"]) == (6, 0)
     assert cell["drafted_tokens_per_s"] == pytest.approx(4 * cell["accepted_tokens_per_s"])
-    assert {name: found["num_responses"] for name, found in cell["by_category"].items()} == {"even": 3, "odd": 3}
-    assert sum(found["num_drafts"] for found in cell["by_category"].values()) == cell["num_drafts"]
+    assert {name: result["num_responses"] for name, result in cell["by_category"].items()} == {"even": 3, "odd": 3}
+    assert sum(result["num_drafts"] for result in cell["by_category"].values()) == cell["num_drafts"]
 
 
 def test_finished_cells_are_kept_and_others_added(run, head):
@@ -255,9 +255,9 @@ def report():
 
 def test_text_table_by_hand(report):
     lines = text_report(report).splitlines()
-    head, one, three = (line.split() for line in lines[2:5])
+    head, k1, three = (line.split() for line in lines[2:5])
     assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
-    assert one == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
+    assert k1 == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
     assert three == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
     assert len({len(line) for line in lines[2:6]}) == 1
     assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")

@@ -38,13 +38,13 @@ def failing(*lines):
 def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; put back afterwards
     log = tmp_path / "none-k0.log"
-    for start, told in (
+    for start, cause in (
         (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
         (failing(*lines), message),
     ):
         with pytest.raises(EngineError) as failed:
             with_engine(EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("it is not up"))
-        assert failed.value.message == told
+        assert failed.value.message == cause
     assert "KV cache" in log.read_text(), "earlier prints are kept"
 
 
@@ -74,9 +74,9 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
     with pytest.raises(EngineError, match="failed its self-check"):
         outcome()
     assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
-    said = capfd.readouterr().err
-    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in log.read_text() + said
-    assert said.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
+    stderr = capfd.readouterr().err
+    assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in log.read_text() + stderr
+    assert stderr.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
 
 
 PAGE_GIB = os.sysconf("SC_PAGE_SIZE") / 1024**3

@@ -23,7 +23,7 @@ A, B, C = setup("none"), setup("eagle3"), setup("peagle")
 
 
 def shown(repeats, rounds):
-    planned = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda one: one.setup)
+    planned = groupby(all_passes([A, B, C], [1, 4], repeats, rounds), key=lambda bench_pass: bench_pass.setup)
     return [(setup.method, [(p.repeat, p.concurrency) for p in passes]) for setup, passes in planned]
 
 
@@ -69,13 +69,13 @@ def plan(target, hardware=CPU, **keys):
 
 def test_every_method_and_k_has_an_engine(target, head):
     drafters = [f"peagle={head()}", f"eagle3={head('eagle3')}"]
-    found = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
-    assert [setup.label for setup in found] == [
+    result = plan(target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4").setups
+    assert [setup.label for setup in result] == [
         "no speculation", "P-EAGLE K=2", "P-EAGLE K=4", "EAGLE-3 K=2", "EAGLE-3 K=4", "n-gram K=2", "n-gram K=4",
     ]  # fmt: skip
-    assert found[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
-    assert found[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
-    assert (found[1].fingerprint, found[1].head) == (found[2].fingerprint, "peagle")
+    assert result[2].drafter == DrafterSpec(method="peagle", model=str(head()), num_speculative_tokens=4)
+    assert result[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
+    assert (result[1].fingerprint, result[1].head) == (result[2].fingerprint, "peagle")
 
 
 def test_a_head_of_another_method_is_refused(target, head):
@@ -85,8 +85,8 @@ def test_a_head_of_another_method_is_refused(target, head):
 
 def test_synthetic_acceptance_reaches_every_drafter(target, head):
     keys = {"methods": "none,peagle,ngram", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    found = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
-    assert [setup.drafter.synthetic_rates for setup in found if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
+    result = plan(target, GPU, **keys, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    assert [setup.drafter.synthetic_rates for setup in result if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
     with pytest.raises(ConfigError, match="has no value for n-gram K=2"):
         plan(target, GPU, **keys, synthetic_acceptance="peagle=2.5")
     with pytest.raises(ConfigError, match="crashes on a CPU with --synthetic-acceptance"):
@@ -101,8 +101,8 @@ def test_engine_size_and_prefix_caching(target):
 
 def test_token_slots_must_leave_room_for_prompts(target, head):
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2", "concurrency": "8"}
-    found = plan(target, **keys, max_num_batched_tokens=512)
-    assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in found.setups] == [512, 512]
+    result = plan(target, **keys, max_num_batched_tokens=512)
+    assert [engine_args(setup.spec, CPU)["max_num_batched_tokens"] for setup in result.setups] == [512, 512]
     with pytest.raises(ConfigError, match="max_num_batched_tokens 32 leaves no room for prompts"):
         plan(target, **keys, max_num_batched_tokens=32)
 
@@ -138,16 +138,16 @@ def test_engine_options_reach_engines_and_fingerprint(target, head):
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
     finer: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
     finer |= {"engine_args": {"block_size": 32}}
-    found = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
-    arguments = [engine_args(setup.spec, GPU) for setup in found.setups]
+    result = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
+    arguments = [engine_args(setup.spec, GPU) for setup in result.setups]
     assert [(argument["block_size"], argument["kv_cache_dtype"]) for argument in arguments] == [
         (32, "fp8"),
         (32, "fp8"),
     ]
-    assert found.setups[1].drafter is not None
-    assert found.setups[1].drafter.attention_backend == "FLASH_ATTN"
+    assert result.setups[1].drafter is not None
+    assert result.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
-    assert finer.items() <= found.fingerprint(dataset).items()
+    assert finer.items() <= result.fingerprint(dataset).items()
     assert not finer.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
 
 
@@ -157,10 +157,10 @@ def test_conflicting_engine_args_are_refused(target):
 
 
 def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch):
-    made = module.make_folder
+    original_make_folder = module.make_folder
 
     def make_folder(path):
-        made(path)
+        original_make_folder(path)
         if path.name != tmp_path.name:  # the other command is a moment faster
             write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "theirs"}})
 

@@ -29,8 +29,8 @@ def times(num_output_tokens, elapsed_s, decode_s):
 
 
 def test_request_times_by_hand():
-    one = times(11, elapsed_s=2.5, decode_s=2.0)
-    assert (one.ttft_s, one.tpot_s, one.tokens_per_s) == (0.5, 0.2, 4.4)
+    result = times(11, elapsed_s=2.5, decode_s=2.0)
+    assert (result.ttft_s, result.tpot_s, result.tokens_per_s) == (0.5, 0.2, 4.4)
     assert times(1, 0.5, 0.0).tpot_s is None
     assert (times(5, 1.0, None).ttft_s, times(5, 1.0, None).tpot_s) == (None, None)
 
@@ -64,10 +64,12 @@ def test_steps_by_hand():
 
 
 def test_pass_record_round_trip():
-    one = record(by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))})
-    again = PassRecord.from_dict(json.loads(json.dumps(one.to_dict())))
-    assert (again.requests, again.speculation) == (list(one.requests), one.speculation)
-    assert json.dumps(again.to_dict()) == json.dumps(one.to_dict())
+    original = record(
+        by_category={"maths": CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2))}
+    )
+    again = PassRecord.from_dict(json.loads(json.dumps(original.to_dict())))
+    assert (again.requests, again.speculation) == (list(original.requests), original.speculation)
+    assert json.dumps(again.to_dict()) == json.dumps(original.to_dict())
 
 
 def test_a_pass_without_responses_has_a_summary():
@@ -89,26 +91,26 @@ def made(*generations, drafted):
         drafted=drafted,
     )
     prompts = [BenchPrompt(token_ids=[1], category="a")] * len(generations)
-    one = Pass(setup=setup(), concurrency=1, repeat=0)
-    return make_record(one, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
+    bench_pass = Pass(setup=setup(), concurrency=1, repeat=0)
+    return make_record(bench_pass, prompts, loop, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 
 
 def test_drafts_per_request_have_priority():
     responses = [generation(drafts(2, 1, 0)), generation(drafts(3, 3, 2)), generation(None), None]
-    found = made(*responses, drafted=drafts(9, 9))
-    assert found.speculation == drafts(5, 4, 2)
-    assert (len(found.requests), found.num_refused, found.by_category["a"].num_responses) == (3, 1, 3)
+    result = made(*responses, drafted=drafts(9, 9))
+    assert result.speculation == drafts(5, 4, 2)
+    assert (len(result.requests), result.num_refused, result.by_category["a"].num_responses) == (3, 1, 3)
 
 
 def test_engine_counts_without_drafts_per_request():
-    found = made(generation(None), drafted=drafts(9, 4))
-    assert (found.speculation, found.by_category) == (drafts(9, 4), {})
+    result = made(generation(None), drafted=drafts(9, 4))
+    assert (result.speculation, result.by_category) == (drafts(9, 4), {})
     assert made(generation(None), drafted=None).speculation == SpeculationStats.empty()
 
 
 def test_responses_are_grouped_by_category():
     generations = [generation(drafts(2, 1)), None, generation(drafts(3, 3), 7), generation(drafts(1, 0))]
-    found = by_category(generations, ["b", "b", "a", None])
-    assert list(found) == [UNCATEGORISED, "a", "b"]
-    assert found["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
-    assert found["b"].num_responses == 1
+    result = by_category(generations, ["b", "b", "a", None])
+    assert list(result) == [UNCATEGORISED, "a", "b"]
+    assert result["a"] == CategoryResult(num_responses=1, num_output_tokens=7, speculation=drafts(3, 3))
+    assert result["b"].num_responses == 1

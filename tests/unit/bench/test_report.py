@@ -49,9 +49,9 @@ def test_an_unreachable_concurrency_is_refused():
     ],
 )
 def test_short_passes_have_a_warning(keys, num_prompts, few):
-    found = few_prompts(config(**keys), num_prompts)
-    assert bool(found) is bool(few)
-    assert all(f"requests per slot at {few}: " in note for note in found)
+    result = few_prompts(config(**keys), num_prompts)
+    assert bool(result) is bool(few)
+    assert all(f"requests per slot at {few}: " in note for note in result)
 
 
 def passes(**runners):
@@ -59,15 +59,15 @@ def passes(**runners):
 
 
 def test_different_model_runners_have_a_warning():
-    found = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
+    result = passes(none="V2", eagle3="V2", peagle="V1") + passes(none="V2", peagle="V1")
     for platform, chosen in (("cuda", None), ("cpu", "1")):
-        (note,) = model_runners(config(), platform, chosen, found)
+        (note,) = model_runners(config(), platform, chosen, result)
         assert "V1 ran P-EAGLE; V2 ran no speculation, EAGLE-3." in note
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in note
 
 
 @pytest.mark.parametrize(
-    ("keys", "platform", "chosen", "found", "is_told"),
+    ("keys", "platform", "chosen", "result", "is_told"),
     [
         ({}, "cuda", None, [], True),
         ({}, "cuda", None, passes(none=None, peagle="V1"), True),
@@ -77,8 +77,8 @@ def test_different_model_runners_have_a_warning():
         ({"methods": "peagle"}, "cuda", None, [], False),
     ],
 )
-def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, chosen, found, is_told):
-    notes = model_runners(config(**keys), platform, chosen, found)
+def test_unknown_model_runners_have_a_warning_on_gpus(keys, platform, chosen, result, is_told):
+    notes = model_runners(config(**keys), platform, chosen, result)
     assert [note[:35] for note in notes] == (["VLLM_USE_V2_MODEL_RUNNER is not set"] if is_told else [])
 
 
@@ -153,8 +153,8 @@ def test_ratio_range_over_common_repeats():
         ("ngram", 3): {1: 12.0},
     }
     cells = [
-        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in found.items()], usd_per_s=None)
-        for (m, k), found in speeds.items()
+        summarise([at_speed(m, k, 1, speed, repeat) for repeat, speed in result.items()], usd_per_s=None)
+        for (m, k), result in speeds.items()
     ]
     peagle, ngram = ratios(cells)
     assert peagle["by_concurrency"]["1"] == pytest.approx(20 / 11)

@@ -62,13 +62,13 @@ class Fake(FakeEngine):
 
 @pytest.fixture
 def run(target, head, tmp_path, write_jsonl):
-    def run(start, said=None, **keys):
+    def run(start, messages=None, **keys):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
             "methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = MeasurementListener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(messages if messages is not None else []).append)
         report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
@@ -129,30 +129,30 @@ def test_rounds_and_figures_of_a_benchmark(run):
 
 def test_a_stopped_benchmark_resumes(run, tmp_path):
     stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, said)
+        run(stopped, messages)
     assert all(engine.is_down for engine in stopped.engines)
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [(c["method"], c["concurrency"], c["repeats"]) for c in left["cells"]] == [
         ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
     ]  # fmt: skip
     assert (left["num_passes_left"], left["failed"]) == (9, {})
-    assert said[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
-    kept = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
-    assert sorted(name.split("-k")[1] for name in kept) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
+    assert messages[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
+    cells_before = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
+    assert sorted(name.split("-k")[1] for name in cells_before) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
     report = run(again)
     assert again.ks == [2, 4, 2, 0]
     assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 was left of it
-    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in kept.items())
+    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in cells_before.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
 
 
 def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     dying, again = Starter(dies_in_engine=1), Starter()
-    said: list[str] = []
-    report = run(dying, said)
+    messages: list[str] = []
+    report = run(dying, messages)
     assert dying.ks == [0, 2, 4, 0], "the engine that died is not started again in the second round"
     assert all(engine.is_down for engine in dying.engines)
     assert [(c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
@@ -160,8 +160,8 @@ def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     ]  # fmt: skip
     assert report["failed"] == {"P-EAGLE K=2": "the vLLM engine process died"}
     assert report["num_passes_left"] == 3
-    assert "  skipping P-EAGLE K=2: the vLLM engine process died" in said
-    assert "left" not in said[-1]
+    assert "  skipping P-EAGLE K=2: the vLLM engine process died" in messages
+    assert "left" not in messages[-1]
     words = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
     assert words in (tmp_path / "out" / "report.md").read_text()
     after = run(again)
@@ -235,20 +235,20 @@ def test_report_names_the_model_runners(run, tmp_path):
             engine.model_runner = "V1" if spec.drafter else "V2"
             return engine
 
-    said: list[str] = []
+    messages: list[str] = []
     report = run(OnRunners(), repeats=1)
     assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
     words = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
     assert words in (tmp_path / "out" / "report.md").read_text()
-    run(Starter(), said, repeats=1)
-    assert any(words in line for line in said)
+    run(Starter(), messages, repeats=1)
+    assert any(words in line for line in messages)
 
 
 def test_progress_has_the_remaining_time(run):
-    said: list[str] = []
-    run(Starter(), said)
-    assert "  12 passes in 5 engine starts; 0 already finished" in said
-    passes = [line for line in said if line.startswith("[")]
+    messages: list[str] = []
+    run(Starter(), messages)
+    assert "  12 passes in 5 engine starts; 0 already finished" in messages
+    passes = [line for line in messages if line.startswith("[")]
     assert [line.split("]")[0] for line in passes] == [f"[{n}/12" for n in range(1, 13)]
     assert "[1/12] no speculation, concurrency 1, repeat 1: " in passes[0]
     assert all("left" in line for line in passes[:-1])
@@ -257,11 +257,11 @@ def test_progress_has_the_remaining_time(run):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    found = Hardware(
+    result = Hardware(
         platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
         free_memory_gib=80, num_cpus=8,
     )  # fmt: skip
-    monkeypatch.setattr("peagle.hardware.detect", lambda: found)
+    monkeypatch.setattr("peagle.hardware.detect", lambda: result)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -292,6 +292,6 @@ def test_speeds_without_times_per_request(run):
             return replace(await super().generate(*args), speculation=None, ttft_s=None, latency_s=None)
 
     report = run(lambda spec, _: Older(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
-    (one, _) = report["cells"]
-    assert (one["acceptance_length"], one["ttft_s"], one["step_s"]) == (2.0, None, None)
-    assert one["output_tokens_per_s"] > 0
+    (cell, _) = report["cells"]
+    assert (cell["acceptance_length"], cell["ttft_s"], cell["step_s"]) == (2.0, None, None)
+    assert cell["output_tokens_per_s"] > 0

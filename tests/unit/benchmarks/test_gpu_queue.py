@@ -59,9 +59,9 @@ def test_other_items_measure_p_eagle_first(shapes):
 
 
 def test_trainings_fit_the_block():
-    found = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
-    assert list(found) == ["peagle-5", "peagle-3", "eagle3-1"]
-    for words in found.values():
+    result = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
+    assert list(result) == ["peagle-5", "peagle-3", "eagle3-1"]
+    for words in result.values():
         assert words[words.index("--time-budget-s") + 1] == "480"
         assert sum(word == "--prompts" for word in words) == 5
 
@@ -163,9 +163,9 @@ def test_speed_ups_are_next_to_the_published_ones(tmp_path, capsys):
 
 
 def test_vllm_has_the_timed_scopes():
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    source = (Path(found.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
+    result = importlib.util.find_spec("vllm")
+    assert result is not None
+    assert result.origin is not None
+    source = (Path(result.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
     for part in ("preprocess", "forward", "postprocess", "sample", "draft"):
         assert f'record_function_or_nullcontext("gpu_model_runner: {part}")' in source

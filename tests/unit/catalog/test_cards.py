@@ -65,9 +65,9 @@ CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7)
     ],
 )
 def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expected):
-    found = CARD.speculation_for(concurrency, platform)
-    assert found is not None
-    assert (found.method, found.num_speculative_tokens) == expected
+    result = CARD.speculation_for(concurrency, platform)
+    assert result is not None
+    assert (result.method, result.num_speculative_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def published():
     return [(card, table) for card in load_catalog() for table in card.published]
 
 
-@pytest.mark.parametrize(("card", "table"), published(), ids=lambda one: getattr(one, "dataset", ""))
+@pytest.mark.parametrize(("card", "table"), published(), ids=lambda value: getattr(value, "dataset", ""))
 def test_k_on_the_card_is_the_published_best(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         advice = card.speculation_for(concurrency, "cuda")
@@ -211,11 +211,11 @@ def test_gains_equal_the_published_ones():
 
 
 def test_jumpstart_deploys_the_head_with_k_of_3():
-    (one,) = load_catalog().get(QWEN).heads["peagle"].deployments
-    assert (one.num_speculative_tokens, one.instance_type) == (3, "ml.g7e.2xlarge")
-    assert "https://aws.amazon.com/blogs/" in one.source
+    (deployment,) = load_catalog().get(QWEN).heads["peagle"].deployments
+    assert (deployment.num_speculative_tokens, deployment.instance_type) == (3, "ml.g7e.2xlarge")
+    assert "https://aws.amazon.com/blogs/" in deployment.source
     with pytest.raises(ValidationError, match="source"):
-        Deployment.model_validate(one.model_dump(exclude={"source"}))
+        Deployment.model_validate(deployment.model_dump(exclude={"source"}))
 
 
 TABLE: dict[str, Any] = {

@@ -37,60 +37,60 @@ def files_of(folder):
 
 
 def test_a_folder_is_fetched_once(s3, model):
-    told = []
-    found = find_stored(URL)
-    assert found.fingerprint() == folder_fingerprint(model)
-    assert found.weights_bytes == 256_000 + 70_000
-    folder = fetch(found, weights=True, announce=told.append)
-    assert folder == peagle_home() / "fetched" / f"mine-{found.revision}"
+    calls = []
+    stored = find_stored(URL)
+    assert stored.fingerprint() == folder_fingerprint(model)
+    assert stored.weights_bytes == 256_000 + 70_000
+    folder = fetch(stored, weights=True, announce=calls.append)
+    assert folder == peagle_home() / "fetched" / f"mine-{stored.revision}"
     assert files_of(folder) == files_of(model)
-    assert told[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
-    assert told[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
+    assert calls[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
+    assert calls[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
     num_requests = len(s3.requests)
-    assert ensure_fetched(URL, found.revision, weights=True, announce=told.append) == folder
+    assert ensure_fetched(URL, stored.revision, weights=True, announce=calls.append) == folder
     assert len(s3.requests) == num_requests
 
 
 def test_missing_or_truncated_files_are_fetched_again(s3, model):
-    found = find_stored(URL)
-    folder = fetch(found, weights=True)
+    stored = find_stored(URL)
+    folder = fetch(stored, weights=True)
     (folder / "model-1.safetensors").unlink()
     (folder / "config.json").write_bytes(b"")
-    assert ensure_fetched(URL, found.revision, weights=True, announce=print) == folder
+    assert ensure_fetched(URL, stored.revision, weights=True, announce=print) == folder
     assert files_of(folder) == files_of(model)
 
 
 def test_the_tokenizer_does_not_wait_for_weights(s3, model):
-    found = find_stored(URL)
-    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    stored = find_stored(URL)
+    path = peagle_home() / "fetched" / f".mine-{stored.revision}.weights.lock"
     path.parent.mkdir(parents=True)
     with locked(path):
-        folder = ensure_fetched(URL, found.revision, weights=False, announce=print)
+        folder = ensure_fetched(URL, stored.revision, weights=False, announce=print)
     assert sorted(files_of(folder)) == ["config.json", "empty.txt", "model.safetensors.index.json"]
 
 
 def test_concurrent_processes_fetch_once(s3, model):
-    found = find_stored(URL)
-    told = []
-    path = peagle_home() / "fetched" / f".mine-{found.revision}.weights.lock"
+    stored = find_stored(URL)
+    calls = []
+    path = peagle_home() / "fetched" / f".mine-{stored.revision}.weights.lock"
     path.parent.mkdir(parents=True)
     waits = threading.Event()
 
     def announce(message):
-        told.append(message)
+        calls.append(message)
         waits.set()
 
     with locked(path):
-        other = threading.Thread(target=fetch, args=[found], kwargs={"weights": True, "announce": announce})
+        other = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
         other.start()
         assert waits.wait(10)
-        assert told == [f"{URL}: waiting for another process of this node that is fetching it"]
+        assert calls == [f"{URL}: waiting for another process of this node that is fetching it"]
         fetched._fetch(
-            found.at, list(found.files), other_folder := peagle_home() / "fetched" / f"mine-{found.revision}"
+            stored.at, list(stored.files), other_folder := peagle_home() / "fetched" / f"mine-{stored.revision}"
         )
         s3.requests.clear()
     other.join(10)
-    assert told[1:] == []
+    assert calls[1:] == []
     assert s3.requests == []
     assert files_of(other_folder) == files_of(model)
 
@@ -98,48 +98,48 @@ def test_concurrent_processes_fetch_once(s3, model):
 @pytest.mark.parametrize("left", [120_500, 100_000, 100, 0])
 def test_a_killed_fetch_resumes(s3, model, monkeypatch, left):
     monkeypatch.setattr(s3_folder, "_PIECE_BYTES", 50_000)
-    found = find_stored(URL)
-    folder = fetch(found)
-    file = next(file for file in found.files if file.name == "model-1.safetensors")
+    stored = find_stored(URL)
+    folder = fetch(stored)
+    file = next(file for file in stored.files if file.name == "model-1.safetensors")
     damaged = model.joinpath(file.name).read_bytes()[: left - left % 50_000] + bytes(left % 50_000)
     s3_folder.copy_path(file, folder).write_bytes(damaged)
     s3.requests.clear()
-    told = []
-    fetch(found, weights=True, announce=told.append)
+    calls = []
+    fetch(stored, weights=True, announce=calls.append)
     assert files_of(folder) == files_of(model)
     begun_at = max(0, left - 1) // 50_000
     assert s3.count("GET", "model-1.safetensors") == 6 - begun_at
-    assert "0.00 GB are already here" in told[0]
+    assert "0.00 GB are already here" in calls[0]
     assert not list(folder.glob("*.part"))
 
 
 def test_failed_requests_are_retried(s3, model):
-    found = find_stored(URL)
+    stored = find_stored(URL)
     for how in (500, "cut", "half"):
         s3.fail(how, method="GET", path=".safetensors")
-    assert files_of(fetch(found, weights=True)) == files_of(model)
+    assert files_of(fetch(stored, weights=True)) == files_of(model)
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
-    found = find_stored(URL)
+    stored = find_stored(URL)
     at = storage_path(URL) / "model-1.safetensors"
     if change == "replaced":
         write_atomic(at, b"y" * 256_000)
     else:
         at.unlink()
-    for ask in (found.fingerprint, lambda: fetch(found, weights=True)):
+    for ask in (stored.fingerprint, lambda: fetch(stored, weights=True)):
         with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
             ask()
     with pytest.raises(CatalogError, match=r"been replaced|missing files"):
-        ensure_fetched(URL, found.revision, weights=True, announce=print)
+        ensure_fetched(URL, stored.revision, weights=True, announce=print)
 
 
 def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
-    found = find_stored(URL)
+    stored = find_stored(URL)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))
     with pytest.raises(CapacityError, match=r"needs 0\.00 GB more, but only 0\.00 GB are free") as caught:
-        fetch(found, weights=True)
+        fetch(stored, weights=True)
     assert "PEAGLE_HOME" in caught.value.hint
 
 

@@ -106,10 +106,10 @@ def test_a_tokenizer_in_a_store_needs_no_weights(s3, target_with_chat_template):
 
 def test_fetched_model_has_the_weights(s3, target):
     upload(target, "models/mine")
-    told = []
-    model = fetched_model(resolve_model("s3://bucket/models/mine"), told.append)
+    calls = []
+    model = fetched_model(resolve_model("s3://bucket/models/mine"), calls.append)
     assert (model.revision, folder_fingerprint(Path(model.path))) == (None, model.fingerprint)
-    assert told
+    assert calls
     shutil.rmtree(model.path)
     local = resolve_model(str(target))
-    assert fetched_model(local, told.append) is local
+    assert fetched_model(local, calls.append) is local

@@ -69,9 +69,9 @@ UNKNOWN = (
 def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, notes):
     for name in names:
         write(name, b"x")
-    said = []
-    assert len(discover(str(tmp_path), input_format, announce=said.append)) == 1
-    assert [note.replace(str(tmp_path), "FOLDER") for note in said] == [f"input FOLDER: {note}" for note in notes]
+    messages = []
+    assert len(discover(str(tmp_path), input_format, announce=messages.append)) == 1
+    assert [note.replace(str(tmp_path), "FOLDER") for note in messages] == [f"input FOLDER: {note}" for note in notes]
 
 
 def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
@@ -214,9 +214,9 @@ def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
 def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
-    said = []
-    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=said.append)
-    assert said == [
+    messages = []
+    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=messages.append)
+    assert messages == [
         f"input s3://prompts/set: b.json {UNKNOWN}",
         "input s3://prompts/set: y=1/ ignored: subfolders need a glob such as 's3://prompts/set/**/*.parquet'",
     ]

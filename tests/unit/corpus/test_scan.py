@@ -95,10 +95,10 @@ def test_limit_within_a_file(tmp_path):
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
-    one = write_lines(tmp_path / "a.jsonl", [{"n": 1}])
+    first = write_lines(tmp_path / "a.jsonl", [{"n": 1}])
     same = write_lines(tmp_path / "b.jsonl", [{"n": 1}])
     other = write_lines(tmp_path / "c.jsonl", [{"n": 2}])
-    prints = [scan([file], 10, None)[2] for file in (one, same, other)]
+    prints = [scan([file], 10, None)[2] for file in (first, same, other)]
     assert prints[0] == prints[1] != prints[2]
 
 

@@ -44,8 +44,8 @@ def service(**options):
     return made(ROOT / "examples/serve.yaml", **options)
 
 
-def check(one):
-    jsonschema.validate(one, {"$ref": f"#/$defs/{one['kind']}", "$defs": CRDS["$defs"]})
+def check(resource):
+    jsonschema.validate(resource, {"$ref": f"#/$defs/{resource['kind']}", "$defs": CRDS["$defs"]})
 
 
 def test_objects_match_kuberay_schemas():
@@ -59,8 +59,8 @@ def pods(cluster):
 
 
 def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
-    config, one = job()
-    cluster = one["spec"]["rayClusterSpec"]
+    config, ray_job = job()
+    cluster = ray_job["spec"]["rayClusterSpec"]
     head, worker = pods(cluster)
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
     assert flags.load_file(GenerateConfig, tmp_path / "job.yaml") == flags.load_file(
@@ -72,7 +72,7 @@ def test_bulk_run_has_configuration_and_one_pod_per_machine(tmp_path):
     assert worker["containers"][0]["resources"]["limits"] == {"cpu": "172", "memory": "1740Gi", "nvidia.com/gpu": "8"}
     assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
     assert worker["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
-    assert one["spec"]["shutdownAfterJobFinishes"] is True
+    assert ray_job["spec"]["shutdownAfterJobFinishes"] is True
 
 
 def test_pods_have_shared_memory_volume_and_few_privileges():
@@ -93,9 +93,9 @@ def test_secrets_are_referenced_but_not_written(tmp_path):
         assert item["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
         assert pods(item)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
-    told = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
-    assert [command.split()[6] for command in told] == ["peagle-ray", "peagle-keys", "peagle-aws"]
-    assert all("-n team" in command for command in told)
+    secrets = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
+    assert [command.split()[6] for command in secrets] == ["peagle-ray", "peagle-keys", "peagle-aws"]
+    assert all("-n team" in command for command in secrets)
 
 
 @pytest.mark.parametrize(
@@ -139,27 +139,27 @@ def test_scheduled_run_writes_to_its_own_folder():
 
 
 def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
-    (one,) = service()
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(one["spec"]["serveConfigV2"]))
+    (ray_service,) = service()
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(ray_service["spec"]["serveConfigV2"]))
     (application,) = schema.applications
     config = ServeConfig(**application.args)
     assert [model.served_name for model in config.served] == ["coder", "coder-plain"]
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
-    head, worker = pods(one["spec"]["rayClusterConfig"])
+    head, worker = pods(ray_service["spec"]["rayClusterConfig"])
     assert "ports" not in head["containers"][0]  # else KubeRay's Service would have none of the others
     for spec in (head, worker):  # the ingress may land on any of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
-    group = one["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    group = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (group["minReplicas"], group["maxReplicas"]) == (4, 4)
     assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "15"]
     assert head["terminationGracePeriodSeconds"] > 15
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("instance_type: g7e.2xlarge\n", "the configuration has no keys"),
         ("instance_type: g7e.2xlarge\nkeys: k.json\ntls_cert: c\ntls_key: k\n", "the Ingress has the certificate"),
@@ -170,22 +170,22 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
         ("input: in.jsonl\noutput: s3://b/o\ninstance_type: g7e.2xlarge\n", "input in.jsonl: a local path"),
     ],
 )
-def test_local_paths_and_missing_keys_are_refused(tmp_path, text, said):
+def test_local_paths_and_missing_keys_are_refused(tmp_path, text, message):
     (tmp_path / "some.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         made(tmp_path / "some.yaml")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"retries": -1}, "must be 0 or more"),
         ({"time_zone": "Etc/UTC"}, "--time-zone requires --schedule"),
         ({"schedule": "nightly"}, "cron needs five fields"),
     ],
 )
-def test_invalid_options_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         job(**options)
     assert job(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="--schedule is for bulk runs"):

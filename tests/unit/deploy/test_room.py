@@ -12,9 +12,9 @@ MODEL = "qwen3-coder-30b-a3b-instruct"
 
 
 def offer(instance_type: str) -> Offer:
-    found = PriceTable.load().offer(instance_type)
-    assert found is not None
-    return found
+    result = PriceTable.load().offer(instance_type)
+    assert result is not None
+    return result
 
 
 def keys(**more: object) -> TargetOptions:

@@ -35,8 +35,8 @@ def test_cpu_engine_needs_its_own_machine():
 
 
 def test_machine_of_a_configuration(tmp_path):
-    found = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
-    assert (found.region, found.num_accelerators) == ("us-east-2", 8)
+    result = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
+    assert (result.region, result.num_accelerators) == ("us-east-2", 8)
     with pytest.raises(ConfigError, match="has no instance_type") as error:
         offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
@@ -74,10 +74,15 @@ def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile
         "input: s3://b/in\noutput: s3://b/out\nmax_tokens: 5\nengines: 3:9\ninstance_type: g7e.12xlarge\n"
         f"grace_s: 40\nprofile: {tmp_path / 'profile.yaml'}\n"
     )
-    found = read_workload(path, None, max_name_length=20)
-    assert (found.name, found.command, found.num_machines, found.grace_s) == ("peagle-my-run", "generate", (2, 5), 100)
-    assert (found.keys["max_num_seqs"], found.keys["max_tokens"]) == (4, 5)
-    assert {"top_k", "profile"}.isdisjoint(found.keys)
+    result = read_workload(path, None, max_name_length=20)
+    assert (result.name, result.command, result.num_machines, result.grace_s) == (
+        "peagle-my-run",
+        "generate",
+        (2, 5),
+        100,
+    )
+    assert (result.keys["max_num_seqs"], result.keys["max_tokens"]) == (4, 5)
+    assert {"top_k", "profile"}.isdisjoint(result.keys)
 
 
 def test_endpoint_has_machines_for_all_models(tmp_path):

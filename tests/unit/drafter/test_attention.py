@@ -97,10 +97,10 @@ def test_sequential_gradients_reach_earlier_depths(documents, form):
 def test_no_block_is_saved_for_the_gradient():
     rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         document_attention(None, query, key, value, parallel_plan([rows]))
-    assert sum(kept) == query.numel() + key.numel() + value.numel()
+    assert sum(saved) == query.numel() + key.numel() + value.numel()
 
 
 def test_sequential_attention_equals_one_full_mask(documents, form):

@@ -129,11 +129,11 @@ def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
     everything = range(len(samples))
     with torch.autocast("cpu", torch.bfloat16):
-        found = computed.documents(everything)
-    for one, other in zip(found, stored.documents(everything), strict=True):
+        result = computed.documents(everything)
+    for document, other in zip(result, stored.documents(everything), strict=True):
         for name in ("token_ids_T", "loss_mask_T", "aux_TAH", "last_TH"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
-            assert getattr(one, name).dtype == getattr(other, name).dtype
+            assert torch.equal(getattr(document, name), getattr(other, name))
+            assert getattr(document, name).dtype == getattr(other, name).dtype
     assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
 
 
@@ -221,8 +221,8 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path):
 
 def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
-    told = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
-    with full_disk(), pytest.raises(CapacityError, match=told):
+    message = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
+    with full_disk(), pytest.raises(CapacityError, match=message):
         writer.add(0, _shard(40_000))
     assert list(tmp_path.iterdir()) == []
 

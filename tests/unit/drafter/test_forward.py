@@ -214,13 +214,13 @@ def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
-    shape, held = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    shape, chunks = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
     at_once = drafted_tokens(head, store[1], 4)
     monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
-    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: held.append(len(logits)))
+    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunks.append(len(logits)))
     assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
-    assert max(held) == 7
+    assert max(chunks) == 7
 
 
 def test_docstring_example():

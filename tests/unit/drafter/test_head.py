@@ -231,7 +231,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
 
 
 @pytest.mark.parametrize(
-    ("model_type", "init", "said"),
+    ("model_type", "init", "message"),
     [
         ("mistral", "warm", []),
         ("qwen2", "warm", ["without their bias of q_proj, bias of k_proj, bias of v_proj"]),
@@ -246,11 +246,11 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
-def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, said):
+def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, message):
     folder, heard = foreign_target(model_type), []
     assert init_for(folder, read_architecture(folder), _SHAPE, heard.append) == init
-    assert len(heard) == len(said)
-    assert all(part in sentence for part, sentence in zip(said, heard, strict=True))
+    assert len(heard) == len(message)
+    assert all(part in sentence for part, sentence in zip(message, heard, strict=True))
 
 
 def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):

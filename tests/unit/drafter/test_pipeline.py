@@ -52,25 +52,25 @@ def _config(target, responses, output, **changes):
 
 
 @dataclass
-class Heard:
-    said: list[str] = field(default_factory=list)
+class RecordingListener:
+    messages: list[str] = field(default_factory=list)
     steps: list[TrainingProgress] = field(default_factory=list)
 
     @property
     def listener(self):
-        return Listener(say=self.said.append, step=self.steps.append)
+        return Listener(say=self.messages.append, step=self.steps.append)
 
 
 def test_from_responses_to_a_head_with_its_card(target_with_chat_template, responses, tmp_path):
-    heard = Heard()
+    heard = RecordingListener()
     result = train_head(_config(target_with_chat_template, responses, tmp_path / "out"), heard.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
-    assert any("overlaps humaneval: leak" in sentence for sentence in heard.said)
-    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in heard.said)
+    assert any("overlaps humaneval: leak" in sentence for sentence in heard.messages)
+    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in heard.messages)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -86,17 +86,17 @@ def test_vllm_loads_a_head_and_its_target(target_with_chat_template, responses, 
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
     monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: target_with_chat_template)
-    heard, upstream = Heard(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    heard, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
     train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
     head = str(tmp_path / "out" / "head")
     model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
     assert (model, tokenizer) == (upstream, upstream)
     assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
-    assert not any("--verifier" in sentence for sentence in heard.said)
+    assert not any("--verifier" in sentence for sentence in heard.messages)
 
 
 def test_a_stopped_training_resumes_without_extraction(target_with_chat_template, responses, tmp_path):
-    stopped = Heard()
+    stopped = RecordingListener()
     config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
@@ -104,7 +104,7 @@ def test_a_stopped_training_resumes_without_extraction(target_with_chat_template
     plot = tmp_path / "out" / "training" / "metrics.svg"
     assert "Training, 1 of" in plot.read_text()
 
-    resumed = Heard()
+    resumed = RecordingListener()
     result = train_head(config.model_copy(update={"time_budget_s": None}), resumed.listener)
     assert result["finished"]
     assert resumed.steps[0].step == len(stopped.steps) + 1 == 2
@@ -138,7 +138,10 @@ def _not_finite(*arguments, **named):
 
 
 def test_a_diverged_training_saves_its_last_checkpoint(target_with_chat_template, responses, tmp_path, monkeypatch):
-    config, head = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
+    config, head = (
+        _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9),
+        tmp_path / "out" / "head",
+    )
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
@@ -157,10 +160,10 @@ def test_a_diverged_training_saves_its_last_checkpoint(target_with_chat_template
 
 
 def test_on_the_fly_training_stores_nothing(target_with_chat_template, responses, tmp_path):
-    heard = Heard()
+    heard = RecordingListener()
     config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
-    assert any("computed in each pass instead of stored" in sentence for sentence in heard.said)
+    assert any("computed in each pass instead of stored" in sentence for sentence in heard.messages)
     assert not (tmp_path / "out" / "features").exists()
     assert train_head(config, heard.listener)["finished"] is False
     assert [step.step for step in heard.steps] == [1, 2]
@@ -197,9 +200,9 @@ def test_targets_of_other_architectures_get_heads_that_vllm_reads(
 ):
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-    target, heard = foreign_target(model_type), Heard()
+    target, heard = foreign_target(model_type), RecordingListener()
     assert train_head(_config(target, responses, tmp_path / "out"), heard.listener)["finished"]
-    assert sum("starts at random" in sentence for sentence in heard.said) == (start == "random start")
+    assert sum("starts at random" in sentence for sentence in heard.messages) == (start == "random start")
     assert heard.steps[-1].loss < heard.steps[0].loss
 
     folder = tmp_path / "out" / "head"

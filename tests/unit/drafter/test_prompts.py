@@ -131,9 +131,9 @@ def test_prose_excludes_markup_code_and_links(markup):
 
 def test_braces_in_text_are_kept():
     content = Content(group="topic", module="m", name="sets {a} and {text}", text="", held_out=False)
-    asked = [content.wording(0, index) for index in range(content.num_wordings)]
-    assert all("sets {a} and {text}" in text for _, text in asked)
-    assert {category for category, _ in asked} == {"explanation", "writing", "ideas"}
+    wordings = [content.wording(0, index) for index in range(content.num_wordings)]
+    assert all("sets {a} and {text}" in text for _, text in wordings)
+    assert {category for category, _ in wordings} == {"explanation", "writing", "ideas"}
 
 
 parted = partial(part_by_hash, text=lambda row: row["id"])

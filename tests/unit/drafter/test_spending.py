@@ -70,7 +70,7 @@ def test_unsaved_work_is_lost(tmp_path):
 
 
 def test_shards_are_recorded_when_stored(tmp_path):
-    clock, told = Clock(), list[tuple[int, int]]()
+    clock, calls = Clock(), list[tuple[int, int]]()
 
     def extract(job, progress):
         for done in (1, 2):
@@ -80,10 +80,10 @@ def test_shards_are_recorded_when_stored(tmp_path):
         raise OSError(job)
 
     with pytest.raises(OSError, match="the job"), attempt(tmp_path, clock) as spending:
-        spending.counting(extract)("the job", lambda done, total: told.append((done, total)))
+        spending.counting(extract)("the job", lambda done, total: calls.append((done, total)))
     whole = spent(tmp_path)
     assert (whole.attributed_usd, whole.lost_usd) == pytest.approx((6, 3))
-    assert told == [(1, 3), (2, 3)]
+    assert calls == [(1, 3), (2, 3)]
 
 
 def test_a_clock_set_back_counts_no_time_twice(tmp_path):
@@ -97,26 +97,26 @@ def test_a_clock_set_back_counts_no_time_twice(tmp_path):
     assert spent(tmp_path).attributed_usd == pytest.approx(10)
 
 
-def priced(tmp_path, said, **keys):
+def priced(tmp_path, message, **keys):
     config = TrainConfig(prompts=["stdlib"], output=tmp_path, **keys)
-    return training_spending(config, CPU, said.append, on_gpu=False, num_devices=4)._facts
+    return training_spending(config, CPU, message.append, on_gpu=False, num_devices=4)._facts
 
 
 def test_price_of_a_training(tmp_path):
-    said: list[str] = []
-    stated = priced(tmp_path, said, usd_per_hour=3.6, tags={"team": "x"})
+    messages: list[str] = []
+    stated = priced(tmp_path, messages, usd_per_hour=3.6, tags={"team": "x"})
     assert (stated.usd_per_device_s, stated.price_basis, stated.tags) == (0.00025, "stated", '{"team": "x"}')
-    assert priced(tmp_path, said).price_basis == "assumed"
-    assert said == []
+    assert priced(tmp_path, messages).price_basis == "assumed"
+    assert messages == []
     gpu = Hardware(
         platform="cuda", memory_gib=8, free_memory_gib=8, num_cpus=4, accelerator="Unheard", num_accelerators=1
     )
     config = TrainConfig(prompts=["stdlib"], output=tmp_path)
-    unknown = training_spending(config, gpu, said.append, on_gpu=True, num_devices=1)._facts
+    unknown = training_spending(config, gpu, messages.append, on_gpu=True, num_devices=1)._facts
     assert (unknown.usd_per_device_s, unknown.price_basis) == (0, "")
     with pytest.raises(PriceError, match=r"p5\.48xlarg"):
-        priced(tmp_path, said, instance_type="p5.48xlarg")
-    other = priced(tmp_path, said, instance_type="p5.48xlarge")
+        priced(tmp_path, messages, instance_type="p5.48xlarg")
+    other = priced(tmp_path, messages, instance_type="p5.48xlarge")
     assert other.usd_per_device_s == 0
-    assert "unknown" in said[0]
-    assert "per accelerator, but it runs on a vcpu" in said[1]
+    assert "unknown" in messages[0]
+    assert "per accelerator, but it runs on a vcpu" in messages[1]

@@ -179,7 +179,7 @@ def _changed(folder, target, **changes):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "expected"),
     [
         ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         (
@@ -192,9 +192,9 @@ def _changed(folder, target, **changes):
         ),
     ],
 )
-def test_rotary_embedding_of_a_head(tmp_path, target, given, kept):
+def test_rotary_embedding_of_a_head(tmp_path, target, given, expected):
     folder = _changed(tmp_path, target, rope_parameters=given)
-    assert read_architecture(folder).rope_parameters == kept
+    assert read_architecture(folder).rope_parameters == expected
 
 
 def test_multimodal_targets_are_read(tmp_path):

@@ -62,8 +62,8 @@ def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabu
         def broadcast_(self, tensors):
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
             with torch.no_grad():
-                for tensor, told in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
-                    tensor.copy_(told)
+                for tensor, parameter in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
+                    tensor.copy_(parameter)
 
     _train(head, store, tmp_path / "first")
     other = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, init="random"), vocabulary, seed=2)
@@ -149,8 +149,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, t
 def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     good = (tmp_path / "checkpoint.pt").read_bytes()
-    told = r"cannot be written: .*\n  free some space, then repeat the command to resume"
-    with full_disk(), pytest.raises(CapacityError, match=told):
+    message = r"cannot be written: .*\n  free some space, then repeat the command to resume"
+    with full_disk(), pytest.raises(CapacityError, match=message):
         _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
     assert _train(head, store, tmp_path).finished

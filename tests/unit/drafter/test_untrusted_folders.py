@@ -59,11 +59,11 @@ def test_code_in_a_target_is_not_executed(request, mark, kind, read):
     try:
         read(folder)
     except Exception as error:
-        said = str(error)
+        output = str(error)
     else:
-        said = ""
+        output = ""
     assert not mark.exists()
-    assert "[y/N]" not in said  # nor is anybody asked whether it may
+    assert "[y/N]" not in output  # nor is anybody asked whether it may
 
 
 def test_pickled_target_weights_are_refused(with_pickle, mark):

@@ -66,12 +66,12 @@ def ledger(tmp_path):
 
 def said(folder):
     """Return the results of all readers of a ledger."""
-    sessions = sorted(read_sessions(folder), key=lambda one: one.session_id)
+    sessions = sorted(read_sessions(folder), key=lambda read_session: read_session.session_id)
     return (
         sorted(record.request_id for record in RequestReader(folder).new()),
         read_work(folder),
         sessions,
-        sorted(SessionReader(folder).all(), key=lambda one: one.session_id),
+        sorted(SessionReader(folder).all(), key=lambda read_session: read_session.session_id),
         [
             session_at_time(folder, session, session.last_seen_at - seconds)
             for session in sessions
@@ -131,7 +131,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
         folder = copied(ledger, tmp_path_factory.mktemp("killed"))
         reader, work = RequestReader(folder), WorkReader(folder)
         first = next(reader.each())
-        assert sum(one.num_requests for _, one in work.new()) == 21
+        assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 21
         with monkeypatch.context() as patch:
             steps_of(patch, kill_at)
             with pytest.raises(Killed):
@@ -139,7 +139,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
         assert said(folder) == before, f"killed before step {kill_at}"
         assert sorted([first.request_id, *(record.request_id for record in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
-        assert sum(one.num_requests for _, one in work.new()) == 1
+        assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 1
         restarted = RequestReader(folder)
         assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
         assert [record.request_id for record in restarted.new()] == ["silent-99"]
@@ -157,11 +157,11 @@ def copied(ledger, folder):
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
     reader, work = RequestReader(ledger), WorkReader(ledger)
-    assert (len(reader.new()), sum(one.num_requests for _, one in work.new())) == (21, 21)
+    assert (len(reader.new()), sum(work_of_session.num_requests for _, work_of_session in work.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
     assert [record.request_id for record in reader.new()] == ["killed-20", "killed-21"]
-    assert sum(one.num_requests for _, one in work.new()) == 2
+    assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
     assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
     before = said(ledger)
@@ -188,7 +188,7 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
-    random, stop, found = Random(seed), threading.Event(), []
+    random, stop, result = Random(seed), threading.Event(), []
     reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
 
     def compact_often():
@@ -202,14 +202,18 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     thread.start()
     for number in range(12):
         write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
-        found += [record.request_id for record in reader.new()]
-        num_work += sum(one.num_requests for _, one in work.new())
+        result += [record.request_id for record in reader.new()]
+        num_work += sum(work_of_session.num_requests for _, work_of_session in work.new())
         assert len(read_sessions(tmp_path)) == number + 2
     stop.set()
     thread.join()
-    found += [record.request_id for record in reader.new()]
-    assert sorted(found) == sorted(record.request_id for record in RequestReader(tmp_path).new())
-    assert len(set(found)) == len(found) == num_work + sum(one.num_requests for _, one in work.new())
+    result += [record.request_id for record in reader.new()]
+    assert sorted(result) == sorted(record.request_id for record in RequestReader(tmp_path).new())
+    assert (
+        len(set(result))
+        == len(result)
+        == num_work + sum(work_of_session.num_requests for _, work_of_session in work.new())
+    )
 
 
 def test_a_ledger_on_s3(ledger, s3):

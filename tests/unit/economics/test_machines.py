@@ -12,10 +12,10 @@ def named(accelerator=None, **keys):
 
 
 def test_instance_type_determines_hardware_and_price():
-    found = named(instance_type="p5.48xlarge")
-    assert (found.platform, found.accelerator, found.num_accelerators) == ("cuda", "H100 80GB HBM3", 8)
-    assert (found.compute_capability, found.num_cpus, round(found.memory_gib)) == ((9, 0), 192, 80)
-    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), found)
+    result = named(instance_type="p5.48xlarge")
+    assert (result.platform, result.accelerator, result.num_accelerators) == ("cuda", "H100 80GB HBM3", 8)
+    assert (result.compute_capability, result.num_cpus, round(result.memory_gib)) == ((9, 0), 192, 80)
+    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), result)
     assert (price.num_devices, price.basis) == (8, "stated")
 
 
@@ -23,8 +23,8 @@ def test_instance_type_determines_hardware_and_price():
 def test_without_an_accelerator_it_is_this_machine(keys):
     assert named(**keys) is None
     assert named("any", **keys) is None
-    found, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
-    assert (found.num_cpus, is_here) == (hardware.detect().num_cpus, True)
+    result, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
+    assert (result.num_cpus, is_here) == (hardware.detect().num_cpus, True)
 
 
 OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}

@@ -54,14 +54,14 @@ def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
     write(tmp_path)
     read_slowly = []
     monkeypatch.setattr(request_work, "_work_of", lambda request: read_slowly.append(request))
-    found = read_work(tmp_path)
+    result = read_work(tmp_path)
     assert read_slowly == []
     monkeypatch.undo()
     expected = line_by_line(tmp_path, monkeypatch)
-    assert found.keys() == expected.keys()
-    for whose, work in found.items():
+    assert result.keys() == expected.keys()
+    for whose, work in result.items():
         assert asdict(work) == pytest.approx(asdict(expected[whose]))
-    assert found[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
+    assert result[SpendingGroup(0, "s0", "k0", "m", None, "{}")] == Work(
         num_requests=1,
         num_prompt_tokens=100,
         num_output_tokens=41,
@@ -85,8 +85,8 @@ def test_columns_equal_lines(tmp_path, monkeypatch, caplog):
 def test_invalid_lines_are_skipped_and_logged(tmp_path, monkeypatch, caplog, line):
     write(tmp_path, [line])
     with caplog.at_level(logging.ERROR):
-        found = read_work(tmp_path)
-    assert sum(work.num_requests for work in found.values()) == 40
+        result = read_work(tmp_path)
+    assert sum(work.num_requests for work in result.values()) == 40
     assert "skipped an invalid line" in caplog.text
 
 

@@ -65,20 +65,20 @@ def test_savings_without_a_drafter():
     ids=["nothing measured", "how many at once is not known", "no busy seconds", "drafts are not told"],
 )
 def test_savings_without_data_are_unknown(work, baseline):
-    found = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
-    assert found["speculation"]["usd"] is None
-    assert found["prompt_usd"] is found["generation_usd"] is None
-    assert found["speculation"]["unknown_usd"] == found["unsplit_usd"] == 0.12
+    result = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
+    assert result["speculation"]["usd"] is None
+    assert result["prompt_usd"] is result["generation_usd"] is None
+    assert result["speculation"]["unknown_usd"] == result["unsplit_usd"] == 0.12
 
 
 def test_spot_savings_by_hand():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
-    found = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
-    assert found["spot_usd"] == 10.0
-    assert found["on_demand_usd"] == pytest.approx(9.0 * ratio)
-    assert found["usd"] == pytest.approx(9.0 * ratio - 10.0)
+    result = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
+    assert result["spot_usd"] == 10.0
+    assert result["on_demand_usd"] == pytest.approx(9.0 * ratio)
+    assert result["usd"] == pytest.approx(9.0 * ratio - 10.0)
 
 
 def test_spot_savings_without_an_on_demand_price():

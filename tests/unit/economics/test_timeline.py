@@ -25,8 +25,8 @@ def made(units, sessions):
 
 
 def test_states_of_an_engine_over_time():
-    _, found = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
-    (engine,) = found["engines"]
+    _, result = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
+    (engine,) = result["engines"]
     # 35 of the 50 busy seconds are committed; the last 15 are lost.
     assert engine["spans"] == [
         ("load", 0.0, 20.0), ("compile", 20.0, 30.0), ("busy", 30.0, 60.0), ("idle", 60.0, 85.0), ("lost", 85.0, 100.0),
@@ -36,38 +36,38 @@ def test_states_of_an_engine_over_time():
 
 def test_timeline_adds_up_to_the_account():
     units = [unit("a", 1030, 1080, tokens=500), unit("b", 1035, 1035, tokens=7)]
-    total, found = made(units, [session(), session("b", 1, at=1005)])
-    made_tokens = sum(found["tokens_per_s"]) * found["step_s"]
+    total, result = made(units, [session(), session("b", 1, at=1005)])
+    made_tokens = sum(result["tokens_per_s"]) * result["step_s"]
     assert made_tokens == pytest.approx(total.num_output_tokens, abs=0.1)
-    assert found["usd"][-1] == pytest.approx(total.total_usd)
-    assert found["usd"] == sorted(found["usd"])
-    assert len(found["usd"]) == len(found["tokens_per_s"]) == NUM_STEPS
+    assert result["usd"][-1] == pytest.approx(total.total_usd)
+    assert result["usd"] == sorted(result["usd"])
+    assert len(result["usd"]) == len(result["tokens_per_s"]) == NUM_STEPS
 
 
 def test_pauses_are_cut_out():
     units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
-    _, found = made(units, [session(), session("b", at=9000)])
-    assert found["total_s"] == 200.0
-    assert found["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
-    (engine,) = found["engines"]
+    _, result = made(units, [session(), session("b", at=9000)])
+    assert result["total_s"] == 200.0
+    assert result["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
+    (engine,) = result["engines"]
     assert engine["num_starts"] == 2
     assert [span[1] for span in engine["spans"] if span[0] == "load"] == [0.0, 100.0]
 
 
 def test_a_killed_engine_lives_until_its_last_unit():
     units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in the order of their numbers
-    _, found = made(units, [session(busy=10, idle=0, ended=False)])
-    assert found["total_s"] == 150.0
-    assert found["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
+    _, result = made(units, [session(busy=10, idle=0, ended=False)])
+    assert result["total_s"] == 150.0
+    assert result["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
 
 
 def test_timeline_size_is_bounded():
     engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
     units = [unit(item.session_id, 1030 + 7 * n, 1035 + 7 * n) for item in engines for n in range(1000)]
-    _, found = made(units, engines)
-    assert found["num_engines"] == 2 * MAX_ENGINES
-    assert len(found["engines"]) == MAX_ENGINES
-    assert max(len(engine["spans"]) for engine in found["engines"]) <= 500
+    _, result = made(units, engines)
+    assert result["num_engines"] == 2 * MAX_ENGINES
+    assert len(result["engines"]) == MAX_ENGINES
+    assert max(len(engine["spans"]) for engine in result["engines"]) <= 500
 
 
 def test_timeline_without_engines():

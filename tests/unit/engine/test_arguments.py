@@ -258,10 +258,10 @@ def test_dynamic_k_is_refused(extra: dict[str, object]) -> None:
 
 
 def test_all_arguments_exist_in_vllm() -> None:
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    result = importlib.util.find_spec("vllm")
+    if result is None or result.origin is None:
         pytest.skip("vLLM is not installed")
-    source = ast.parse((Path(found.origin).parent / "engine/arg_utils.py").read_text())
+    source = ast.parse((Path(result.origin).parent / "engine/arg_utils.py").read_text())
     engine = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)

@@ -104,8 +104,8 @@ def test_no_safe_folder_is_an_error(place: Path) -> None:
 
 def test_fallback_folder(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (place / "file").touch()
-    found = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
-    assert not found["VLLM_CACHE_ROOT"].startswith(str(place))
+    result = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
+    assert not result["VLLM_CACHE_ROOT"].startswith(str(place))
     assert "Not a directory" in capfd.readouterr().err
 
 

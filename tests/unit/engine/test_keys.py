@@ -88,8 +88,8 @@ def test_arguments_become_spec_fields() -> None:
 
 def test_head_has_its_own_cache_and_attention() -> None:
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
-    found = drafter_with(HEAD, keys, GPU)
-    assert (found.kv_cache_precision, found.attention_backend) == ("bf16", "FLASH_ATTN")
+    result = drafter_with(HEAD, keys, GPU)
+    assert (result.kv_cache_precision, result.attention_backend) == ("bf16", "FLASH_ATTN")
     assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 

@@ -27,9 +27,9 @@ def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tupl
             )
             for behind in range(1, len(tokens) + 1)
         }  # of the last tokens, how many agree with those before each place
-        found = [behind for behind, length in lengths.items() if length == max(lengths.values())]
-        if found and lengths[found[-1]] >= min_ngram:
-            for behind in range(found[-1], found[-1] + len(drafts) - num_head):
+        result = [behind for behind, length in lengths.items() if length == max(lengths.values())]
+        if result and lengths[result[-1]] >= min_ngram:
+            for behind in range(result[-1], result[-1] + len(drafts) - num_head):
                 text.append(text[behind])
             return text[len(tokens) :], num_head
         text.append(drafts[num_head])
@@ -44,9 +44,9 @@ def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
         # Too few tokens for more candidates than are compared.
         tokens = [chance.randrange(4) for _ in range(chance.randrange(14))]
         drafts = [chance.randrange(4) for _ in range(chance.randrange(7))]
-        found = lookup_of(tokens, min_ngram).redraft(drafts)
-        assert found == slowly(tokens, drafts, min_ngram)
-        num_copied += found[1] < len(drafts)
+        result = lookup_of(tokens, min_ngram).redraft(drafts)
+        assert result == slowly(tokens, drafts, min_ngram)
+        num_copied += result[1] < len(drafts)
     assert num_copied > 20
 
 

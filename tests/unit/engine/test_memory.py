@@ -242,11 +242,11 @@ def test_global_layers_with_other_heads() -> None:
 def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:
     """Without it vLLM refused contexts that we had advised, for want of one block."""
     spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
-    found = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
-    assert found * GIB == pytest.approx((63 + 1) * 16 * 23_040)
-    check_capacity(replace(spec, kv_cache_gib=found), gpu())
+    result = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
+    assert result * GIB == pytest.approx((63 + 1) * 16 * 23_040)
+    check_capacity(replace(spec, kv_cache_gib=result), gpu())
     with pytest.raises(CapacityError):
-        check_capacity(replace(spec, kv_cache_gib=found - 16 * 23_040 / GIB), gpu())
+        check_capacity(replace(spec, kv_cache_gib=result - 16 * 23_040 / GIB), gpu())
 
 
 def test_small_gpu_lists_what_fits(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
     ],
 )
 def test_values_follow_awss_rules(text: str, value: object) -> None:
-    found = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
-    assert found == ({} if value is None else {"some_argument": value})
+    result = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
+    assert result == ({} if value is None else {"some_argument": value})
 
 
 def test_jumpstart_variables_make_an_endpoint() -> None:

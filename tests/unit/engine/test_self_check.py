@@ -58,19 +58,24 @@ def check(engine: Any, spec: EngineSpec = DRAFTING, limit_s: float = LIMIT_S) ->
 
 
 def test_argmax_and_ties_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    found = check(Engine(0.0, 0.25, 0.0))
-    assert (found.outcome, found.num_tokens, found.num_ties, found.largest_margin) == ("passed", NUM_TOKENS, 1, 0.25)
-    require_passed(found)
+    result = check(Engine(0.0, 0.25, 0.0))
+    assert (result.outcome, result.num_tokens, result.num_ties, result.largest_margin) == (
+        "passed",
+        NUM_TOKENS,
+        1,
+        0.25,
+    )
+    require_passed(result)
     assert "self-check passed: 32 tokens, 1 ties" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("margin", [0.26, 8.0, math.inf, math.nan])
 def test_one_wrong_token_fails(margin: float) -> None:
-    found = check(Engine(0.0, 0.0, margin, 0.0))
-    assert found.outcome == "failed"
-    assert "token 2 of its greedy answer is ' a' (log-probability " in found.seen
-    assert "without a drafter the target prefers ' b' (-1.000); 1 of 32 tokens differ" in found.seen
-    json.dumps(found.to_dict(), allow_nan=False)
+    result = check(Engine(0.0, 0.0, margin, 0.0))
+    assert result.outcome == "failed"
+    assert "token 2 of its greedy answer is ' a' (log-probability " in result.seen
+    assert "without a drafter the target prefers ' b' (-1.000); 1 of 32 tokens differ" in result.seen
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_tolerance_is_the_audits() -> None:
@@ -108,17 +113,17 @@ def test_sampled_request_runs_in_the_same_batch() -> None:
     engine, alone = Engine(), Engine()
     check(engine)
     check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
-    assert [asked[1:] for asked in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
-    assert [asked[1:] for asked in alone.asked] == [(NUM_TOKENS, 0.0)]
+    assert [call[1:] for call in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
+    assert [call[1:] for call in alone.asked] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(2, 0), (3, 1), (8, 3), (40, 21), (64, NUM_TOKENS)])
 def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) -> None:
     engine = Engine(max_model_len=max_model_len)
-    found = check(engine)
-    assert found.num_tokens == num_tokens
-    assert found.outcome == ("passed" if num_tokens else "skipped")
+    result = check(engine)
+    assert result.num_tokens == num_tokens
+    assert result.outcome == ("passed" if num_tokens else "skipped")
     assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
 
 
@@ -133,9 +138,9 @@ def test_empty_answer_is_an_error() -> None:
 
 def test_synthetic_acceptance_is_skipped() -> None:
     lot = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
-    found = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
-    assert found.outcome == "skipped"
-    require_passed(found)
+    result = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
+    assert result.outcome == "skipped"
+    require_passed(result)
 
 
 def test_engine_without_logprobs_is_skipped() -> None:
@@ -163,5 +168,5 @@ def test_fake_engine_passes_unless_wrong() -> None:
 
 
 def test_outcomes_are_counted() -> None:
-    kept = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
-    assert counted([*kept, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}
+    records = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
+    assert counted([*records, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}

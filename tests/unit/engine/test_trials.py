@@ -180,11 +180,11 @@ def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
 
 
 def test_refusals_expire(monkeypatch):
-    outcomes, asked, now = ["slow", "ok"], [], [0.0]
+    outcomes, calls, now = ["slow", "ok"], [], [0.0]
 
     class Process:
         def ask(self, about):
-            asked.append(about["spec"])
+            calls.append(about["spec"])
             return {"outcome": outcomes.pop(0)}
 
         def close(self):
@@ -203,16 +203,16 @@ def test_refusals_expire(monkeypatch):
             await trials.require(constraint(regex="a"))
 
     asyncio.run(scene())
-    assert asked == ["a", "a"]
+    assert calls == ["a", "a"]
     trials.close()
 
 
 def test_slow_grammars_delay_only_their_requester(monkeypatch):
-    asked, now = [], [0.0]
+    calls, now = [], [0.0]
 
     class Process:
         def ask(self, about):
-            asked.append(about["spec"])
+            calls.append(about["spec"])
             return {"outcome": "slow" if about["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
 
         def close(self):
@@ -237,7 +237,7 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
         assert await outcome("mallory", "slow 9") is TrialRefused
 
     asyncio.run(scene())
-    assert len(asked) == 25
+    assert len(calls) == 25
     trials.close()
 
 
@@ -247,8 +247,8 @@ class Slow:
     def __init__(self):
         self.asked, self.may = [], None
 
-    def ask(self, asked):
-        self.asked.append(asked["spec"])
+    def ask(self, constraint):
+        self.asked.append(constraint["spec"])
         while not self.may.is_set():
             time.sleep(0.005)
         return {"outcome": "ok"}
@@ -310,10 +310,10 @@ def test_disconnected_client_keeps_its_trial(monkeypatch):
     async def scene():
         num_busy = 0
         for index in range(30):
-            one = asyncio.create_task(asks(trials, "mallory", f"m{index}"))
+            disconnected = asyncio.create_task(asks(trials, "mallory", f"m{index}"))
             await asyncio.sleep(0.01)
-            num_busy += one.done() and isinstance(one.exception(), TrialsBusy)
-            one.cancel()
+            num_busy += disconnected.done() and isinstance(disconnected.exception(), TrialsBusy)
+            disconnected.cancel()
         slow.may.set()
         await asyncio.sleep(0.2)
         return num_busy
@@ -377,7 +377,7 @@ def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, statu
 
     taken = []
 
-    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda asked: {"outcome": outcome}))
+    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda sent: {"outcome": outcome}))
     client = Client(taken)
     guard_engine(client, Trials(vocabulary))
 

@@ -30,8 +30,8 @@ def by_position(*values: int) -> Any:
 def test_counters_of_ranks_add_up() -> None:
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
     others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
-    found = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
-    assert found == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
+    result = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
+    assert result == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
 def test_no_draft_counters() -> None:
@@ -214,16 +214,16 @@ def test_kill_ends_all_processes():
 
 
 def test_batch_rows_have_low_priority_and_the_keys_salt():
-    asked = []
+    calls = []
 
     class Answering:
         async def generate(self, prompt, params, request_id, priority):
-            asked.append((prompt, request_id, priority))
+            calls.append((prompt, request_id, priority))
             yield output_of(completion([1, 2]))
 
     prompt = {"prompt_token_ids": [1], "cache_salt": "s"}
     answer = asyncio.run(generate(Answering(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
-    assert (asked, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
+    assert (calls, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])

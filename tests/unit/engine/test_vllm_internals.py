@@ -40,9 +40,9 @@ def test_vocabulary(embedded_target: Path) -> None:
         model_config=SimpleNamespace(get_vocab_size=lambda: 49_152),
         speculative_config=None,
     )
-    found = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
-    assert found.vocab_size == 49_152
-    assert found.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
+    result = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
+    assert result.vocab_size == 49_152
+    assert result.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
 
 
 def test_vllm_still_compiles_schemas_without_a_limit() -> None:
@@ -106,9 +106,9 @@ def test_root_cause_of_a_failed_start() -> None:
 def test_root_cause_with_time_limit() -> None:
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
     late = EngineError("the engine did not start within 5 s", hint="h")
-    told = with_root_cause(late, log)
-    assert told.message == "the engine did not start within 5 s: ValueError: no route to the hub"
-    assert told.hint == "h"
+    error = with_root_cause(late, log)
+    assert error.message == "the engine did not start within 5 s: ValueError: no route to the hub"
+    assert error.hint == "h"
 
 
 def test_vllm_log_line_format() -> None:

@@ -314,6 +314,6 @@ def test_engine_with_drafter_has_both_processors(skipping: Any) -> None:
             "LogitBiasLogitsProcessor",
         ]
         assert [type(built_in).__name__ for built_in in built.argmax_invariant] == ["MinPLogitsProcessor"]
-        config.speculative_config, kept = None, config.speculative_config
+        config.speculative_config, original_config = None, config.speculative_config
         assert len(list(build(config, torch.device("cpu"), False, False, ()).all)) == 1
-        config.speculative_config = kept
+        config.speculative_config = original_config

@@ -39,15 +39,15 @@ class Scheduler:
 
 
 def config_of(**other: Any) -> SimpleNamespace:
-    found = {
+    config = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **other,
     }  # fmt: skip
-    speculation = SimpleNamespace(**{name: found[name] for name in ("draft_sample_method", "rejection_sample_method")})
+    speculation = SimpleNamespace(**{name: config[name] for name in ("draft_sample_method", "rejection_sample_method")})
     return SimpleNamespace(
         speculative_config=speculation,
-        scheduler_config=SimpleNamespace(async_scheduling=found["is_async"]),
-        use_v2_model_runner=found["use_v2_model_runner"],
+        scheduler_config=SimpleNamespace(async_scheduling=config["is_async"]),
+        use_v2_model_runner=config["use_v2_model_runner"],
     )
 
 

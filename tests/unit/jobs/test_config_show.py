@@ -19,7 +19,7 @@ def job(tmp_path, target_with_chat_template):
 def shown(capsys):
     def shown(*argv):
         assert cli.run(["config", "show", *map(str, argv), "--json", "-"]) == 0
-        return {name: (one["value"], one["from"]) for name, one in json.loads(capsys.readouterr().out).items()}
+        return {name: (entry["value"], entry["from"]) for name, entry in json.loads(capsys.readouterr().out).items()}
 
     return shown
 
@@ -27,35 +27,35 @@ def shown(capsys):
 def test_values_have_origins(job, shown, monkeypatch):
     monkeypatch.setenv("PEAGLE_TOP_K", "3")
     monkeypatch.setenv("PEAGLE_SEED", "4")
-    found = shown(job, "--max-tokens", "9", "--engines", "2")
-    assert found["max_tokens"] == (9, "flag")
-    assert found["engines"] == ("2", "flag")
-    assert found["top_k"] == (3, "environment, PEAGLE_TOP_K")
-    assert found["output"] == (str(Path("runs/a").absolute()), str(job))
-    assert found["temperature"] == (0.0, "default")
-    assert found["max_num_seqs"] == (8, "default on cpu")
-    assert found["precision"][1].startswith("detected: ")
-    assert found["drafter"][1].startswith("catalog: ")
-    assert found["instance_type"] == ("c7a.large", "assumed")
+    values = shown(job, "--max-tokens", "9", "--engines", "2")
+    assert values["max_tokens"] == (9, "flag")
+    assert values["engines"] == ("2", "flag")
+    assert values["top_k"] == (3, "environment, PEAGLE_TOP_K")
+    assert values["output"] == (str(Path("runs/a").absolute()), str(job))
+    assert values["temperature"] == (0.0, "default")
+    assert values["max_num_seqs"] == (8, "default on cpu")
+    assert values["precision"][1].startswith("detected: ")
+    assert values["drafter"][1].startswith("catalog: ")
+    assert values["instance_type"] == ("c7a.large", "assumed")
 
 
 def test_origin_of_profile_keys(shown, tmp_path, embedded_target, profile):  # noqa: F811
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "serve.yaml"
     path.write_text(f"profile: {tmp_path / 'profile.yaml'}\n")
-    found = shown(path)
-    assert found["max_num_seqs"][1] == f"profile {tmp_path / 'profile.yaml'}"
-    assert found["profile"][1] == str(path)
-    assert found["max_replicas"] == (1, "default")
+    values = shown(path)
+    assert values["max_num_seqs"][1] == f"profile {tmp_path / 'profile.yaml'}"
+    assert values["profile"][1] == str(path)
+    assert values["max_replicas"] == (1, "default")
 
 
 def test_endpoint_configuration_with_several_models(shown, tmp_path, target_with_chat_template):
     path = tmp_path / "serve.yaml"
     path.write_text(f"model: {target_with_chat_template}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
-    found = shown(path)
-    assert found["a.max_num_seqs"] == (8, "default on cpu")
-    assert "b.max_num_seqs" not in found
-    assert [model["name"] for model in found["models"][0]] == ["a", "b"]
+    values = shown(path)
+    assert values["a.max_num_seqs"] == (8, "default on cpu")
+    assert "b.max_num_seqs" not in values
+    assert [model["name"] for model in values["models"][0]] == ["a", "b"]
 
 
 def test_invalid_configuration_is_refused(tmp_path, capsys):

@@ -27,10 +27,10 @@ def test_closed_pipe_ends_command_silently(argv, unbuffered):
         [*PEAGLE, *argv], stdout=writes, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
     ) as process:
         os.close(writes)
-        _, told = process.communicate(timeout=120)
+        _, error_text = process.communicate(timeout=120)
     assert process.returncode in (0, SIGPIPE_CODE)
-    assert b"roken" not in told
-    assert told == b"" or "--json" in argv  # what people read is then on standard error
+    assert b"roken" not in error_text
+    assert error_text == b"" or "--json" in argv  # what people read is then on standard error
 
 
 def test_pipe_into_head():

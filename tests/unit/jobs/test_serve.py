@@ -60,8 +60,8 @@ def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
     from ray import serve
     from ray.serve import context
 
-    there = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
-    client = SimpleNamespace(http_config=there)
+    server_address = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    client = SimpleNamespace(http_config=server_address)
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(context, "_get_global_client", lambda: client)
 
@@ -104,10 +104,10 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     from pipelines.online import app
 
     calls = []
-    there = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
+    existing = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
     monkeypatch.setattr(app, "bind", lambda *_: None)
     listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
-    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": there, "another": there}))
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": existing, "another": existing}))
     for name in ("run", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
     with pytest.raises(ConfigError, match=rf"an application `peagle` \({status}\)") if is_refused else nullcontext():
@@ -128,21 +128,21 @@ def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
 
 
 @pytest.mark.parametrize(
-    ("there", "wanted", "how"),
+    ("running", "wanted", "how"),
     [
         ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "with the certificate /c.pem"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
     ],
 )
-def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, there, wanted, how):
+def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, wanted, how):
     """Otherwise keys would be sent in plain text in spite of --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    listens_at(monkeypatch, "127.0.0.1", 8000, **there)
+    listens_at(monkeypatch, "127.0.0.1", 8000, **running)
     with pytest.raises(ConfigError, match=f"{how}"):
         _deploy(ServeConfig(state=tmp_path, **wanted), None, [], is_remote=True)
 

@@ -66,11 +66,11 @@ def test_failed_start_is_stopped(started, error, code):
 
 def test_up_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    one = SimpleNamespace(
+    endpoint = SimpleNamespace(
         name="m", status=lambda: "up", url="http://x/v1", started_at=0.0, usd=lambda: 1.5, log=tmp_path, state=tmp_path
     )
-    other = SimpleNamespace(**{**vars(one), "name": "n", "status": lambda: "starting", "usd": lambda: None})
-    monkeypatch.setattr(background, "endpoints", lambda: [one, other])
+    other = SimpleNamespace(**{**vars(endpoint), "name": "n", "status": lambda: "starting", "usd": lambda: None})
+    monkeypatch.setattr(background, "endpoints", lambda: [endpoint, other])
     assert cli.run(["up", "--list"]) == 0
     _, first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:3] == ["m", "up", "http://x/v1"]
@@ -80,15 +80,15 @@ def test_up_list(monkeypatch, capsys, tmp_path):
 
 def test_down(monkeypatch, capsys, tmp_path):
     ended = []
-    one = SimpleNamespace(
+    endpoint = SimpleNamespace(
         name="m", status=lambda: "ended", url="u", started_at=0.0, usd=lambda: 0.25, log=tmp_path, state=tmp_path,
         process=lambda: None if ended else 1,
     )  # fmt: skip
-    monkeypatch.setattr(background, "find", lambda name: one)
+    monkeypatch.setattr(background, "find", lambda name: endpoint)
     monkeypatch.setattr(background, "end", ended.append)
     assert cli.run(["down", "m"]) == 0
-    assert ended == [one]
+    assert ended == [endpoint]
     assert "m has stopped; its engines cost $0.250" in capsys.readouterr().out
     assert cli.run(["down"]) == 0
     assert "m has already stopped" in capsys.readouterr().out
-    assert ended == [one]
+    assert ended == [endpoint]

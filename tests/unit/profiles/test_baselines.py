@@ -22,21 +22,21 @@ def test_baseline_of_cells_by_concurrency(cells):
         for cell in cells
         if (cell.method, cell.concurrency) != ("none", 1)
     ]
-    found = baseline_of_cells(timed, "peagle", 3, "here")
-    assert found is not None
-    assert [step.concurrency for step in found.steps] == [4, 16]
-    assert [step.break_even for step in found.steps] == [2.0, 2.0]
-    assert [step.error for step in found.steps] == pytest.approx([0.04, 0.04])
+    result = baseline_of_cells(timed, "peagle", 3, "here")
+    assert result is not None
+    assert [step.concurrency for step in result.steps] == [4, 16]
+    assert [step.break_even for step in result.steps] == [2.0, 2.0]
+    assert [step.error for step in result.steps] == pytest.approx([0.04, 0.04])
     assert baseline_of_cells(timed, "eagle3", 3, "here") is None
 
 
 def test_baseline_of_a_table_equals_its_benchmark():
     (table,) = load_catalog().get("smollm2-135m").steps
-    found, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
-    assert found is not None
+    result, measured = baseline_of_table(table, "eagle3", 3), read_benchmark(MEASURED).baseline(session())
+    assert result is not None
     assert measured is not None
-    assert {step.concurrency: step.break_even for step in found.steps} == pytest.approx(table.break_even("eagle3", 3))
-    for ours, theirs in zip(found.steps, measured.steps, strict=True):
+    assert {step.concurrency: step.break_even for step in result.steps} == pytest.approx(table.break_even("eagle3", 3))
+    for ours, theirs in zip(result.steps, measured.steps, strict=True):
         assert (ours.step_s, ours.plain_step_s) == pytest.approx((theirs.step_s, theirs.plain_step_s), abs=1e-4)
         assert ours.error == pytest.approx(theirs.error, abs=1e-3)
     assert baseline_of_table(table, "eagle3", 64) is None

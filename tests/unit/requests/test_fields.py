@@ -76,10 +76,14 @@ def values_of(name):
 )
 def test_bulk_honours_or_refuses_every_field(url, name):
     plain = parse_body(url, SOURCE[url])
-    asked = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
-    body = parse_body(url, {**SOURCE[url], **asked})
+    values = values_of(name) if name != "logprobs" else {name: True if url == CHAT_URL else 1}
+    body = parse_body(url, {**SOURCE[url], **values})
     use = FIELDS[name].use
-    if use in ("online", "refused") and not asks_nothing(name, asked[name]) and asked[name] not in FIELDS[name].neutral:
+    if (
+        use in ("online", "refused")
+        and not asks_nothing(name, values[name])
+        and values[name] not in FIELDS[name].neutral
+    ):
         assert body.startswith(f"body.{name}: ")
         assert body.endswith(f" is not supported: {FIELDS[name].note}")
     else:
@@ -121,8 +125,8 @@ def test_constraint_names_are_vllms():
         ("repetition_detection", RepetitionDetectionParams),
     ):
         known = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
-        said = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
-        assert all(field in said for field in known)
+        parsed = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
+        assert all(field in parsed for field in known)
 
 
 def test_page_has_the_table():

@@ -141,17 +141,17 @@ def line(row, *, is_chat):
 
 def parsed(kind, body):
     """Return the body as the client's own type, which must know every key."""
-    found = kind.model_validate(body, strict=True)
-    assert not found.model_extra
-    return found
+    result = kind.model_validate(body, strict=True)
+    assert not result.model_extra
+    return result
 
 
 def test_chat_answer_parses_in_openai_client():
-    found = line(row(), is_chat=True)
-    assert list(found) == ["id", "custom_id", "response", "error"]
-    assert (found["custom_id"], found["error"]) == ("mine", None)
-    assert (found["response"]["status_code"], set(found["response"])) == (200, {"status_code", "request_id", "body"})
-    chat = parsed(ChatCompletion, found["response"]["body"])
+    result = line(row(), is_chat=True)
+    assert list(result) == ["id", "custom_id", "response", "error"]
+    assert (result["custom_id"], result["error"]) == ("mine", None)
+    assert (result["response"]["status_code"], set(result["response"])) == (200, {"status_code", "request_id", "body"})
+    chat = parsed(ChatCompletion, result["response"]["body"])
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("hello", "stop")
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (5, 3, 8)
     assert chat.usage.prompt_tokens_details.cached_tokens == 2
@@ -184,12 +184,12 @@ def test_ids_depend_on_run_and_row():
 
 @pytest.mark.parametrize("reason", ["invalid", "prompt_too_long", "refused"])
 def test_invalid_request_is_answered_with_400(reason):
-    found = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
-    assert (found["custom_id"], found["error"], found["response"]["status_code"]) == ("mine", None, 400)
-    assert found["response"]["body"]["error"]["code"] == reason
-    assert found["response"]["body"]["error"]["message"] == "no"
+    result = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
+    assert (result["custom_id"], result["error"], result["response"]["status_code"]) == ("mine", None, 400)
+    assert result["response"]["body"]["error"]["code"] == reason
+    assert result["response"]["body"]["error"]["message"] == "no"
 
 
 def test_engine_failure_is_an_error_without_response():
-    found = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
-    assert (found["response"], found["error"]) == (None, {"code": "engine_died", "message": "no"})
+    result = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
+    assert (result["response"], result["error"]) == (None, {"code": "engine_died", "message": "no"})

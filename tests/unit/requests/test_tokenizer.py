@@ -35,9 +35,9 @@ def test_other_tokenizers_use_transformers(target_with_chat_template, tmp_path):
 def test_tokenizer_errors_are_those_of_transformers(config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    said = []
+    messages = []
     for load in (load_tokenizer, AutoTokenizer.from_pretrained):
         with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
             load(tmp_path)
-        said.append(repr(info.value))
-    assert said[0] == said[1]
+        messages.append(repr(info.value))
+    assert messages[0] == messages[1]

@@ -153,8 +153,8 @@ def test_error_lines_hide_server_paths(make_run, letter, manifest, says):
     assert run.commit(0, rows, usage(0), [sent])
     export(run, "openai-batch", partial=True)
     (error,) = lines(run, "openai-batch", "errors.jsonl")
-    told = error["error"] or error["response"]["body"]["error"]
-    assert told["message"].startswith(says)
+    error_object = error["error"] or error["response"]["body"]["error"]
+    assert error_object["message"].startswith(says)
     assert span.path not in json.dumps(error)
 
 
@@ -247,11 +247,11 @@ def test_export_is_repeated_after_a_new_commit(whole_run):
 
 def test_export_of_older_version_is_repeated(whole_run):
     first = export(whole_run, "jsonl")
-    made = whole_run.root / "export" / "jsonl" / "export.json"
-    older = {key: value for key, value in json.loads(made.read_bytes()).items() if key != "commits"}
-    write_atomic(made, json.dumps(older).encode())
+    description_file = whole_run.root / "export" / "jsonl" / "export.json"
+    older = {key: value for key, value in json.loads(description_file.read_bytes()).items() if key != "commits"}
+    write_atomic(description_file, json.dumps(older).encode())
     assert export(whole_run, "jsonl", again=False) == first
-    assert json.loads(made.read_bytes())["commits"] == first.commits
+    assert json.loads(description_file.read_bytes())["commits"] == first.commits
 
 
 def test_partial_export_must_be_requested(make_run, capsys):
@@ -336,10 +336,10 @@ def run_with(root, responses):
 
 
 def test_first_answers_are_described(root):
-    said = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
-    assert said[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
-    assert said[1:4] == ["  000000000", "  |   one", "  |     two"]
-    assert said[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
+    description = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
+    assert description[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
+    assert description[1:4] == ["  000000000", "  |   one", "  |     two"]
+    assert description[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
 
 
 def test_control_sequences_in_answers_are_escaped(root):

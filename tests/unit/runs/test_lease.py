@@ -35,9 +35,9 @@ def foreign(root):
 
 def test_lease_describes_driver_and_outcome(root):
     with hold(root):
-        held = read_lease(root)
-        assert (held.pid, held.command, held.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
-        assert held.seems_alive()
+        lease = read_lease(root)
+        assert (lease.pid, lease.command, lease.outcome) == (os.getpid(), "peagle generate --input 'a b'", None)
+        assert lease.seems_alive()
     after = read_lease(root)
     assert (after.number, after.outcome) == (1, "ended")
     assert not after.seems_alive()
@@ -56,13 +56,13 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
 
 def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
-        said, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as refused, hold(root, announce=said.append):
+        messages, started = [], time.monotonic()
+        with pytest.raises(RunInUse) as refused, hold(root, announce=messages.append):
             pass
         assert time.monotonic() - started < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
             assert part in str(refused.value)
-        assert "waiting 20 s" in said[0]
+        assert "waiting 20 s" in messages[0]
         assert read_lease(root).number == 1
 
 
@@ -149,8 +149,8 @@ def test_vanished_lease_is_read_again(root, monkeypatch):
         pass
     with hold(root):
         pass
-    looks = [[1]]  # as listed before the second driver removed the first one's lease
-    monkeypatch.setattr(lease_module, "_numbers", lambda _: looks.pop() if looks else [2])
+    listings = [[1]]  # as listed before the second driver removed the first one's lease
+    monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
 

@@ -13,8 +13,8 @@ from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_n
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def spent(found, days=None):
-    return sum((charge.spend for ledger in found.ledgers for charge in charges(ledger, days or Days())), Spend())
+def spent(result, days=None):
+    return sum((charge.spend for ledger in result.ledgers for charge in charges(ledger, days or Days())), Spend())
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def test_ledgers_are_found_by_name_and_glob(month):
     (month / "file").touch()
     named = find_ledgers(["serve", "nightly"])
     assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
-    found = find_ledgers(["*"])
-    assert spent(found) == spent(named)
-    assert found.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
+    ledgers = find_ledgers(["*"])
+    assert spent(ledgers) == spent(named)
+    assert ledgers.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
 def test_endpoint_state_is_refused_where_a_run_is_required(month):
@@ -45,8 +45,8 @@ def test_endpoint_state_is_refused_where_a_run_is_required(month):
 
 def test_folder_with_several_names_counts_once(month):
     (month / "latest").symlink_to("nightly")
-    found = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
-    assert len(found.ledgers) == 2
+    ledgers = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
+    assert len(ledgers.ledgers) == 2
 
 
 def test_fake_engines_and_assumed_prices_have_notes(month):
@@ -83,9 +83,9 @@ def test_training_includes_its_response_runs(month):
     assert before.notes == ()
     (month / "serve" / "ledger").rename(config.output / "ledger")
     (config.output / "run.json").write_text('{"head": "heads/head"}')
-    found = find_ledgers(["heads"])
-    assert [ledger.run for ledger in found.ledgers] == ["heads", *answers]
-    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(found)
+    ledgers = find_ledgers(["heads"])
+    assert [ledger.run for ledger in ledgers.ledgers] == ["heads", *answers]
+    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(ledgers)
     assert ledger_folders(["heads"]).keys() == {"heads", *answers}
 
 

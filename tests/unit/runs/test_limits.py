@@ -18,18 +18,18 @@ def test_no_limits():
 
 @pytest.mark.parametrize(("spent", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
 def test_budget_reserves_the_cost_of_ending(spent, stops):
-    found = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
-    assert (found is not None) == stops
-    if found:
-        assert found.limit == "budget"
-        assert "the budget of $10.00 is reached" in found.message
-        assert "ending the run may cost $0.4" in found.message
+    result = reached(Limits(budget_usd=10.0, reserve_usd=0.4), situation(spent_usd=spent))
+    assert (result is not None) == stops
+    if result:
+        assert result.limit == "budget"
+        assert "the budget of $10.00 is reached" in result.message
+        assert "ending the run may cost $0.4" in result.message
 
 
 @pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
 def test_deadline_reserves_the_time_of_ending(now, stops):
-    found = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
-    assert (found and found.limit) == ("deadline" if stops else None)
+    result = reached(Limits(deadline_at=2000.0, reserve_s=37.0), situation(now=now))
+    assert (result and result.limit) == ("deadline" if stops else None)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_deadline_reserves_the_time_of_ending(now, stops):
 )
 def test_dead_letters_are_limited_by_number_or_share(text, failed, done, stops):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
-    found = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
-    assert (found is not None) == stops
-    if found:
-        assert found.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
+    result = reached(limits, situation(num_failed_rows=failed, num_done_rows=done))
+    assert (result is not None) == stops
+    if result:
+        assert result.message == f"{failed} of {done} rows are dead letters, more than --max-failed-rows {text}"
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "5 %%"])

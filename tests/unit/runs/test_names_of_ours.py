@@ -39,11 +39,11 @@ def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
     carried = Carried(path, tmp_path / "run")
     names = output_names(list(rows[0]))
     assert carried.findings() == []
-    (found, letters), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    (result, letters), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
     for index, row in enumerate(rows[:2]):
         for name, value in row.items():
-            assert (found[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
-        assert (found[index]["id"], found[index]["response"]) == (f"{index:09d}", "x")
+            assert (result[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
+        assert (result[index]["id"], result[index]["response"]) == (f"{index:09d}", "x")
     (letter,) = letters
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")

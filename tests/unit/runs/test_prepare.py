@@ -51,10 +51,10 @@ def test_stopped_run_prepares_nothing_more(piece):
 
 
 def test_tokenizer_has_the_engines_revision(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
-    monkeypatch.setattr(local, "load_tokenizer", lambda *of: asked.append(of))
+    monkeypatch.setattr(local, "load_tokenizer", lambda *of: calls.append(of))
     local.tokenizer_of("org/model-of-this-test", "v2")
     local.tokenizer_of("org/model-of-this-test")
-    assert asked == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
+    assert calls == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
     local.tokenizer_of.cache_clear()

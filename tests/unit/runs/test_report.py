@@ -24,18 +24,18 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     run.create({"price": price.to_dict(), "run": {"num_engines": asked_for}, "created_at": 1.0}, one_unit_plan)
     for number in range(lived):
         run.write_session(engine_session(f"s{number}", engine_index=number, started_at=1.0, busy_s=8.0))
-    told = {}
-    monkeypatch.setattr(report, "report_dict", lambda _, information: told.update(information) or {"notes": []})
+    values = {}
+    monkeypatch.setattr(report, "report_dict", lambda _, information: values.update(information) or {"notes": []})
     monkeypatch.setattr(report, "render_html", lambda _: "")
     report.make_report(run)
-    assert told["num_engines"] == reported
+    assert values["num_engines"] == reported
 
 
 class Run:
     """A run directory of which a test says how it stands at each look."""
 
-    def __init__(self, *looks):
-        self._looks = list(looks)
+    def __init__(self, *polls):
+        self._looks = list(polls)
         self.num_retries = 0
 
     def plan(self):
@@ -52,7 +52,7 @@ class Plan:
 
 
 @pytest.mark.parametrize(
-    ("looks", "times"),
+    ("polls", "times"),
     [
         ([(Plan(1), {0}), (Plan(1), {0})], 1),
         ([(Plan(2), {0}), (Plan(2), {0})], 1),  # whoever finishes it makes it
@@ -61,7 +61,7 @@ class Plan:
         ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
     ],
 )
-def test_result_is_made_again_if_the_run_changed(looks, times):
-    made = []
-    report.until_settled(Run(*looks), lambda: made.append(1))
-    assert len(made) == times
+def test_result_is_made_again_if_the_run_changed(polls, times):
+    results = []
+    report.until_settled(Run(*polls), lambda: results.append(1))
+    assert len(results) == times

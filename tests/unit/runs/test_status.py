@@ -82,9 +82,9 @@ def test_status_of_a_running_run(run):
     assert status.acceptance_length == 1.5
     assert status.usd == pytest.approx(0.2)
     assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
-    said = status.describe()
+    text = status.describe()
     for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "5.7 s", "process"):
-        assert part in said
+        assert part in text
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,13 @@ class Starter:
 def run(tmp_path, write_jsonl):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
-    def run(start, said=None, **keys):
+    def run(start, messages=None, **keys):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
             "usd_per_hour": 3.6,
         } | keys  # fmt: skip
-        listener = MeasurementListener(say=(said if said is not None else []).append)
+        listener = MeasurementListener(say=(messages if messages is not None else []).append)
         profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
         return profile
@@ -110,14 +110,14 @@ def test_a_killed_tuning_resumes(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
     cells = tmp_path / "out" / "cells"
-    kept = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
-    assert kept
+    cells_before = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
+    assert cells_before
     spent = json.loads((cells / "engine-time.json").read_text())["engine_s"]
     assert spent > 0
     again = Starter(speeds)
     profile = run(again)
     assert profile.engine["num_speculative_tokens"] == 2
-    assert all((cells / name).read_bytes() == data for name, data in kept.items())
+    assert all((cells / name).read_bytes() == data for name, data in cells_before.items())
     assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent
     last = Starter(speeds)
     assert run(last).measurements == profile.measurements
@@ -125,8 +125,8 @@ def test_a_killed_tuning_resumes(run, tmp_path):
 
 
 def test_a_spent_budget_ends_with_the_best_result(run):
-    said: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said, budget_min=0.15 / 60)
+    messages: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages, budget_min=0.15 / 60)
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
@@ -166,11 +166,11 @@ def test_impossible_limits_are_an_error(run):
 
 
 def test_a_failed_engine_is_excluded(run):
-    said: list[str] = []
-    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), said)
+    messages: list[str] = []
+    profile = run(Starter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
     assert profile.engine.get("num_speculative_tokens") != 2
     assert profile.notes == ["P-EAGLE K=2 could not be measured: K=2 does not start"]
-    assert "  skipping P-EAGLE K=2: K=2 does not start" in said
+    assert "  skipping P-EAGLE K=2: K=2 does not start" in messages
 
 
 @pytest.mark.parametrize("all_die", [False, True])
@@ -198,10 +198,10 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
 
 
 def test_progress_has_the_remaining_time(run):
-    said: list[str] = []
-    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), said)
-    assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in said)
-    passes = [line for line in said if "output tokens/s; about" in line]
+    messages: list[str] = []
+    run(Starter({0: SLOW, 2: FAST, 4: SLOW}), messages)
+    assert any("6 configurations on 3 engines; 0 passes are finished" in line for line in messages)
+    passes = [line for line in messages if "output tokens/s; about" in line]
     assert len(passes) >= 6
     assert all(line.endswith(" left") for line in passes)
 

@@ -106,10 +106,10 @@ def test_the_budget_is_kept(budget_s):
 
 
 def test_candidates_within_limits_have_priority():
-    over = Surface(hill, over=lambda one: 0.1 if one.concurrency == 4 else 0.0)
+    over = Surface(hill, over=lambda candidate: 0.1 if candidate.concurrency == 4 else 0.0)
     best = over.run()
     assert best is not None
     assert best.concurrency != 4
-    nothing = Surface(hill, over=lambda one: 0.1)
+    nothing = Surface(hill, over=lambda candidate: 0.1)
     assert nothing.run() is None
     assert nothing.search.ranked()

@@ -68,8 +68,8 @@ def test_rows_follow_the_specification(charge, changes):
         assert set(list(row)[-len(ours) :]) == ours, "FOCUS columns come first"
         wrong = {name for name, form in (MANDATORY | OF_USAGE).items() if not re.fullmatch(form, row[name])}
         assert wrong == set()
-        for one, other in ONE_IS_NULL_WHERE_THE_OTHER_IS:
-            assert (row[one] == "") == (row[other] == "")
+        for null_column, other in ONE_IS_NULL_WHERE_THE_OTHER_IS:
+            assert (row[null_column] == "") == (row[other] == "")
         assert row["ResourceName"] != row["ResourceId"]
         assert len({row[name] for name in ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost")}) == 1
         for price in ("ContractedUnitPrice", "ListUnitPrice"):

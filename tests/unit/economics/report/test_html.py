@@ -45,8 +45,8 @@ def drawings(page):
 
 def plot(page, name):
     """Return the plot with this start of its alternative text."""
-    (found,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
-    return found
+    (result,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
+    return result
 
 
 def test_the_page_shows_the_figures_and_the_configuration(with_drafter):

@@ -46,10 +46,10 @@ def test_unknown_costs_are_called_unknown():
 
 
 def test_csv_lines_add_up_exactly():
-    one = a_statement()
-    rows = list(csv.DictReader(io.StringIO(csv_statement(one))))
+    report = a_statement()
+    rows = list(csv.DictReader(io.StringIO(csv_statement(report))))
     assert [row["key"] for row in rows] == ["", "alice|<b>", "bob"]
-    assert sum(Decimal(row["total_usd"]) for row in rows) == Decimal(f"{one['total']['usd']['total']:.9f}")
+    assert sum(Decimal(row["total_usd"]) for row in rows) == Decimal(f"{report['total']['usd']['total']:.9f}")
     kinds = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
     assert all(sum(Decimal(row[kind]) for kind in kinds) == Decimal(row["total_usd"]) for row in rows)
 
@@ -87,8 +87,8 @@ def a_page(charges, by=("key",), layer="key", notes=()):
 
 
 def plots(page):
-    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
-    return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in found}
+    result = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    return {svg.get("aria-label").partition(":")[0].partition(",")[0]: svg for svg in result}
 
 
 def test_days_are_stacked_by_key_with_overhead_and_losses():
@@ -118,13 +118,13 @@ def test_groups_are_sorted_by_cost():
 
 def test_many_groups_and_days_are_aggregated():
     charges = [a_charge(f"key-{number}", FIRST + number, usd=float(number + 1)) for number in range(100)]
-    found = plots(a_page(charges))
+    result = plots(a_page(charges))
     groups = [
-        element.text for element in found["Spending by key"].iter(f"{SVG}text") if element.get("class") == "label"
+        element.text for element in result["Spending by key"].iter(f"{SVG}text") if element.get("class") == "label"
     ]
     assert len(groups) == MAX_BARS + 1
     assert groups[-1] == "88 others"
-    daily = found["Spending by day"]
+    daily = result["Spending by day"]
     assert MAX_COLUMNS < 100
     ticks = [element.text for element in daily.iter(f"{SVG}text") if element.get("text-anchor") == "middle"]
     assert ticks == ["2024-10", "2024-11", "2024-12", "2025-01"]

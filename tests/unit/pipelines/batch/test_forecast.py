@@ -16,16 +16,16 @@ def make_forecast(tmp_path, target_with_chat_template, write_jsonl):
         corpus = write_jsonl([{"prompt": "What is it?"}] * rows)
         keys = {"model": str(target_with_chat_template), "max_tokens": 50, "temperature": 0.0, **keys}
         config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **keys)
-        found = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
+        result = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
         assert not (tmp_path / "run").exists()
-        return found, dict(found.lines())
+        return result, dict(result.lines())
 
     return make_forecast
 
 
 def test_forecast_for_this_machine(make_forecast):
-    found, lines = make_forecast(usd_per_hour=None)
-    assert (found.is_here, found.num_rows_left, found.num_engines) == (True, 20, 1)
+    result, lines = make_forecast(usd_per_hour=None)
+    assert (result.is_here, result.num_rows_left, result.num_engines) == (True, 20, 1)
     assert lines["rows"].startswith("20 in ")
     assert lines["prompts"] == "260 tokens, 13 a row (all rows)"
     assert lines["answers"] == "at most 1,000 tokens in all"
@@ -37,8 +37,8 @@ def test_forecast_for_this_machine(make_forecast):
 
 
 def test_forecast_for_other_machines(make_forecast):
-    found, lines = make_forecast(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
-    assert (found.is_here, found.num_nodes) == (False, 2)
+    result, lines = make_forecast(instance_type="p5.48xlarge", engines="16", budget_usd=220.16)
+    assert (result.is_here, result.num_nodes) == (False, 2)
     assert "8 x H100 80GB HBM3" in lines["machine"]
     assert "2 of these machines" in lines["machine"]
     assert "of 71.7 GiB (weights " in lines["memory"]
@@ -59,10 +59,10 @@ def test_known_speed_gives_maximum_time_and_cost(make_forecast, monkeypatch):
     monkeypatch.setattr(
         module, "known_speed", lambda *_: Speed(tokens_per_s=10, concurrency=8, source="measured, a test")
     )
-    found, lines = make_forecast(usd_per_hour=36.0)
-    share = found.run.placement.num_devices / found.run.price.num_devices
-    assert found.most_s == 100
-    assert found.to_dict()["most_usd"] == pytest.approx(1.0 * share)
+    result, lines = make_forecast(usd_per_hour=36.0)
+    share = result.run.placement.num_devices / result.run.price.num_devices
+    assert result.most_s == 100
+    assert result.to_dict()["most_usd"] == pytest.approx(1.0 * share)
     assert lines["expected"].startswith("at most 1 min 40 s and $")
     assert lines["expected"].endswith("10 tokens/s an engine with 8 requests at once (measured, a test)")
 
@@ -74,8 +74,8 @@ def test_forecast_is_json(make_forecast):
 def test_forecast_of_an_existing_run(resolved_run):
     request, run = resolved_run()
     begin_or_continue(request, run)
-    found = forecast(request, print)
-    assert dict(found.lines())["run"] == f"{run.directory}: continues, 12 rows left"
+    result = forecast(request, print)
+    assert dict(result.lines())["run"] == f"{run.directory}: continues, 12 rows left"
     assert run.directory.committed() == set()
 
 
@@ -89,11 +89,13 @@ def test_forecast_refuses_invalid_runs(make_forecast, tmp_path, write_jsonl):
 
 
 def test_defaults_are_resolved_with_reasons(target_with_chat_template, tmp_path):
-    config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(target_with_chat_template), precision="bf16")
-    found = settled(config)
-    assert found["drafter"][0] == "none"
-    assert found["drafter"][1].startswith("catalog: ")
-    assert found["max_num_seqs"] == (8, "default on cpu")
-    assert found["max_model_len"] == (512, "the model's own")
-    assert found["instance_type"] == ("c7a.large", "assumed")
-    assert "precision" not in found
+    config = GenerateConfig(
+        input="not read", output=tmp_path / "run", model=str(target_with_chat_template), precision="bf16"
+    )
+    result = settled(config)
+    assert result["drafter"][0] == "none"
+    assert result["drafter"][1].startswith("catalog: ")
+    assert result["max_num_seqs"] == (8, "default on cpu")
+    assert result["max_model_len"] == (512, "the model's own")
+    assert result["instance_type"] == ("c7a.large", "assumed")
+    assert "precision" not in result

@@ -61,7 +61,11 @@ def test_gauges_of_a_run(ray_metrics, make, monkeypatch):
     tally = Tally(num_rows_planned=12, num_rows=5, num_failed_rows=1, usd=3.0, num_engines=2, seconds_left=60.0)
     run.look(tally, [beat(3.0)])
     run.look(tally, [beat(4.0)])
-    assert {key[-1]: ray_metrics[key] for key in ray_metrics if key[0] == "peagle_run_rows"} == {"done": 5, "failed": 1, "left": 6}
+    assert {key[-1]: ray_metrics[key] for key in ray_metrics if key[0] == "peagle_run_rows"} == {
+        "done": 5,
+        "failed": 1,
+        "left": 6,
+    }
     assert ray_metrics["peagle_run_usd", *RUN] == 3.0
     assert ray_metrics["peagle_run_engines", *RUN] == 2
     assert ray_metrics["peagle_run_budget_usd", *RUN] == 20

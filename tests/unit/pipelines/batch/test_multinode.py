@@ -100,12 +100,12 @@ def test_followers_get_the_leaders_address(cluster):
     ],
 )
 def test_leader_learns_why_a_follower_ended(cluster, error, message, is_lost):
-    told = queue.Queue()
+    errors = queue.Queue()
     others = cluster.lead()
-    others.started(told.put)
+    others.started(errors.put)
     assert others.failure is None
     cluster.end(error)
-    assert told.get(timeout=WAIT_S).startswith(message)
+    assert errors.get(timeout=WAIT_S).startswith(message)
     assert others.is_lost == is_lost
 
 
@@ -118,14 +118,14 @@ def test_start_is_aborted_when_a_follower_ends(cluster):
 
 
 def test_released_followers_do_not_end_the_engine(cluster):
-    told = []
+    calls = []
     others = cluster.lead()
-    others.started(told.append)
+    others.started(calls.append)
     others.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == others._watch)
     cluster.end()
     watch.join(WAIT_S)
-    assert (watch.is_alive(), told) == (False, [])
+    assert (watch.is_alive(), calls) == (False, [])
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

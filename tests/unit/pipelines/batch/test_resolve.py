@@ -127,12 +127,12 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, target_with_chat_
         return resolve_run(config)
 
     try:
-        here, there = run(target_with_chat_template, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+        here, remote = run(target_with_chat_template, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
         localize.cache_clear()
-    assert there.fingerprint("corpus") == here.fingerprint("corpus")
-    assert list(there.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
+    assert remote.fingerprint("corpus") == here.fingerprint("corpus")
+    assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
     assert here.spec.commits == {}
     assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch those
 

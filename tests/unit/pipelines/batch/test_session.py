@@ -20,8 +20,8 @@ BEFORE = replace(SESSION, session_id="before")
 class Run:
     """A run directory whose sessions differ from look to look."""
 
-    def __init__(self, *looks, num_done=10, stopping=False):
-        self.looks, self.num_done, self.stopping = list(looks), num_done, stopping
+    def __init__(self, *sessions_by_poll, num_done=10, stopping=False):
+        self.looks, self.num_done, self.stopping = list(sessions_by_poll), num_done, stopping
 
     def sessions(self):
         return self.looks.pop(0)
@@ -36,11 +36,11 @@ class Run:
 
 @pytest.fixture
 def slept(monkeypatch):
-    found = []
+    results = []
     # The module's own clock: threads of other tests sleep by the true one.
-    monkeypatch.setattr(session, "time", SimpleNamespace(**{**vars(time), "sleep": found.append}))
-    monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(found)))
-    return found
+    monkeypatch.setattr(session, "time", SimpleNamespace(**{**vars(time), "sleep": results.append}))
+    monkeypatch.setattr(session, "Heartbeats", partial(Heartbeats, monotonic=lambda: sum(results)))
+    return results
 
 
 def wait(run, *, num_engines=1, num_units=12, work=None):

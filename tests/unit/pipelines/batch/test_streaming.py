@@ -64,13 +64,13 @@ def test_stream_ends_with_the_last_unit(stream):
 
 def test_losing_drafter_is_reported_once(monkeypatch):
     monkeypatch.setattr(streaming, "_POLL_S", 0.0)
-    supervisor, said = Supervisor(), []
+    supervisor, messages = Supervisor(), []
     supervisor.tally = SimpleNamespace(speculation=SpeculationStats.from_histogram([200, 100], num_draft_tokens=300))
-    progress = SimpleNamespace(show=lambda *_: None, say=said.append)
+    progress = SimpleNamespace(show=lambda *_: None, say=messages.append)
     run = SimpleNamespace(directory=Directory(0, 1), drafter_watch=lambda: DrafterWatch({1: 1.2, 8: 2.0}, 8))
     streaming._watch(run, [None, None], supervisor, progress, METRICS)
-    assert len(said) == 1
-    assert "1.33 tokens per step, but this hardware needs 2.00" in said[0]
+    assert len(messages) == 1
+    assert "1.33 tokens per step, but this hardware needs 2.00" in messages[0]
 
 
 @pytest.mark.parametrize("error", [OSError("no such device"), StorageError("503")])
@@ -97,12 +97,12 @@ def test_broken_stream_during_a_stop_is_the_stop(monkeypatch, ending, continues_
     monkeypatch.setattr(cluster, "abandon", lambda: abandoned.append(True))
     ended = ending and SimpleNamespace(error=ending)
     supervisor = SimpleNamespace(observe=lambda: heard.append("looked"), ending=ended)
-    found = streaming._until_broken(receipts(), supervisor)
-    assert next(found) == "usage"
+    result = streaming._until_broken(receipts(), supervisor)
+    assert next(result) == "usage"
     if continues_segment:
-        assert list(found) == []
+        assert list(result) == []
     else:
         with pytest.raises(EngineError, match="broke off"):
-            next(found)
+            next(result)
     assert heard == ["looked"]
     assert bool(abandoned) is continues_segment

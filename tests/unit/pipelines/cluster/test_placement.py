@@ -115,12 +115,12 @@ def test_cpu_engines_are_divided_among_all_nodes():
 
 
 @pytest.mark.parametrize(
-    ("per_engine", "kind", "asked"),
+    ("per_engine", "kind", "expected"),
     [(1, None, "g7e"), (1, "any", "g7e"), (1, "H100", "p5"), (8, None, "p5"), (16, None, "p5"), (1, "L4", "p5")],
 )
-def test_node_to_ask(per_engine, kind, asked):
+def test_node_to_ask(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
-    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == asked
+    assert node_to_ask(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
     assert node_to_ask({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
 
 

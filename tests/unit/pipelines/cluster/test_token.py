@@ -37,9 +37,9 @@ def test_local_ray_gets_a_private_token(home):
     assert len(file.read_text()) == 64
     assert [mode(file), mode(file.parent)] == [0o600, 0o700]
     assert "RAY_AUTH_MODE" not in os.environ  # Ray's own default on a cluster that it starts
-    kept = file.read_text()
+    token_text = file.read_text()
     token.prepare_to_start()
-    assert file.read_text() == kept
+    assert file.read_text() == token_text
 
 
 @pytest.mark.parametrize("prepare", [token.prepare_to_start, token.prepare_to_join])

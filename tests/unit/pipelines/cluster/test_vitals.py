@@ -87,9 +87,9 @@ with vitals.Vitals([part], "It is safe to run the same command again").watching(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     time.sleep(60)
 """
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert found.returncode == 1
-    assert "Ray's control service died\n  It is safe to run the same command again" in found.stdout
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert "Ray's control service died\n  It is safe to run the same command again" in result.stdout
 
 
 def test_joined_cluster_may_be_unreachable_for_a_while(monkeypatch, capfd):

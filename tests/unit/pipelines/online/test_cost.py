@@ -139,8 +139,8 @@ def test_requests_at_once(engine_account, clock, tmp_path):
         usage = replace(record.usage, finished_at=record.usage.started_at + life_s)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
     engine_account.end()
-    found = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
-    (model,) = found.values()
+    result = CostView(tmp_path / "ledger", PRICE).report()["by_model"]
+    (model,) = result.values()
     assert model["requests_at_once"] == pytest.approx(1.5)
     assert model["num_drafts"] == 0
 
@@ -165,11 +165,11 @@ def test_first_read_of_the_ledger_does_not_block(tmp_path, monkeypatch):
 def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days_ago, step_s):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     now = 1_800_000_000.0
-    begins = (now - days_ago * 86_400) // step_s * step_s
-    for number, ended in enumerate((begins - 1, begins, begins + step_s - 1, now)):
+    window_start = (now - days_ago * 86_400) // step_s * step_s
+    for number, ended in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
         append_request(tmp_path, a_request(str(number), started_at=ended - 0.5, finished_at=ended))
-    found = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
-    assert found["total"]["num_requests"] == 3
+    result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
+    assert result["total"]["num_requests"] == 3
 
 
 def test_statement_equals_the_command(tmp_path):

@@ -62,22 +62,22 @@ def test_chat_has_the_gates_token_cap(monkeypatch, tokens):
         return body
 
     monkeypatch.setattr(ingress.OpenAiIngress, "chat", ray_chat)
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     request = a_request(Context(request_id="r", key="alice", cap_tokens=tokens))
-    sent = asyncio.run(one.chat(Chat(model="m", messages=[]), request))
+    sent = asyncio.run(peagle_ingress.chat(Chat(model="m", messages=[]), request))
     assert (sent.max_completion_tokens, sent._is_capped) == (tokens, tokens is not None)
 
 
 @pytest.mark.parametrize("window_s", ["inf", "1e999", "-inf", "nan", "0", "x"])
 def test_invalid_window_is_refused(tmp_path, window_s):
-    async def asked():
-        one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-        one._shared = SharedBudgets(tmp_path)
-        one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-        one._ring = None
+    async def query_params():
+        peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+        peagle_ingress._shared = SharedBudgets(tmp_path)
+        peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+        peagle_ingress._ring = None
         app = FastAPI()
         answer_errors(app)
-        app.get("/v1/cost")(one.cost)
+        app.get("/v1/cost")(peagle_ingress.cost)
 
         async def let_in(scope, receive, send):
             await app(with_pass(scope, get("/v1/cost"), key=LOCAL), receive, send)
@@ -85,9 +85,12 @@ def test_invalid_window_is_refused(tmp_path, window_s):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(let_in), base_url="http://localhost") as http:
             windows = [{"window_s": window} for window in (window_s, "1e308", "60")]
             period = {"start": "2026-11-01", "end": "2026-11-30", "by": "key"}
-            return [await http.get("/v1/cost", params=asked) for asked in (*windows, period, {"start": "11/1"})]
+            return [
+                await http.get("/v1/cost", params=query_params)
+                for query_params in (*windows, period, {"start": "11/1"})
+            ]
 
-    refused, *answered, no_date = asyncio.run(asked())
+    refused, *answered, no_date = asyncio.run(query_params())
     status = 422 if window_s == "x" else 400
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, "query.window_s")
     assert [answer.status_code for answer in answered] == [200, 200, 200]
@@ -99,18 +102,18 @@ def test_invalid_window_is_refused(tmp_path, window_s):
 def test_ping_requires_an_engine_per_model(monkeypatch, running, status):
     counts = {f"m{number}": {"num_running_replicas": count} for number, count in enumerate(running)}
     monkeypatch.setattr(ingress, "replica_counts", lambda deployments: counts)
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    one._deployments = {}
-    answer = asyncio.run(one.ping())
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress._deployments = {}
+    answer = asyncio.run(peagle_ingress.ping())
     assert (answer.status_code, answer.body) == (status, b"")
 
 
 @pytest.mark.parametrize("is_behind_sagemaker", [True, False])
 def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemaker):
-    made = {}
-    monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: made.update(endpoint_map))
+    routes = {}
+    monkeypatch.setattr(ingress, "make_fastapi_ingress", lambda _, *, endpoint_map, app: routes.update(endpoint_map))
     ingress.make_ingress(GateSettings(models=(), ledger=tmp_path, is_behind_sagemaker=is_behind_sagemaker))
-    assert ("ping" in made) == is_behind_sagemaker
+    assert ("ping" in routes) == is_behind_sagemaker
 
 
 def test_request_that_crashed_its_engine_is_not_retried():
@@ -156,8 +159,8 @@ def test_whole_answer_passes_unparsed(monkeypatch):
         return await anext(listen(parts, NOTE.get()))
 
     whole = WholeAnswer(body=b"{not JSON", reported={"usage": {"completion_tokens": 2}})
-    one = a_request(record_usage=noted.append)
-    answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), one))
+    chat_request = a_request(record_usage=noted.append)
+    answer = asyncio.run(ask_engine(ray_chat, SimpleNamespace(model="m"), chat_request))
     assert (answer.body, answer.media_type) == (b"{not JSON", "application/json")
     assert noted == [{"usage": {"completion_tokens": 2}}]
 
@@ -183,15 +186,15 @@ def test_operator_sees_all_budgets(tmp_path):
     (_, alice), (_, bob), (_, boss) = (
         new_key("alice", budget_usd=1), new_key("bob", budget_usd=2), new_key("boss", is_operator=True),
     )  # fmt: skip
-    one = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-    one._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-    one._ring, one._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
+    peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
+    peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
+    peagle_ingress._ring, peagle_ingress._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
     with changing_budgets(tmp_path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=3)
 
     async def cost(key):
         request = Request(with_pass({"type": "http", "headers": []}, get("/v1/cost"), key=key))
-        return json.loads((await one.cost(request, None, None, None, None)).body)
+        return json.loads((await peagle_ingress.cost(request, None, None, None, None)).body)
 
     of_alice, of_all = asyncio.run(cost(alice)), asyncio.run(cost(boss))
     assert of_alice["budgets"] == {"alice": {"spent_usd": 0.0, "left_usd": 1.0, "used": 0.0, "alert": None}}

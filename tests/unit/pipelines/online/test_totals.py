@@ -64,10 +64,10 @@ def test_next_process_continues_from_the_checkpoint(tmp_path, monkeypatch, parse
     append(tmp_path, 20, 21)
     append(tmp_path, 22, session="another")
     parsed.clear()
-    found = looked(tmp_path)
+    result = looked(tmp_path)
     assert len(parsed) == 3
-    assert found.budgets.ledger_batches == {"batch_1"}
-    assert said(found) == whole(tmp_path, monkeypatch)
+    assert result.budgets.ledger_batches == {"batch_1"}
+    assert said(result) == whole(tmp_path, monkeypatch)
 
 
 def damage(change):
@@ -141,8 +141,8 @@ def test_no_record_is_lost_or_counted_twice_with_concurrent_writers(tmp_path, mo
     for ingress in ingresses:
         ingress.catch_up()
     expected = whole(tmp_path, monkeypatch)
-    for found in (*ingresses, looked(tmp_path)):
-        cells, spent, _ = said(found)
+    for result in (*ingresses, looked(tmp_path)):
+        cells, spent, _ = said(result)
         assert sum(sums.num_requests for sums in cells.values()) == sum(
             value.num_requests for value in expected[0].values()
         )
@@ -202,19 +202,19 @@ def test_interrupted_first_read_is_saved(tmp_path, monkeypatch, parsed):
     read = module.RequestReader.each
 
     def killed(reader):
-        for number, one in enumerate(read(reader)):
+        for number, record in enumerate(read(reader)):
             if number == 35:
                 raise KeyboardInterrupt
-            yield one
+            yield record
 
     with monkeypatch.context() as first:
         first.setattr(module.RequestReader, "each", killed)
         with pytest.raises(KeyboardInterrupt):
             looked(tmp_path)
     parsed.clear()
-    found = looked(tmp_path)
+    result = looked(tmp_path)
     assert len(parsed) == 15
-    assert said(found) == whole(tmp_path, monkeypatch)
+    assert said(result) == whole(tmp_path, monkeypatch)
 
 
 def test_old_sums_are_merged_by_hour_and_day(tmp_path, monkeypatch):

@@ -40,18 +40,18 @@ def step(number, train_s=0.5):
 
 
 def test_steps_of_this_attempt_are_told_also_when_a_resume_cuts_the_file_back_and_writes_beyond(tmp_path):
-    metrics, told = Metrics(tmp_path), []
-    listener = Listener(step=lambda progress: told.append(progress.step))
+    metrics, steps = Metrics(tmp_path), []
+    listener = Listener(step=lambda progress: steps.append(progress.step))
     metrics.append(step(1))
     with _Follower(tmp_path, listener, Spent()):
         metrics.append(step(2))
-    assert told == [2]
+    assert steps == [2]
 
     with _Follower(tmp_path, listener, Spent()):
         metrics.cut(metrics.num_bytes // 2)
         for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
             metrics.append(step(number, train_s))
-    assert told == [2, 3, 4]
+    assert steps == [2, 3, 4]
 
 
 class Spent:
@@ -194,10 +194,10 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
+    ("requested", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
 )
 def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
-    target_with_chat_template, write_jsonl, tmp_path, monkeypatch, asked, gpus, device
+    target_with_chat_template, write_jsonl, tmp_path, monkeypatch, requested, gpus, device
 ):
     seen = []
 
@@ -217,7 +217,9 @@ def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
-    config = training(write_jsonl, target=str(target_with_chat_template), output=tmp_path / "out", device=asked, workers=2)
+    config = training(
+        write_jsonl, target=str(target_with_chat_template), output=tmp_path / "out", device=requested, workers=2
+    )
     with pytest.raises(PeagleError, match="the workers failed: not here"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
@@ -237,8 +239,8 @@ def test_workers_whose_loss_is_not_finite_are_not_started_again(
     no_loss = BatchLoss.zeros(config.num_depths, "cpu")
     no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
     monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: no_loss)
-    told = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
-    with pytest.raises(DivergedError, match=told):
+    message = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
+    with pytest.raises(DivergedError, match=message):
         train_on_workers(config.model_copy(update={"workers": 2}), Listener())
     assert (config.output / "ledger").is_dir()
 
@@ -248,8 +250,8 @@ def test_names_that_are_no_paths_reach_the_workers_as_they_are(tmp_path, monkeyp
     (tmp_path / "smollm2-135m").mkdir()
     sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
-    told = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
-    assert (told.target, told.init, told.features) == ("smollm2-135m", "warm", None)
-    assert told.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
-    assert told.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
+    parameters = _for_workers(TrainConfig(target="smollm2-135m", prompts=sources, output="out", exclude=excluded))
+    assert (parameters.target, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
+    assert parameters.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
+    assert parameters.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
     assert _for_workers(TrainConfig(target="org/name", prompts=sources, output="out")).target == "org/name"

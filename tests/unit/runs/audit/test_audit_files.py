@@ -72,9 +72,11 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
 def test_missing_row_is_lost(finished):
     usage = finished.usage(1)
     rewrite(finished, 1, lambda table: table.slice(0, 1))
-    found = audited(finished).findings
-    assert Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter") in found
-    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in found
+    findings = audited(finished).findings
+    assert (
+        Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter") in findings
+    )
+    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in findings
     assert usage == finished.usage(1)
 
 
@@ -85,9 +87,9 @@ def test_duplicate_id_is_doubled(finished):
 
 def test_row_of_another_unit_is_foreign(finished):
     shutil.copy(finished.unit_path(0), finished.unit_path(1))
-    found = {finding.kind: finding.message for finding in audited(finished).findings}
-    assert found["foreign"] == "000000000, 000000001: not in this unit"
-    assert "lost" in found
+    findings = {finding.kind: finding.message for finding in audited(finished).findings}
+    assert findings["foreign"] == "000000000, 000000001: not in this unit"
+    assert "lost" in findings
 
 
 @pytest.mark.parametrize("name", ["num_output_tokens", "num_prompt_tokens", "num_rows", "num_failed_rows"])
@@ -151,11 +153,11 @@ def test_foreign_files_are_found(finished):
     for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
         (finished.root / name).touch()
     shutil.copy(finished.unit_path(0), finished.unit_path(9))
-    found = audited(finished).findings
-    assert {finding.where for finding in found} == {
+    findings = audited(finished).findings
+    assert {finding.where for finding in findings} == {
         "thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv", "data/unit-00000009.parquet",
     }  # fmt: skip
-    assert {finding.kind for finding in found} == {"foreign"}
+    assert {finding.kind for finding in findings} == {"foreign"}
 
 
 def plan_file(run):
@@ -300,9 +302,9 @@ def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
     assert capsys.readouterr().out.endswith("all right\n")
     finished.unit_path(1).write_bytes(b"")
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 1
-    said = capsys.readouterr().out
-    assert "damaged" in said
-    assert UNIT_1 in said
+    stdout = capsys.readouterr().out
+    assert "damaged" in stdout
+    assert UNIT_1 in stdout
     assert cli.run(["audit", str(finished), "--no-regenerate", "--json", "-"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["ok"], result["regenerated"], len(result["findings"])) == (False, None, 1)

@@ -51,9 +51,9 @@ def test_changed_response_is_different(finished, capsys):
     }  # fmt: skip
     assert rows["000000002"]["position"] == 0
     assert cli.run(["audit", str(finished)]) == 1
-    said = capsys.readouterr().out
-    assert "4 same, 0 tie, 2 different, 0 skipped" in said
-    assert "NOT ALL RIGHT" in said
+    stdout = capsys.readouterr().out
+    assert "4 same, 0 tie, 2 different, 0 skipped" in stdout
+    assert "NOT ALL RIGHT" in stdout
 
 
 def test_damaged_unit_is_not_sampled(finished):
@@ -151,17 +151,17 @@ def test_target_runs_without_drafter_and_ties_are_accepted(real_run, toss, capsy
     change_response(real_run, 0, "tails")
     change_response(real_run, 1, "heads")
     assert cli.run(["audit", str(real_run)]) == code
-    said = capsys.readouterr().out
-    (row,) = [line for line in said.splitlines() if line.startswith("  000000000")]
+    stdout = capsys.readouterr().out
+    (row,) = [line for line in stdout.splitlines() if line.startswith("  000000000")]
     assert row.split() == ["000000000", outcome, "0", f"{margin:.4f}", "'tails'", "'heads'"]
-    assert "skipped 1: sampled (temperature above 0)" in said
+    assert "skipped 1: sampled (temperature above 0)" in stdout
     (engine,) = started
     run_spec = real_run.manifest()["engine"]
     assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
     assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # with the drafter's slots
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
-    assert [asked["logprobs"] for asked in engine.asked[:-1]] == [5, 5]
+    assert [call["logprobs"] for call in engine.asked[:-1]] == [5, 5]
     assert engine.asked[-1] == "shutdown"
 
 

@@ -16,9 +16,9 @@ SHARES = KeyQuota(max_unfinished_batches=3, max_stored_files=5)
 
 @pytest.fixture
 def place(root, clock):
-    made = BatchStore(root, now=clock, monotonic=clock)
-    made.prepare()
-    return made
+    batch_store = BatchStore(root, now=clock, monotonic=clock)
+    batch_store.prepare()
+    return batch_store
 
 
 def creator_of(store):

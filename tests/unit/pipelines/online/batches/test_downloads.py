@@ -74,16 +74,16 @@ def serve(download):
     """Imitate Serve: an application with a `send` that never waits."""
 
     async def serve(scope, receive, send):
-        made = asyncio.Queue()
+        queue = asyncio.Queue()
 
         async def ingress():
             try:
-                await download(scope, receive, made.put)
+                await download(scope, receive, queue.put)
             finally:
-                await made.put(None)
+                await queue.put(None)
 
         task = asyncio.create_task(ingress())
-        while (message := await made.get()) is not None:
+        while (message := await queue.get()) is not None:
             await send(message)
         await task
 

@@ -24,21 +24,21 @@ PURPOSE = {"purpose": "batch"}
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {
+    secrets = {
         "alice": new_key("alice"),
         "poor": new_key("poor", budget_usd=0.1),
         "slow": new_key("slow", requests_per_min=1),
     }
-    write_keys(tmp_path / "keys.json", [record for _, record in made.values()])
-    return {name: key for name, (key, _) in made.items()}
+    write_keys(tmp_path / "keys.json", [record for _, record in secrets.values()])
+    return {name: key for name, (key, _) in secrets.items()}
 
 
 @pytest.fixture
 def routes(settings, runner):
-    made = BatchRoutes()
-    made.batches = Batches(settings, runner, spent_usd=lambda key: 0.0)
-    yield made
-    made.batches.close()
+    batch_routes = BatchRoutes()
+    batch_routes.batches = Batches(settings, runner, spent_usd=lambda key: 0.0)
+    yield batch_routes
+    batch_routes.batches.close()
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_upload_can_be_read_listed_and_deleted(ask):
     assert (uploaded["bytes"], uploaded["filename"], uploaded["purpose"]) == (4000, "in.jsonl", "batch")
     assert uploaded["expires_at"] == uploaded["created_at"] + 3600
     path = f"/files/{uploaded['id']}"
-    one, content, listed, empty = ask(
+    first, content, listed, empty = ask(
         get(path), get(path + "/content"), get("/files"), get("/files?purpose=batch_output")
     )
-    assert one.json() == listed.json()["data"][0] == uploaded
+    assert first.json() == listed.json()["data"][0] == uploaded
     assert content.content == b"x" * 4000
     assert empty.json()["data"] == []
     deleted, gone = ask(lambda client: client.delete(path), get(path))

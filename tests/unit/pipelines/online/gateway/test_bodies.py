@@ -109,11 +109,11 @@ class Busy:
 def test_pool_runs_one_body_per_key():
     async def run():
         parse_pool, busy = ParsePool(), Busy()
-        asked = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
+        tasks = [asyncio.create_task(parse_pool.run(key, LARGE, busy.work, key)) for key in "aaabc"]
         await asyncio.sleep(0.1)
         assert busy.most == NUM_THREADS
         busy.go.set()
-        assert await asyncio.gather(*asked) == list("aaabc")
+        assert await asyncio.gather(*tasks) == list("aaabc")
         assert busy.most == NUM_THREADS
         assert parse_pool._turns == {}
 

@@ -12,9 +12,9 @@ from pipelines.online.gateway.crashes import EngineCrashes
 def crashes(clock, monkeypatch):
     monkeypatch.setattr(module, "SETTLE_S", 0.05)
     seen = []
-    made = EngineCrashes(on_crash=seen.append, monotonic=clock)
-    made.seen = seen
-    return made
+    engine_crashes = EngineCrashes(on_crash=seen.append, monotonic=clock)
+    engine_crashes.seen = seen
+    return engine_crashes
 
 
 NOT_RETRIED = (503, "engine_crashed", {"x-should-retry": "false"})

@@ -83,7 +83,7 @@ def text(event):
 
 @pytest.fixture
 def keys(tmp_path):
-    made = {}
+    key_records = {}
     records = []
     for name, limits in {
         "alice": {},
@@ -93,10 +93,10 @@ def keys(tmp_path):
         "tagged": {"tags": {"team": "search"}, "request_tags": ["project", "team"]},
         "boss": {"is_operator": True},
     }.items():
-        made[name], record = new_key(name, **limits)
+        key_records[name], record = new_key(name, **limits)
         records.append(record)
     write_keys(tmp_path / "keys.json", records)
-    return made
+    return key_records
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_answer_headers_contain_the_cost(ask, keys):
 
 def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
     """40 MiB that are not JSON: the gate buffers only a small part."""
-    piece, num_pieces, held = b"x" * 2**20, 40, []
+    piece, num_pieces, received = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
         scope[PASS].record_usage(SAID)
@@ -194,7 +194,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
             await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
-        held.append(tracemalloc.get_traced_memory()[0] - before)
+        received.append(tracemalloc.get_traced_memory()[0] - before)
         await send({"type": "http.response.body", "body": b""})
 
     class Discarding(httpx.ASGITransport):
@@ -222,7 +222,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(ask, keys):
     finally:
         tracemalloc.stop()
     assert answer.headers["x-peagle-usd"] == "0.25"
-    assert held[0] < 5 * 2**20
+    assert received[0] < 5 * 2**20
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
@@ -386,8 +386,11 @@ def test_without_keys_a_request_may_set_any_tag(ask):
 def test_clients_cannot_set_internal_headers(ask, keys):
     engine = Engine()
     forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
-    said = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
-    for request_of in (post(keys["alice"], headers=said, n=2), post(keys["alice"], headers=said, n=2, stream=True)):
+    client_headers = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
+    for request_of in (
+        post(keys["alice"], headers=client_headers, n=2),
+        post(keys["alice"], headers=client_headers, n=2, stream=True),
+    ):
         (answer,) = ask(request_of, app=engine)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
@@ -399,7 +402,7 @@ def test_clients_cannot_set_internal_headers(ask, keys):
         assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
         assert "authorization" not in engine.headers
     arguments, parts = get("/v1/cost", keys["alice"])
-    (answer,) = ask((arguments, {"headers": {**said, **parts["headers"]}}), app=engine)
+    (answer,) = ask((arguments, {"headers": {**client_headers, **parts["headers"]}}), app=engine)
     assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     ask(get("/v1/cost", keys["boss"]), app=engine)
@@ -551,9 +554,9 @@ def test_fields_without_effect_are_dropped(ask, keys):
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
     assert not nothing.keys() & engine.asked.keys()
     assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
-    said = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
-    assert ask(post(keys["alice"], **said, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
-    assert said.items() <= engine.asked.items()
+    ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
+    assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
+    assert ignored.items() <= engine.asked.items()
     assert not {"tools", "functions", "metadata"} & engine.asked.keys()
 
 
@@ -678,8 +681,8 @@ def test_every_request_counts_toward_the_rate_limit(ask, keys, request_of, statu
 
 
 def test_polling_has_its_own_rate_limit(ask, keys):
-    looks = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
-    *polls, answered, refused = ask(*looks * 30, looks[0], post(keys["slow"]), post(keys["slow"]))
+    poll_requests = [get(url, keys["slow"]) for url in ("/v1/live", "/v1/cost")]
+    *polls, answered, refused = ask(*poll_requests * 30, poll_requests[0], post(keys["slow"]), post(keys["slow"]))
     assert [poll.status_code for poll in polls] == [200] * 60 + [429]
     assert (answered.status_code, error_of(refused)) == (200, (429, "rate_limit_exceeded"))
 
@@ -965,7 +968,7 @@ def test_exceptions_become_api_errors(ask, keys, name, status):
 
 def test_large_body_is_acknowledged(settings, keys):
     """Otherwise the proxy would wait forever after one window."""
-    pieces, told = 6, []
+    pieces, acks = 6, []
 
     async def scene():
         totals_of.cache_clear()
@@ -981,13 +984,13 @@ def test_large_body_is_acknowledged(settings, keys):
 
         async def send(message):
             if message["type"] == "peagle.read":
-                told.append(message["num_bytes"])
+                acks.append(message["num_bytes"])
 
         headers = [(b"authorization", f"Bearer {keys['alice']}".encode())]
         await gate({"type": "http", "method": "POST", "path": CHAT, "headers": headers, "root_path": ""}, receive, send)
 
     asyncio.run(scene())
-    assert told == [(number + 1) << 20 for number in range(pieces)]
+    assert acks == [(number + 1) << 20 for number in range(pieces)]
 
 
 @pytest.mark.parametrize(("refused", "is_held"), [("alice", True), (None, True), ("without keys", False)])

@@ -34,9 +34,9 @@ def a_price(usd_per_output_token, usd_per_prompt_token=0.0):
 @pytest.fixture
 def totals(tmp_path):
     """Totals of an empty ledger."""
-    made = Totals(tmp_path)
-    made.catch_up()
-    return made
+    ledger_totals = Totals(tmp_path)
+    ledger_totals.catch_up()
+    return ledger_totals
 
 
 @pytest.fixture

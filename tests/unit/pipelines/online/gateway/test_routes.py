@@ -34,11 +34,11 @@ PIECES = [
 def app(tmp_path_factory):
     """The application behind the gate, with Ray's routes."""
     with pytest.MonkeyPatch.context() as patch:
-        made = []
+        apps = []
         make_app = ingress.make_app
-        patch.setattr(ingress, "make_app", lambda settings: made.append(make_app(settings)) or made[0])
+        patch.setattr(ingress, "make_app", lambda settings: apps.append(make_app(settings)) or apps[0])
         ingress.make_ingress(GateSettings(models=(), ledger=tmp_path_factory.mktemp("ledger")))
-    return made[0]
+    return apps[0]
 
 
 @st.composite

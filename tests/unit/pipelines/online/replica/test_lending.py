@@ -27,8 +27,8 @@ class Rows:
         self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
         self.ends, self.heard, self._tasks = {}, {}, []
 
-    async def _generate(self, asked):
-        self.ends[asked.context.request_id] = end = asyncio.get_running_loop().create_future()
+    async def _generate(self, request):
+        self.ends[request.context.request_id] = end = asyncio.get_running_loop().create_future()
         return await end
 
     async def ask(self, name, **sampling):
@@ -119,10 +119,10 @@ def test_single_slot_is_returned_to_interactive_requests(engine_account):
 def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     async def play():
         rows = Rows(engine_account)
-        asked = [await rows.ask(f"r{number}") for number in range(5)]
+        calls = [await rows.ask(f"r{number}") for number in range(5)]
         clock.now += 10
         async with person(rows.slots, num_choices=4):
-            await asyncio.gather(*asked[3:])
+            await asyncio.gather(*calls[3:])
             states = [rows.states(f"r{number}") for number in range(5)]
             for number in range(3):
                 rows.ends[f"r{number}"].set_result(generation())
@@ -139,8 +139,8 @@ def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock
 
 
 def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
-    told = []
-    engine_account._listener = type("Listener", (), {"request": told.append, "heartbeat": lambda self, one: None})()
+    calls = []
+    engine_account._listener = type("Listener", (), {"request": calls.append, "heartbeat": lambda self, one: None})()
 
     async def play():
         rows = Rows(engine_account)
@@ -157,7 +157,7 @@ def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_accoun
     assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
     assert (record.usage.num_prompt_tokens, record.usage.num_cached_tokens, record.usage.num_output_tokens) == (3, 2, 7)
     assert (record.usd, record.ttft_s) == (pytest.approx(4 * 2 * 0.01), None)
-    assert told == []
+    assert calls == []
 
 
 def test_refused_row_is_billed(engine_account, clock, tmp_path):

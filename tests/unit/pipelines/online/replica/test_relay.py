@@ -224,12 +224,16 @@ def test_failed_request_is_billed(engine_account, clock, tmp_path):
     refusal = SimpleNamespace(error=SimpleNamespace(code=400))
     for items, error, num_notes in (([], RuntimeError("boom"), 0), ([refusal], None, 1)):
         notes = asyncio.run(collect(items, error))
-        one = RequestReader(tmp_path / "ledger").new()[-1]
-        assert (one.outcome, one.usage.busy_s, one.usd) == ("failed", pytest.approx(2), pytest.approx(2 * 2 * 0.01))
-        assert (one.usage.num_prompt_tokens, one.usage.num_output_tokens) == (800, 3)
+        record = RequestReader(tmp_path / "ledger").new()[-1]
+        assert (record.outcome, record.usage.busy_s, record.usd) == (
+            "failed",
+            pytest.approx(2),
+            pytest.approx(2 * 2 * 0.01),
+        )
+        assert (record.usage.num_prompt_tokens, record.usage.num_output_tokens) == (800, 3)
         for note in notes[:num_notes]:
             assert note.reported["usage"] == {"prompt_tokens": 800, "completion_tokens": 3}
-            assert note.reported["peagle"]["usd"] == pytest.approx(one.usd)
+            assert note.reported["peagle"]["usd"] == pytest.approx(record.usd)
 
 
 SEQUENCE = SimpleNamespace(
@@ -384,7 +388,7 @@ def test_refusal_in_the_first_event_becomes_the_answer(items, expected):
         raise AssertionError
 
     async def read():
-        answers = convert_errors(generate(items), check_health, event_refusal=lambda told: ("refused", told["code"]))
+        answers = convert_errors(generate(items), check_health, event_refusal=lambda event: ("refused", event["code"]))
         return [item async for item in answers]
 
     assert asyncio.run(read()) == expected

@@ -52,7 +52,7 @@ def test_piece_after_a_pause_is_sent_immediately():
                 await asyncio.sleep(1.2 * SILENCE_S)
 
         async for piece in coalesce(source(), Pace(SILENCE_S)):
-            waits += [clock() - said for _, said in piece]
+            waits += [clock() - sent_at for _, sent_at in piece]
         return waits
 
     waits = asyncio.run(watch())

@@ -66,8 +66,8 @@ def no_route(path):
     from ray.serve._private.proxy import HTTPProxy
 
     async def messages():
-        *said, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
-        return said
+        *raw_messages, _ = [message async for message in HTTPProxy.not_found_response(None, SimpleNamespace(path=path))]
+        return raw_messages
 
     return asyncio.run(messages())
 
@@ -222,11 +222,11 @@ def test_ray_reads_the_variables():
               c.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)
     """
     others = {name: value for name, value in os.environ.items() if name not in proxy.ENVIRONMENT}
-    said = [
+    probe_script = [
         subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
         for env in (others | proxy.ENVIRONMENT, others)
     ]
-    assert said == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
+    assert probe_script == [f"{proxy.IMPORT_PATH} 2.0 0.5 False False\n", "None 10.0 0.1 True True\n"]
 
 
 def test_ray_reads_the_log_rotation_variables():

@@ -57,8 +57,8 @@ def routed(check):
     asyncio.run(run())
 
 
-async def first_group(router, asked):
-    groups = await router.choose_replicas(list(router.curr_replicas.values()), asked)
+async def first_group(router, routed_request):
+    groups = await router.choose_replicas(list(router.curr_replicas.values()), routed_request)
     return {group.replica_id.unique_id for group in groups[0]}
 
 
@@ -111,12 +111,12 @@ def test_unknown_prompt_goes_to_any_engine(body):
 
 def test_busy_engine_gets_no_more_prefix_matches():
     async def check(router):
-        asked = request(prompt=LONG)
-        router.on_request_routed(asked, replica_id("b"), None)
+        long_request = request(prompt=LONG)
+        router.on_request_routed(long_request, replica_id("b"), None)
         router.have(a=1, b=3)
-        assert await first_group(router, asked) == {"b"}
+        assert await first_group(router, long_request) == {"b"}
         router.have(a=1, b=4)
-        assert await first_group(router, asked) == {"a", "b"}
+        assert await first_group(router, long_request) == {"a", "b"}
 
     routed(check)
 

@@ -45,8 +45,8 @@ class Engine:
         names = [name] if n == 1 else [f"{index}_{name}" for index in range(n)]
         whole, queue = self._request(name, params), RequestOutputCollector(kind, name)
         parent = None if n == 1 else ParentRequest(whole)
-        for index, one in enumerate(names):
-            request = whole if n == 1 else self._request(one, parent.get_child_info(index)[1])
+        for index, sequence in enumerate(names):
+            request = whole if n == 1 else self._request(sequence, parent.get_child_info(index)[1])
             self.processor.add_request(request, "x", parent, index, queue)
         return names, queue
 
@@ -118,8 +118,8 @@ def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
         await asyncio.gather(asked("one", 1), asked("two", 2))
 
     asyncio.run(both())
-    found = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
-    assert found == {"one": 3, "two": 6}
+    result = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
+    assert result == {"one": 3, "two": 6}
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -149,11 +149,11 @@ def test_cancelled_whole_answer_has_a_ttft(engine, engine_account, tmp_path):
 
     asyncio.run(leave("begun", ["a", "b"]))
     asyncio.run(leave("not begun", []))
-    found = records(tmp_path)
-    assert {name: record.outcome for name, record in found.items()} == {"begun": "cut", "not begun": "cut"}
-    assert found["begun"].ttft_s >= 0
-    assert found["not begun"].ttft_s is None
-    assert found["begun"].usage.speculation.num_drafts == 0
+    result = records(tmp_path)
+    assert {name: record.outcome for name, record in result.items()} == {"begun": "cut", "not begun": "cut"}
+    assert result["begun"].ttft_s >= 0
+    assert result["not begun"].ttft_s is None
+    assert result["begun"].usage.speculation.num_drafts == 0
 
 
 def test_drafts_of_a_merged_stream_end_are_kept(engine):

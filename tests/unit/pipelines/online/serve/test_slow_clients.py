@@ -73,11 +73,11 @@ def client(request):
 
 def rest(client):
     """Return everything until the server closes the connection, and the time that it took."""
-    started, said = time.monotonic(), b""
+    started, data = time.monotonic(), b""
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65_536):
-            said += piece
-    return said, time.monotonic() - started
+            data += piece
+    return data, time.monotonic() - started
 
 
 def is_open(client):
@@ -100,14 +100,14 @@ def trickle(client, data):
 
 
 def answer(client):
-    said = client.recv(65_536)
-    while not said.endswith(b"ok"):
-        said += client.recv(65_536)
-    return said
+    output = client.recv(65_536)
+    while not output.endswith(b"ok"):
+        output += client.recv(65_536)
+    return output
 
 
-def check_408(said):
-    head, _, body = said.partition(b"\r\n\r\n")
+def check_408(message):
+    head, _, body = message.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head
     assert f"content-length: {len(body)}".encode() in head
@@ -115,16 +115,16 @@ def check_408(said):
 
 
 def test_silent_connection_is_closed(client):
-    said, took_s = rest(client)
-    assert said == b""
+    data, took_s = rest(client)
+    assert data == b""
     assert 0.5 * LIMIT_S < took_s < 8 * LIMIT_S
 
 
 def test_slow_headers_get_408(client):
     assert trickle(client, HEAD) < len(HEAD)
     client.settimeout(10)
-    said, _ = rest(client)
-    check_408(said)
+    data, _ = rest(client)
+    check_408(data)
 
 
 @pytest.mark.parametrize("half", [HEAD, b"G"])
@@ -132,8 +132,8 @@ def test_slow_headers_of_the_next_request_get_408(client, half):
     client.sendall(REQUEST)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(half)
-    said, took_s = rest(client)
-    check_408(said)
+    data, took_s = rest(client)
+    check_408(data)
     assert took_s < 8 * LIMIT_S
 
 
@@ -160,9 +160,9 @@ def test_endless_headers_are_refused(protocol, status, begun):
         answer(client)
         client.sendall(begun + b"x" * (slow_clients.LIMIT_BYTES - len(begun)))
         client.sendall(b"x")
-        said, _ = rest(client)
-    assert said.startswith(b"HTTP/1.1 " + status)
-    assert b"connection: close" in said
+        data, _ = rest(client)
+    assert data.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in data
 
 
 @pytest.mark.parametrize("begun", [b"0\r\nx: ", b"4;x="])
@@ -220,10 +220,10 @@ def test_rays_proxies_have_the_header_timeout(monkeypatch):
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
         writer.write(b"GET")
-        said = await asyncio.wait_for(reader.read(), 10)
+        data = await asyncio.wait_for(reader.read(), 10)
         writer.close()
         server.should_exit = True
         await task
-        return said
+        return data
 
     check_408(asyncio.run(said_to_half_a_header()))
