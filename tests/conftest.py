@@ -177,7 +177,7 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def target_with_chat_template(target, tmp_path_factory):
+def chat_target(target, tmp_path_factory):
     """The tiny target with a tokenizer of single characters and a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -194,7 +194,7 @@ def target_with_chat_template(target, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def foreign_target(tmp_path_factory, target_with_chat_template):
+def foreign_target(tmp_path_factory, chat_target):
     """Return the folder of a target of another architecture, with the tiny target's tokenizer; built on first use."""
     from foreign_targets import save_foreign_target
 
@@ -202,7 +202,7 @@ def foreign_target(tmp_path_factory, target_with_chat_template):
     def built(model_type):
         folder = tmp_path_factory.mktemp("foreign") / model_type
         save_foreign_target(model_type, folder)
-        for file in [*target_with_chat_template.glob("*token*"), *target_with_chat_template.glob("*.jinja")]:
+        for file in [*chat_target.glob("*token*"), *chat_target.glob("*.jinja")]:
             shutil.copy(file, folder)
         return folder
 

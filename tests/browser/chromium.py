@@ -56,7 +56,7 @@ class Chromium:
         return f"ws://127.0.0.1:{port}{path}"
 
     def page(self) -> "Page":
-        """Open a tab that shares nothing with others."""
+        """Open a tab with its own storage and cookies."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -66,7 +66,7 @@ class Chromium:
         return self._pages[session]
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send a command; events that arrive meanwhile go to their pages."""
+        """Send a command; events that arrive before its response go to their pages."""
         self._number += 1
         number = self._number
         message = {"id": number, "method": method, "params": params}

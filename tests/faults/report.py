@@ -67,10 +67,11 @@ def _faults(results: list[dict[str, Any]]) -> str:
 
 def _vanished(fault: dict[str, Any]) -> str:
     return (
-        f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected immediately:"
+        f"{fault['num_requests']} clients started a stream of {fault['tokens_asked_for']} tokens and disconnected"
+        " immediately:"
         f" {fault['cut']} of them are cut in the ledger, with at most {fault['most_tokens_made']} tokens;"
-        f" {fault['slots_answered']} of {fault['slots']} slots were free then, {fault['num_billed_twice']} requests billed"
-        " twice."
+        f" {fault['slots_answered']} of {fault['slots']} slots were free then,"
+        f" {fault['num_billed_twice']} requests billed twice."
     )
 
 

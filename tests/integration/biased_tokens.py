@@ -1,6 +1,6 @@
 """Run one engine with requests that vLLM cannot draft for: `biased_tokens.py JOB.json OUT.json`.
 
-The job has a drafter's `method` ("none" for no drafter), whether there is also a `lookup`, `prompts` (texts), and
+The job has a drafter's `method` ("none" for no drafter), whether it has a prompt `lookup`, `prompts` (texts), and
 `sampling`: named parameters. Every prompt runs with each of them, all concurrently. The answer has, by name, each
 prompt's text, logprobs and number of drafts.
 """

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def peagle():
-    """Start `peagle ARGUMENTS` in its own process group; processes that a test leaves are killed."""
+    """Start `peagle ARGUMENTS` in its own process group; processes that remain after the test are killed."""
     started = []
 
     def start(*arguments):

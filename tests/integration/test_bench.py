@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.soak  # two engines; unit/bench has the rest
+pytestmark = pytest.mark.soak  # two engines; unit/bench tests the rest
 
 COMMAND = [
     "bench", "--methods", "none,peagle", "--num-speculative-tokens", "3", "--concurrency", "1", "--repeats", "2",

@@ -1,9 +1,10 @@
-"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, a prompt lookup beside
-either, and without a drafter.
+"""Above temperature 0, text follows the target's own distribution: with P-EAGLE, EAGLE-3, either with a prompt
+lookup, and without a drafter.
 
 Several thousand samples of one prompt in a real engine in float32; the joint distribution of their first four tokens is
 compared with that of the same target in transformers. The first token comes from the prompt, the others are drafted and
-verified. Half of the samples are drawn alone, half beside greedy requests, whose answers must not change.
+verified. Half of the samples are drawn with no other requests, half with concurrent greedy requests, whose answers
+must not change.
 """
 
 import functools
@@ -19,11 +20,11 @@ from chi_square import FEWEST, p_value, power, sharpened
 
 MODEL = "smollm2-135m"
 TEXT = "class Stack:\n    def __init__(self"
-# A lookup finds `self, size` and what followed, by five tokens as by two; the target may go on in other ways.
+# A lookup finds `self, size` and its continuation by the last five tokens or two; the target may continue differently.
 REPEATS = "class Queue:\n    def __init__(self, size=None):\n        pass\n\nclass Stack:\n    def __init__(self"
 GREEDY = ["The capital of France is", "def fibonacci(n):\n", "Water boils at", "Once upon a time, there"]
 NUM_JOINT, NUM_SAMPLES, K = 4, 3072, 3
-LEVEL = 1e-4  # of each of the thirty comparisons: one run in three hundred fails by chance
+LEVEL = 1e-4  # for each of thirty comparisons: one run in three hundred fails by chance
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -107,10 +108,14 @@ def test_samples_follow_the_targets_distribution(method, lookup, top_p, sampled,
     assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
     assert (result["num_looked_up"] > 100) == lookup, "a lookup that finds nothing proves nothing"
     assert len(result["greedy"]) > 2
-    assert len(set(map(str, result["greedy"]))) == 1, "greedy answers beside sampled ones are what they are alone"
-    alone, beside = (Counter(map(tuple, result[half])) for half in ("alone", "beside"))
-    assert alone.total() == beside.total() == NUM_SAMPLES // 2
-    values = [p_value(seen, known) for seen in (alone, beside, alone + beside)]
-    assert min(values) > LEVEL, (values, (alone + beside).most_common(10), sorted(known.items(), key=lambda k: -k[1]))
-    # What would be found: a sampler at a temperature of 0.8, nearly always.
+    assert len(set(map(str, result["greedy"]))) == 1, "concurrent sampled requests do not change greedy answers"
+    separate, concurrent = (Counter(map(tuple, result[half])) for half in ("separate", "concurrent"))
+    assert separate.total() == concurrent.total() == NUM_SAMPLES // 2
+    values = [p_value(seen, known) for seen in (separate, concurrent, separate + concurrent)]
+    assert min(values) > LEVEL, (
+        values,
+        (separate + concurrent).most_common(10),
+        sorted(known.items(), key=lambda k: -k[1]),
+    )
+    # Power: a sampler at a temperature of 0.8 is nearly always detected.
     assert power(known, sharpened(known, 0.8), NUM_SAMPLES, LEVEL) > 0.98

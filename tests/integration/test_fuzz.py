@@ -1,8 +1,7 @@
 """Fuzzing of every route from the OpenAPI schema, and slow, huge and broken requests.
 
-The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that no engine may
-answer. In `make soak` what a schema says is also asked of `peagle serve` with vLLM. The cases are the same
-in each run.
+The endpoint runs in this process (`tests/in_process.py`), with two keys: one without limits, and one that may use no
+engine. `make soak` also sends the schema's cases to `peagle serve` with vLLM. The cases are the same in each run.
 """
 
 import contextlib

@@ -159,7 +159,7 @@ def test_engines_scale_within_their_range(write_jsonl, tmp_path):
     assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
     assert all(session.ended for session in run.sessions())
     report = json.loads((output / "report.json").read_text())
-    assert report["run"]["num_engines"] in (1, 2)  # the most at once: one that went may be followed by another
+    assert report["run"]["num_engines"] in (1, 2)  # maximum concurrent engines: a removed engine may be replaced
     sizes = [unit.num_rows for unit in run.plan().units]
     assert sum(sizes) == 400
     assert min(sizes) == 1

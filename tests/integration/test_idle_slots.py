@@ -42,8 +42,8 @@ def wait(client, batch, condition):
     return result
 
 
-async def ask_beside(endpoint, client, batch):
-    """Send interactive requests during the batch, and kill the engine."""
+async def ask_during_batch(endpoint, client, batch):
+    """Send interactive requests during the batch, and kill the engine once."""
     people = Clients(endpoint.url, 3, SIZE.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
@@ -60,7 +60,7 @@ def test_batch_in_idle_slots(tmp_path):
             batch = order(client)
             wait(client, batch, lambda result: result.request_counts.completed > 0)
             assert endpoint.load()["num_running_replicas"] == 1, "rows start no engine"
-            outcomes = asyncio.run(ask_beside(endpoint, client, batch))
+            outcomes = asyncio.run(ask_during_batch(endpoint, client, batch))
             done = wait(client, batch, lambda result: result.status in ("completed", "failed"))
             answers = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
         cost = httpx.get(f"{endpoint.url}/v1/cost", timeout=60).raise_for_status().json()

@@ -38,7 +38,7 @@ for folder, quantization in zip(sys.argv[1:], (None, "compressed-tensors"), stri
         parts = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
         schemes.append([type(getattr(part, "scheme", None)).__name__ for part in (*parts, model.lm_head)])
         states = torch.randn(8, config.model_config.get_hidden_size(), generator=torch.Generator().manual_seed(0))
-        outputs.append(layer.mlp(states.bfloat16()).float())  # AMX takes 16 bits alone
+        outputs.append(layer.mlp(states.bfloat16()).float())  # AMX supports only 16-bit floats
 largest, scales = torch.full((32, 64), 127, dtype=torch.int8), torch.full((32, 1), 1 / 127)  # read by a handler later
 handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 32)
 levels, scale, _ = ops.onednn_scaled_int8_quant(torch.ones(1, 64))
@@ -71,5 +71,5 @@ def test_int8_outputs_are_close_to_the_target(loaded):
 
 @pytest.mark.skipif(detect().supports_int8, reason="the CPU has VNNI")
 def test_int8_products_are_wrong_without_vnni(loaded):
-    """If this fails, such CPUs need not be refused any more: decision 0016."""
+    """If this fails, such CPUs can be supported: decision 0016."""
     assert loaded["product"] != pytest.approx(64, rel=0.05)

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def permissive(tmp_path, monkeypatch):
-    """No umask, a home without a token, and a folder for temporary files that everybody shares."""
-    shared = Path("/tmp") / f"shared-{os.getpid()}"  # short: Ray's sockets are in it
+    """No umask, a home without a token, and a world-writable temporary folder."""
+    shared = Path("/tmp") / f"shared-{os.getpid()}"  # a short path, because it contains Ray's sockets
     shared.mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
@@ -42,7 +42,7 @@ def permissive(tmp_path, monkeypatch):
     subprocess.run(["rm", "-rf", shared], check=True)
 
 
-def open_to_others(folder):
+def accessible_to_others(folder):
     """Return files and folders that others can access, except those inside private folders."""
     results = []
     for path in folder.iterdir():
@@ -52,7 +52,7 @@ def open_to_others(folder):
         if mode & 0o007:
             results.append((str(path), oct(stat.S_IMODE(mode))))
         if stat.S_ISDIR(mode) and mode & 0o077:
-            results += open_to_others(path)
+            results += accessible_to_others(path)
     return results
 
 
@@ -72,7 +72,7 @@ def test_files_of_a_run_are_private(permissive, write_jsonl, tmp_path):
         "run.json",
         "export",
     }
-    assert open_to_others(run_dir) == []
+    assert accessible_to_others(run_dir) == []
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o770
     check_around(permissive)
 
@@ -106,9 +106,9 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
         assert {seen_by_a_stranger(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
-    (folder / "serve.log").chmod(0o600)  # the test's own
+    (folder / "serve.log").chmod(0o600)  # the test's own connection
     assert {path.name for path in (folder / "state").iterdir()} >= {"ledger", "logs", "prompts"}
-    assert open_to_others(folder) == []
+    assert accessible_to_others(folder) == []
     check_around(permissive)
 
 
@@ -153,7 +153,7 @@ def own_address():
 
 
 def reachable(pid):
-    """Ports of a process and its children on which other machines reach them."""
+    """Return the ports of a process and its children that other machines can reach."""
     sockets = []
     for child in [pid, *descendants(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
@@ -166,5 +166,5 @@ def check_around(shared):
     """Ray's session, sockets, claims and token are private."""
     assert [path.name for path in shared.iterdir()] == [f"peagle-{os.geteuid()}"]
     assert stat.S_IMODE((shared / f"peagle-{os.geteuid()}").stat().st_mode) == 0o700
-    assert open_to_others(Path.home()) == []
+    assert accessible_to_others(Path.home()) == []
     assert stat.S_IMODE((Path.home() / ".ray" / "auth_token").stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Parts of Ray are killed while a command runs: it names the part, what was lost, and how to continue."""
+"""Parts of Ray are killed while a command runs: the message names the part, what was lost, and how to continue."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ FAST_S = 40.0
 
 @contextlib.contextmanager
 def command(tmp_path, words, ready):
-    """A command that has printed `ready`, and a function that returns its output."""
+    """Return a command that has printed `ready`, and a function that returns its output."""
     log = tmp_path / "log"
     with (
         log.open("wb") as output,

@@ -1,4 +1,4 @@
-"""Ray as the documentation starts it, accessed without the token: its ports and what they give."""
+"""Ray as the documentation starts it, accessed without the token: its ports and what they expose."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ class Node:
         self.environment = environment_of(home, with_token=with_token)
         self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
         first, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
-        if not with_token:  # as it was before the token
+        if not with_token:  # as before tokens were required
             first, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
         own = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
@@ -149,7 +149,7 @@ def open_node(tmp_path_factory):
 
 
 def documented():
-    """Return {process: {(address, what a stranger gets)}} from the table in docs/security.md."""
+    """Return {process: {(address, what is exposed without a token)}} from the table in docs/security.md."""
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| process | port |") :].split("\n\n")[0].splitlines()[2:]
     result = {}
@@ -187,7 +187,7 @@ def test_commands_need_the_token(node, tmp_path):
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """Otherwise the test above would prove nothing."""
+    """Shows that the test above can fail."""
     mark = tmp_path / "mark"
     assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
     deadline = time.monotonic() + 60

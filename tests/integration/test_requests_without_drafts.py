@@ -1,4 +1,4 @@
-"""`logit_bias` and `min_p` in an engine with a drafter give the same as without one, beside requests with drafts.
+"""`logit_bias` and `min_p` give the same answers with a drafter as without one, next to requests with drafts.
 
 Real engines in float32: a request that vLLM cannot draft for has the target's own text, and so have the others in its
 batch, whose drafts are verified in the same steps.
@@ -14,12 +14,12 @@ import pytest
 SCRIPT = Path(__file__).parent / "biased_tokens.py"
 PROMPTS = ["The capital of France is", "def fib(n):", "1, 2, 3, 4, 5, 6,", "Once upon a time"]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 0}
-# 253 and the others are frequent tokens; 7.5 makes one win where it is near, and 100 everywhere.
+# These tokens are frequent; 7.5 makes one win where its logit is close, and 100 everywhere.
 SAMPLING = {
     "plain": GREEDY,
     "biased": {**GREEDY, "logit_bias": {"253": 7.5, "28": -100.0, "198": -4.0}},
     "forced": {**GREEDY, "logit_bias": {"253": 100.0}},
-    # Only the likeliest token is left, so that it equals greedy.
+    # Only the likeliest token remains, which equals greedy.
     "min_p": {**GREEDY, "temperature": 1.0, "min_p": 1.0},
 }
 

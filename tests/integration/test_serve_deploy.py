@@ -33,7 +33,7 @@ def environment():
 
 @pytest.fixture
 def cluster(environment, tmp_path):
-    """A Ray node: the addresses of the node and of its dashboard."""
+    """Start a Ray node; return the addresses of the node and its dashboard."""
     port, dashboard = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """deploy/serve.yaml with another port and other models: the file, and the API's address."""
+    """Write deploy/serve.yaml with another port and models; return the file and the API's address."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
     (application,) = content["applications"]
@@ -76,7 +76,7 @@ def answers(url):
             try:
                 models = [model.id for model in client.models.list().data]
                 break
-            except openai.APIError as error:  # refused connections, or no application yet
+            except openai.APIError as error:  # connection refused, or no application yet
                 if time.monotonic() > deadline:
                     raise AssertionError("the endpoint did not come up") from error
                 time.sleep(0.5)

@@ -10,8 +10,8 @@ from pipelines.online.config import ServeConfig
 
 
 @serve.deployment
-class Another:
-    """Another application."""
+class OtherApplication:
+    """OtherApplication application."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def address(ray_cluster):
 
 
 def test_running_endpoint_is_not_replaced(address, tmp_path):
-    serve.run(Another.bind(), name="peagle", route_prefix="/")
+    serve.run(OtherApplication.bind(), name="peagle", route_prefix="/")
     with pytest.raises(ConfigError, match=r"an application `peagle` \(RUNNING\)"):
         _deploy(ServeConfig(state=tmp_path, **address), None, [], is_remote=True)
     assert serve.status().applications["peagle"].status == "RUNNING"

@@ -19,13 +19,13 @@ NUM_PROMPTS = 24
 
 
 @pytest.fixture
-def config(target_with_chat_template, write_jsonl, tmp_path):
+def config(chat_target, write_jsonl, tmp_path):
     leak = {"id": "leak", "prompt": humaneval_references()[0]}
     prompts = write_jsonl([*({"id": f"p{n}", "prompt": f"count to {n}"} for n in range(NUM_PROMPTS)), leak])
     values = {"draft_vocab_size": 40, "num_depths": 3, "epochs": 1, "precision": "fp32", "device": "cpu"}
 
     def make(**changes):
-        source = {"target": str(target_with_chat_template), "prompts": [prompts], "output": tmp_path / "out"}
+        source = {"target": str(chat_target), "prompts": [prompts], "output": tmp_path / "out"}
         return TrainConfig(**{**source, **values, **changes})
 
     return make

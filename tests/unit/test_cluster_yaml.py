@@ -70,13 +70,13 @@ def test_run_fits_the_machines(cluster, job):
     assert str(job.output).startswith("s3://")
 
 
-def test_command_in_cluster_yaml_runs_dry(target_with_chat_template, write_jsonl, tmp_path, monkeypatch, capsys):
+def test_command_in_cluster_yaml_runs_dry(chat_target, write_jsonl, tmp_path, monkeypatch, capsys):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     arguments = re.search(r"python -m jobs\.(generate .*)$", TEXT, re.MULTILINE)[1].split()
     corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
-    ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(target_with_chat_template)]
+    ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
     assert cli.run([*arguments, *ours, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
     stdout = capsys.readouterr().out
     assert "8 x H100 80GB HBM3" in stdout

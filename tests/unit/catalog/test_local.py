@@ -92,8 +92,8 @@ def test_a_target_replaced_during_a_run_is_an_error(s3, target):
     assert local_spec(replace(spec, revision=None)).model != model.path
 
 
-def test_a_tokenizer_in_a_store_needs_no_weights(s3, target_with_chat_template):
-    upload(target_with_chat_template, "models/mine")
+def test_a_tokenizer_in_a_store_needs_no_weights(s3, chat_target):
+    upload(chat_target, "models/mine")
     revision = resolve_model("s3://bucket/models/mine").revision
     try:
         assert tokenizer_of("s3://bucket/models/mine", revision).chat_template

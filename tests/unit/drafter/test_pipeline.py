@@ -61,9 +61,9 @@ class RecordingListener:
         return Listener(say=self.messages.append, step=self.steps.append)
 
 
-def test_from_responses_to_a_head_with_its_card(target_with_chat_template, responses, tmp_path):
+def test_from_responses_to_a_head_with_its_card(chat_target, responses, tmp_path):
     heard = RecordingListener()
-    result = train_head(_config(target_with_chat_template, responses, tmp_path / "out"), heard.listener)
+    result = train_head(_config(chat_target, responses, tmp_path / "out"), heard.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
@@ -74,7 +74,7 @@ def test_from_responses_to_a_head_with_its_card(target_with_chat_template, respo
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
-    assert load_head(head, target_with_chat_template).config.draft_vocab_size == 40
+    assert load_head(head, chat_target).config.draft_vocab_size == 40
     card = (head / "README.md").read_text()
     assert "# P-EAGLE head for tiny" in card
     assert f"{result['tokens_seen']:,} tokens in 3 passes" in card
@@ -82,10 +82,10 @@ def test_from_responses_to_a_head_with_its_card(target_with_chat_template, respo
     assert f"{result['steps']} of {result['steps']} steps" in (tmp_path / "out/training/metrics.svg").read_text()
 
 
-def test_vllm_loads_a_head_and_its_target(target_with_chat_template, responses, tmp_path, monkeypatch):
+def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monkeypatch):
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
-    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: target_with_chat_template)
+    monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: chat_target)
     heard, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
     train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
     head = str(tmp_path / "out" / "head")
@@ -95,9 +95,9 @@ def test_vllm_loads_a_head_and_its_target(target_with_chat_template, responses, 
     assert not any("--verifier" in sentence for sentence in heard.messages)
 
 
-def test_a_stopped_training_resumes_without_extraction(target_with_chat_template, responses, tmp_path):
+def test_a_stopped_training_resumes_without_extraction(chat_target, responses, tmp_path):
     stopped = RecordingListener()
-    config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
+    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
     assert not train_head(config, stopped.listener)["finished"]
     shard = tmp_path / "out" / "features" / "shard-00000.safetensors"
     written_at = shard.stat().st_mtime_ns
@@ -112,9 +112,9 @@ def test_a_stopped_training_resumes_without_extraction(target_with_chat_template
     assert f"Training, {result['steps']} of" in plot.read_text()
 
 
-def test_every_attempt_is_in_the_ledger_once(target_with_chat_template, responses, tmp_path):
+def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     output = tmp_path / "out"
-    first = _config(target_with_chat_template, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
+    first = _config(chat_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
     began = time.time()
     train_head(first, Listener())
     train_head(first.model_copy(update={"time_budget_s": None}), Listener())
@@ -137,9 +137,9 @@ def _not_finite(*arguments, **named):
     return replace(outcome, loss=outcome.loss * float("nan"))
 
 
-def test_a_diverged_training_saves_its_last_checkpoint(target_with_chat_template, responses, tmp_path, monkeypatch):
+def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
     config, head = (
-        _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9),
+        _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9),
         tmp_path / "out" / "head",
     )
     with monkeypatch.context() as patch:
@@ -159,9 +159,9 @@ def test_a_diverged_training_saves_its_last_checkpoint(target_with_chat_template
     assert train_head(config.model_copy(update=lower), Listener())["finished"]
 
 
-def test_on_the_fly_training_stores_nothing(target_with_chat_template, responses, tmp_path):
+def test_on_the_fly_training_stores_nothing(chat_target, responses, tmp_path):
     heard = RecordingListener()
-    config = _config(target_with_chat_template, responses, tmp_path / "out", time_budget_s=1e-9)
+    config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
     train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
     assert any("computed in each pass instead of stored" in sentence for sentence in heard.messages)
     assert not (tmp_path / "out" / "features").exists()
@@ -169,9 +169,9 @@ def test_on_the_fly_training_stores_nothing(target_with_chat_template, responses
     assert [step.step for step in heard.steps] == [1, 2]
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(target_with_chat_template, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat_target, tmp_path):
     foreign = tmp_path / "foreign"
-    shutil.copytree(target_with_chat_template, foreign)
+    shutil.copytree(chat_target, foreign)
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["~"] = 120
     (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -181,10 +181,10 @@ def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(targ
     assert not (tmp_path / "out").exists()
 
 
-def test_responses_without_a_document_are_refused_with_the_first_reason(target_with_chat_template, tmp_path):
+def test_responses_without_a_document_are_refused_with_the_first_reason(chat_target, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"id": "a", "prompt": "p", "response": ""}\n')
     with pytest.raises(InputError, match="no row yields a document; the first: no response"):
-        train_head(_config(target_with_chat_template, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
+        train_head(_config(chat_target, tmp_path / "empty.jsonl", tmp_path / "out"), Listener())
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,19 @@ def _silent(_):
     pass
 
 
-def test_missing_aux_layers_are_refused(target_with_chat_template):
+def test_missing_aux_layers_are_refused(chat_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
-        load_target(str(target_with_chat_template), [1, 4, 9], _silent)
+        load_target(str(chat_target), [1, 4, 9], _silent)
 
 
-def test_aux_layers_are_sorted_and_unique(target_with_chat_template):
-    assert load_target(str(target_with_chat_template), [3, 0], _silent).aux_layers == (0, 3)
+def test_aux_layers_are_sorted_and_unique(chat_target):
+    assert load_target(str(chat_target), [3, 0], _silent).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
-        load_target(str(target_with_chat_template), [1, 3, 1], _silent)
+        load_target(str(chat_target), [1, 3, 1], _silent)
 
 
-def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(target_with_chat_template):
-    target = load_target(str(target_with_chat_template), None, _silent)
+def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(chat_target):
+    target = load_target(str(chat_target), None, _silent)
     fitting, foreign = (
         Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
     )
@@ -81,18 +81,18 @@ def _without_end(folder):
         (_without_end, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_incomplete_targets_are_refused(target_with_chat_template, tmp_path, spoil, message):
+def test_incomplete_targets_are_refused(chat_target, tmp_path, spoil, message):
     folder = tmp_path / "target"
-    shutil.copytree(target_with_chat_template, folder)
+    shutil.copytree(chat_target, folder)
     spoil(folder)
     with pytest.raises(ConfigError, match=message):
         load_target(str(folder), None, _silent)
 
 
 @pytest.mark.parametrize("stated", [[7, 95], None])
-def test_end_of_text_tokens_of_targets(target_with_chat_template, tmp_path, stated):
+def test_end_of_text_tokens_of_targets(chat_target, tmp_path, stated):
     folder = tmp_path / "target"
-    shutil.copytree(target_with_chat_template, folder)
+    shutil.copytree(chat_target, folder)
     _state_ends(folder, config=None, generation_config=stated)
     assert load_target(str(folder), None, _silent).tokenizer.eos_token_id == 95
 

@@ -29,9 +29,9 @@ def mark(tmp_path):
 
 
 @pytest.fixture
-def with_code(target_with_chat_template, mark, tmp_path):
+def with_code(chat_target, mark, tmp_path):
     """A target with custom code."""
-    folder = shutil.copytree(target_with_chat_template, tmp_path / "with-code")
+    folder = shutil.copytree(chat_target, tmp_path / "with-code")
     (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text())
@@ -45,8 +45,8 @@ def with_code(target_with_chat_template, mark, tmp_path):
 
 
 @pytest.fixture
-def with_pickle(target_with_chat_template, mark, tmp_path):
-    folder = shutil.copytree(target_with_chat_template, tmp_path / "with-pickle")
+def with_pickle(chat_target, mark, tmp_path):
+    folder = shutil.copytree(chat_target, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark)))
     return folder

@@ -9,9 +9,9 @@ from peagle.profiles.profile import write_profile
 
 
 @pytest.fixture
-def job(tmp_path, target_with_chat_template):
+def job(tmp_path, chat_target):
     path = tmp_path / "job.yaml"
-    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {target_with_chat_template}\nmax_tokens: 7\ntop_k: 2\n")
+    path.write_text(f"input: in.jsonl\noutput: runs/a\nmodel: {chat_target}\nmax_tokens: 7\ntop_k: 2\n")
     return path
 
 
@@ -49,9 +49,9 @@ def test_origin_of_profile_keys(shown, tmp_path, embedded_target, profile):  # n
     assert values["max_replicas"] == (1, "default")
 
 
-def test_endpoint_configuration_with_several_models(shown, tmp_path, target_with_chat_template):
+def test_endpoint_configuration_with_several_models(shown, tmp_path, chat_target):
     path = tmp_path / "serve.yaml"
-    path.write_text(f"model: {target_with_chat_template}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
+    path.write_text(f"model: {chat_target}\nmodels:\n- name: a\n- name: b\n  max_num_seqs: 4\n")
     values = shown(path)
     assert values["a.max_num_seqs"] == (8, "default on cpu")
     assert "b.max_num_seqs" not in values

@@ -22,8 +22,8 @@ print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_temp
     assert done.stdout.strip() == str([type(theirs).__name__, theirs.encode(TEXT), theirs.chat_template, False])
 
 
-def test_other_tokenizers_use_transformers(target_with_chat_template, tmp_path):
-    for file in target_with_chat_template.iterdir():
+def test_other_tokenizers_use_transformers(chat_target, tmp_path):
+    for file in chat_target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for name in ("LlamaTokenizer", "PreTrainedTokenizerFast"):

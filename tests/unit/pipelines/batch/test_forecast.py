@@ -11,10 +11,10 @@ from pipelines.batch.run import begin_or_continue
 
 
 @pytest.fixture
-def make_forecast(tmp_path, target_with_chat_template, write_jsonl):
+def make_forecast(tmp_path, chat_target, write_jsonl):
     def make_forecast(rows=20, **keys):
         corpus = write_jsonl([{"prompt": "What is it?"}] * rows)
-        keys = {"model": str(target_with_chat_template), "max_tokens": 50, "temperature": 0.0, **keys}
+        keys = {"model": str(chat_target), "max_tokens": 50, "temperature": 0.0, **keys}
         config = GenerateConfig(input=str(corpus), output=tmp_path / "run", **keys)
         result = forecast(RunRequest(config=config, command=["peagle", "generate"]), print)
         assert not (tmp_path / "run").exists()
@@ -88,10 +88,8 @@ def test_forecast_refuses_invalid_runs(make_forecast, tmp_path, write_jsonl):
         make_forecast(prompt_column="text")
 
 
-def test_defaults_are_resolved_with_reasons(target_with_chat_template, tmp_path):
-    config = GenerateConfig(
-        input="not read", output=tmp_path / "run", model=str(target_with_chat_template), precision="bf16"
-    )
+def test_defaults_are_resolved_with_reasons(chat_target, tmp_path):
+    config = GenerateConfig(input="not read", output=tmp_path / "run", model=str(chat_target), precision="bf16")
     result = settled(config)
     assert result["drafter"][0] == "none"
     assert result["drafter"][1].startswith("catalog: ")

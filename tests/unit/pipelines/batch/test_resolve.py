@@ -113,11 +113,11 @@ def test_prompt_options_are_refused_for_openai_batches(key):
         resolved(is_batch=True, **{key: "body"})
 
 
-def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, target_with_chat_template, tmp_path, monkeypatch):
+def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     head = write_head(tmp_path / "head", transformer_layer_config={"hidden_size": 32, "vocab_size": 96})
     save_file({"midlayer.weight": np.zeros(4, np.float32)}, head / "model.safetensors")
-    upload(target_with_chat_template, "models/tiny")
+    upload(chat_target, "models/tiny")
     upload(head, "heads/head")
 
     def run(model, drafter):
@@ -127,7 +127,7 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, target_with_chat_
         return resolve_run(config)
 
     try:
-        here, remote = run(target_with_chat_template, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
+        here, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
         localize.cache_clear()

@@ -30,9 +30,9 @@ def test_forecast_reports_who_has_access(tmp_path, monkeypatch):
     assert forecast(SageMakerConfig(**keys), print).access() == "required"
 
 
-def test_forecast_for_other_machines(tmp_path, target_with_chat_template):
+def test_forecast_for_other_machines(tmp_path, chat_target):
     models = [{"name": "a", "max_replicas": 2}, {"name": "b", "max_replicas": 1}]
-    keys = {"model": str(target_with_chat_template), "models": models, "instance_type": "g7e.2xlarge"}
+    keys = {"model": str(chat_target), "models": models, "instance_type": "g7e.2xlarge"}
     result = forecast(ServeConfig(state=tmp_path / "state", **keys), print)
     assert (result.is_here, result.num_nodes) == (False, 3)
     assert result.usd_per_h(at_most=True) == pytest.approx(3 * 3.36312)

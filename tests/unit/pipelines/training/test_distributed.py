@@ -179,10 +179,10 @@ def worker_elsewhere(monkeypatch, tmp_path):
 
 
 def test_workers_go_on_with_a_training_whose_paths_are_relative(
-    worker_elsewhere, target_with_chat_template, write_jsonl, tmp_path, monkeypatch
+    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(target_with_chat_template, "tiny")
+    shutil.copytree(chat_target, "tiny")
     config = training(write_jsonl, target="tiny", prompts="prompts.jsonl", output="first", time_budget_s=1e-9)
     train_head(config, Listener())
     second = config.model_copy(update={"output": Path("second"), "features": Path("states"), "init": "first/head"})
@@ -197,7 +197,7 @@ def test_workers_go_on_with_a_training_whose_paths_are_relative(
     ("requested", "gpus", "device"), [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")]
 )
 def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
-    target_with_chat_template, write_jsonl, tmp_path, monkeypatch, requested, gpus, device
+    chat_target, write_jsonl, tmp_path, monkeypatch, requested, gpus, device
 ):
     seen = []
 
@@ -217,9 +217,7 @@ def test_the_cluster_decides_on_what_workers_compute_and_not_the_driver(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(distributed, "ray_cluster", contextlib.nullcontext)
     monkeypatch.setattr(distributed, "extract_on_actors", extract_here)
-    config = training(
-        write_jsonl, target=str(target_with_chat_template), output=tmp_path / "out", device=requested, workers=2
-    )
+    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", device=requested, workers=2)
     with pytest.raises(PeagleError, match="the workers failed: not here"):
         train_on_workers(config, Listener())
     assert seen == [device, (device, device == "cuda")]
@@ -232,9 +230,9 @@ def test_gpus_that_a_cluster_does_not_have_are_refused(worker_elsewhere, write_j
 
 
 def test_workers_whose_loss_is_not_finite_are_not_started_again(
-    worker_elsewhere, target_with_chat_template, write_jsonl, tmp_path, monkeypatch
+    worker_elsewhere, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
-    config = training(write_jsonl, target=str(target_with_chat_template), output=tmp_path / "out", time_budget_s=1e-9)
+    config = training(write_jsonl, target=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
     train_head(config, Listener())
     no_loss = BatchLoss.zeros(config.num_depths, "cpu")
     no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
