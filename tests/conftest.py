@@ -24,7 +24,7 @@ _UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
 os.umask(_UMASK)
 
 
-# vLLM binds its threads to cores; two engines at a time would use the same ones.
+# vLLM binds its threads to cores; two concurrent engines would use the same ones.
 _ENGINES = tuple(
     f"integration/test_{name}.py"
     for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
@@ -40,12 +40,12 @@ def pytest_xdist_make_scheduler(config, log):
     """Give whole files to workers, and all files with engines to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
-    class EnginesInTurn(LoadFileScheduling):
+    class EngineTestsOnOneWorker(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
             return "engines" if file.endswith(_ENGINES) else file
 
-    return EnginesInTurn(config, log)
+    return EngineTestsOnOneWorker(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chat_target(target, tmp_path_factory):
-    """The tiny target with a tokenizer of single characters and a chat template."""
+    """The tiny target with a single-character tokenizer and a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -57,14 +57,14 @@ class Comparison:
         drafts: vLLM's drafts that were compared, by K.
         num_chunks: unfinished prefills, whose drafts vLLM discards.
         ties: positions where two tokens with nearly the same logit were exchanged.
-        states_apart: the largest distance of a context's last states, relative to their norm.
+        max_state_error: the largest distance of a context's last states, relative to their norm.
     """
 
     contexts: set = field(default_factory=set)
     drafts: dict = field(default_factory=dict)
     num_chunks: int = 0
     ties: int = 0
-    states_apart: float = 0.0
+    max_state_error: float = 0.0
 
 
 def compare(answer, num_prompt_tokens, head, document_of):
@@ -82,7 +82,7 @@ def compare(answer, num_prompt_tokens, head, document_of):
         assert answer["tokens"][request][known] == context["token"]
         document = documents[request]
         apart = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
-        result.states_apart = max(result.states_apart, apart.item())
+        result.max_state_error = max(result.max_state_error, apart.item())
         for k, theirs in context["drafts"].items():
             if (request, k) not in drafted:
                 drafted[request, k] = drafted_tokens(head, document, k)
@@ -118,7 +118,7 @@ def _count_ties(head, document, known, ours, theirs):
         assert margin <= TIE, f"{ours} is not {theirs} behind token {known}: depth {depth}, logits {margin:.5f} apart"
         ties += 1
         if head.config.speculators_model_type == "eagle3":
-            break  # from here on both draft after different tokens
+            break  # from here on, the drafts follow different tokens
     return ties
 
 

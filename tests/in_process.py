@@ -74,7 +74,7 @@ class _Method:
 
 
 class _Response:
-    """Like Ray's response of a stream."""
+    """Imitates Ray's streaming response."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -87,13 +87,13 @@ class _Response:
 
 
 async def _in_lists(parts):
-    """Like Ray's batching of streams."""
+    """Imitate Ray's batching of streams."""
     async for part in parts:
         yield [part] if isinstance(part, str) else part
 
 
 class NoRunner:
-    """Batches wait for ever."""
+    """Batches wait forever."""
 
     def check(self, path, rules):
         return self
@@ -140,7 +140,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving_here(folder, limits, *, max_model_len=256, **settings):
+def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     """Run the endpoint.
 
     Args:

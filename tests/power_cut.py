@@ -2,7 +2,7 @@
 
 `recording(folder)` records each `fsync`: of a file, its bytes at that moment; of a folder, its names and the files
 behind them. `Disk.images` creates folders that the disk may hold after a cut at this moment. The worst one has
-nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is there by chance.
+nothing that was not synced: no name, deletion or byte. In the others, each unsynced name and file is randomly present.
 
 Real file systems keep more, so code that is correct here is correct there; `test_power_cut.py` also uses a real ext4.
 """
@@ -63,7 +63,7 @@ class Disk:
             self._held[inode] = os.open(path, os.O_PATH)
 
     def _copy(self, folder: Path, image: Path, by_itself: Callable[[], bool]) -> None:
-        """Copy a folder as it is on disk; unsynced changes may be there by chance."""
+        """Copy a folder as it is on disk; unsynced changes are randomly present."""
         image.mkdir(parents=True)
         now = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
         names = self._names.get(folder.stat().st_ino, {})

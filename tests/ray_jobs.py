@@ -40,7 +40,7 @@ class RayJobs:
             done = self.call("submit", *arguments)
             if "No available agent" not in done.stderr:
                 break
-            time.sleep(2)  # the server answers before it can run anything
+            time.sleep(2)  # the server answers before it can run jobs
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -26,7 +26,7 @@ class Audit:
     Attributes:
         num_lost: ids that are missing.
         num_doubled: ids that occur more than once.
-        num_regenerated_tokens: generated and never committed, as far as heartbeats show.
+        num_regenerated_tokens: generated but not committed, according to heartbeats.
         regenerated_usd: cost of engine time that was lost.
         num_sessions: engine processes of the run.
     """

@@ -52,7 +52,7 @@ class Scene:
         result = driver.wait(_END_S)
         self.facts.append(f"exit code {result}: {driver.last_words()}")
         self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
-        self.expect(words in driver.said(), f"a driver did not say {words!r}: {driver.last_words()}")
+        self.expect(words in driver.said(), f"no driver printed {words!r}: {driver.last_words()}")
         self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
@@ -113,7 +113,7 @@ def read_only_output(folder: Path) -> Scene:
 
 
 def two_drivers(folder: Path) -> Scene:
-    """Of two drivers that start at once in a new run directory, one is refused."""
+    """Of two drivers that start simultaneously in a new run directory, one is refused."""
     scene = Scene(folder)
     drivers = [scene.start(), scene.start()]
     codes = [driver.wait(_END_S) for driver in drivers]

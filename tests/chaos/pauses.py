@@ -63,10 +63,10 @@ class Scene:
 
 
 SCENES = {
-    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each makes its own plan
+    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
     "continue": Scene(before="killed"),
     "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
-    "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
+    "retry-once": Scene(before="finished", flags=((_RETRY,), ())),
     "finish": Scene(before="finished"),
     "renewals": Scene(before="nothing", of_renewals=True),
 }
@@ -185,7 +185,7 @@ def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
         elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in output for words in _REFUSALS)):
             yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
-        yield f"no driver has done it: {[driver.said()[-200:] for driver in drivers]}"
+        yield f"no driver finished the run: {[driver.said()[-200:] for driver in drivers]}"
     if last.exit_code:
         yield f"the same command, once more, ended with {last.exit_code}: {last.said()[-600:]}"
 

@@ -1,4 +1,4 @@
-"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streamed."""
+"""An overload: requests at random times (Poisson, seeded) at a fixed rate, half of them streaming."""
 
 import asyncio
 import random

@@ -66,7 +66,7 @@ class Tally:
 
 
 def body(text: str, num_tokens: int, *, is_stream: bool, model: str = MODEL) -> dict[str, Any]:
-    """Return a request whose answer has so many tokens."""
+    """Return a request for an answer of `num_tokens`."""
     messages = [{"role": "user", "content": text}]
     return {"model": model, "messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_stream}
 
@@ -131,7 +131,7 @@ class Clients:
         self._tasks = [asyncio.create_task(self._ask_on(number)) for number in range(num_clients)]
 
     async def stop(self) -> None:
-        """Send no further requests, and wait for the running ones."""
+        """Stop sending requests, and wait for the running ones."""
         self._is_stopped = True
         await asyncio.gather(*self._tasks)
 

@@ -83,7 +83,7 @@ def _overload(row: dict[str, Any]) -> str:
         ("requests", row["num_requests"]),
         *row["outcomes"].items(),
         ("share refused", f"{row['share_refused']:.1%}"),
-        ("answer alone, s", f"{row['alone_s']:.2f}"),
+        ("answer without load, s", f"{row['alone_s']:.2f}"),
         ("latency of the answered: p50, s", _seconds(row["latency_p50_s"])),
         ("p95, s", _seconds(row["latency_p95_s"])),
         ("longest, s", _seconds(row["latency_max_s"])),

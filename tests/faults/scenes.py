@@ -31,7 +31,7 @@ async def kill_part(
     (victim, *_), killed_at = endpoint.pids(part), time.monotonic()
     assert kill(victim), f"{part} was gone already"
     await asyncio.sleep(1.0)  # a dead process may still count as running
-    recovered_s = await asyncio.to_thread(endpoint.wait_until_whole, size.max_replicas, whole_s)
+    recovered_s = await asyncio.to_thread(endpoint.wait_until_complete, size.max_replicas, whole_s)
     await asyncio.sleep(after_s)
     ended_at = time.monotonic()
     await clients.stop()

@@ -27,11 +27,11 @@ _FILE_MIB = 100
 _NUM_READERS = 12
 _MAX_REFUSAL_BYTES = 4096
 _NICE = 10
-_PAUSE_S = 0.02  # between two requests of a client: the load generator shares the machine
+_PAUSE_S = 0.02  # pause between requests of a client, because the load generator shares the machine
 
 
 @dataclass
-class Found:
+class AttackResult:
     """The result of an attack: answers by status, and problems."""
 
     statuses: Counter[int | str] = field(default_factory=Counter)
@@ -43,16 +43,16 @@ class Found:
             self.problems.append(problem)
 
 
-Attack = Callable[[Tenants, float], Awaitable[Found]]
+Attack = Callable[[Tenants, float], Awaitable[AttackResult]]
 Judge = Callable[[httpx.Response], str | None]
 Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 
 
 async def _hammer(
     tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
-) -> Found:
+) -> AttackResult:
     """Send these requests in turn from several clients for some seconds."""
-    result, ends_at, turns = Found(), time.monotonic() + seconds, cycle(sends)
+    result, ends_at, turns = AttackResult(), time.monotonic() + seconds, cycle(sends)
 
     async def go_on() -> None:
         async with tenants.client(key) as http:
@@ -69,7 +69,7 @@ async def _hammer(
     return result
 
 
-def _count(result: Found, response: httpx.Response, judge: Judge) -> None:
+def _count(result: AttackResult, response: httpx.Response, judge: Judge) -> None:
     result.statuses[response.status_code] += 1
     problem = judge(response)
     if response.status_code >= 500 and response.status_code not in _DELIBERATE:
@@ -101,7 +101,7 @@ def _anything(_: httpx.Response) -> None:
     return None
 
 
-async def work(tenants: Tenants, seconds: float) -> Found:
+async def work(tenants: Tenants, seconds: float) -> AttackResult:
     """Work like the neighbour, without an attack: the cost of sharing an engine."""
     sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything, num_clients=PARALLEL_REQUESTS)
@@ -110,7 +110,7 @@ async def work(tenants: Tenants, seconds: float) -> Found:
 # --- rules of a key
 
 
-async def paths(tenants: Tenants, seconds: float) -> Found:
+async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     """Use every spelling of the path with a key that is only allowed another model, with small and huge bodies."""
     marks = [
         "%0A",
@@ -138,7 +138,7 @@ async def paths(tenants: Tenants, seconds: float) -> Found:
     return await _hammer(tenants, TIED, sends, seconds, judge=_never_answered)
 
 
-async def headers(tenants: Tenants, seconds: float) -> Found:
+async def headers(tenants: Tenants, seconds: float) -> AttackResult:
     """Send headers that only the endpoint may set: another key's name, the operator's mark, a cheaper request."""
     context = Context(request_id="1", key=NEIGHBOUR, num_choices=0, cap_tokens=1, first_asked_at=0.0)
     forged = {
@@ -159,9 +159,9 @@ async def headers(tenants: Tenants, seconds: float) -> Found:
     return await _hammer(tenants, ATTACKER, [cost, chat], seconds, judge=judge, num_clients=2)
 
 
-async def budget(tenants: Tenants, seconds: float) -> Found:
+async def budget(tenants: Tenants, seconds: float) -> AttackResult:
     """Send sixty concurrent requests on a budget smaller than the cost of one."""
-    result = Found()
+    result = AttackResult()
     async with tenants.client(POOR) as http:
         began = time.monotonic()
         while time.monotonic() < began + seconds:
@@ -174,9 +174,9 @@ async def budget(tenants: Tenants, seconds: float) -> Found:
     return result
 
 
-async def parallel(tenants: Tenants, seconds: float) -> Found:
+async def parallel(tenants: Tenants, seconds: float) -> AttackResult:
     """Send forty concurrent long streams with a key that may have few."""
-    result, under_way, most = Found(), 0, 0
+    result, under_way, most = AttackResult(), 0, 0
 
     async def stream(number: int) -> None:
         nonlocal under_way, most
@@ -201,7 +201,7 @@ async def parallel(tenants: Tenants, seconds: float) -> Found:
     return result
 
 
-async def refusals(tenants: Tenants, seconds: float) -> Found:
+async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
     """Send bodies of a megabyte that are refused: wrong model, deep, broken. They count, and errors are short."""
     name = "m" * (_MIB - 200)
     bodies: list[Any] = [
@@ -259,13 +259,13 @@ def _constraints() -> Iterator[dict[str, Any]]:
     yield {"chat_template": "{% for i in range(100000000) %}{% endfor %}x"}
 
 
-async def schemas(tenants: Tenants, seconds: float) -> Found:
+async def schemas(tenants: Tenants, seconds: float) -> AttackResult:
     """Send schemas, expressions, grammars and templates that take long to compile or render."""
     sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
     return await _hammer(tenants, ATTACKER, sends, seconds, judge=_anything)
 
 
-async def answers(tenants: Tenants, seconds: float) -> Found:
+async def answers(tenants: Tenants, seconds: float) -> AttackResult:
     """Ask for huge answers with small requests: logprobs of many tokens of many prompts, in many choices."""
     prompt = "word " * 300
     bodies: list[dict[str, Any]] = [
@@ -281,14 +281,14 @@ async def answers(tenants: Tenants, seconds: float) -> Found:
 _SECRET = "The password of the safe in the cellar is 4711. " * 12
 
 
-async def tell_secret(tenants: Tenants, seconds: float) -> Found:
+async def tell_secret(tenants: Tenants, seconds: float) -> AttackResult:
     """Send the neighbour's request that `cache` guesses. Not timed, and not an attack."""
     async with tenants.client(NEIGHBOUR) as http:
         (await http.post(CHAT, json=_chat(tenants, _SECRET, max_tokens=1))).raise_for_status()
-    return Found()
+    return AttackResult()
 
 
-async def cache(tenants: Tenants, seconds: float) -> Found:
+async def cache(tenants: Tenants, seconds: float) -> AttackResult:
     """Guess the neighbour's secret: an answer must not reveal that another key has sent the same prompt."""
 
     def judge(response: httpx.Response) -> str | None:
@@ -299,7 +299,7 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
         return f"{cached} tokens of another key's prompt are cached" if cached else None
 
     salted = _chat(tenants, _SECRET, max_tokens=1, cache_salt="guess")
-    result = Found()
+    result = AttackResult()
     async with tenants.client(ATTACKER) as http:
         # Each guess is sent once; afterwards it is in the attacker's own cache.
         _count(result, await http.post(CHAT, json=salted), judge)
@@ -307,8 +307,8 @@ async def cache(tenants: Tenants, seconds: float) -> Found:
     return result
 
 
-async def media(tenants: Tenants, seconds: float) -> Found:
-    """Send content that an engine would fetch: nobody may connect to this listener."""
+async def media(tenants: Tenants, seconds: float) -> AttackResult:
+    """Send content that an engine would fetch: nothing may connect to this listener."""
     knocks = 0
 
     async def knock(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -334,9 +334,9 @@ async def media(tenants: Tenants, seconds: float) -> Found:
 # --- connections, files, batches
 
 
-async def downloads(tenants: Tenants, seconds: float) -> Found:
+async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
     """Request a large file with clients that do not read it."""
-    result = Found()
+    result = AttackResult()
     async with tenants.client(ATTACKER) as http:
         content = b"x" * (_FILE_MIB * _MIB)
         try:
@@ -360,7 +360,7 @@ async def downloads(tenants: Tenants, seconds: float) -> Found:
     return result
 
 
-async def connections(tenants: Tenants, seconds: float) -> Found:
+async def connections(tenants: Tenants, seconds: float) -> AttackResult:
     """Open connections that send half a header, and send requests without a key."""
     half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
     sockets = [await _knock(tenants, half) for _ in range(200)]
@@ -372,7 +372,7 @@ async def connections(tenants: Tenants, seconds: float) -> Found:
     return result
 
 
-async def batches(tenants: Tenants, seconds: float) -> Found:
+async def batches(tenants: Tenants, seconds: float) -> AttackResult:
     """Create as many batches as possible with an invalid file; the neighbour's batch must still be accepted."""
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": "nobody", "messages": []}}
     order = {"endpoint": CHAT, "completion_window": "24h"}
@@ -418,14 +418,14 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
+def attack_together(tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
     """Run these attacks, `WORK` or `TELL` concurrently, at a low priority.
 
     A real attacker has its own machine; here its clients must not take CPU time from the endpoint.
     """
     os.nice(max(0, _NICE - os.nice(0)))
 
-    async def gather() -> list[Found]:
+    async def gather() -> list[AttackResult]:
         return await asyncio.gather(
             *({**ATTACKS, WORK: work, TELL: tell_secret}[name](tenants, seconds) for name in names)
         )

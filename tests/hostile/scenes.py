@@ -1,4 +1,4 @@
-"""The neighbour alone, beside each attack, and beside all of them."""
+"""The neighbour without attacks, during each attack, and during all of them."""
 
 import asyncio
 import multiprocessing
@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.same_engine import cpu_spent, cpu_times
 from tests.faults.endpoint import Endpoint
-from tests.hostile.attacks import TELL, WORK, Found, attack_together
+from tests.hostile.attacks import TELL, WORK, AttackResult, attack_together
 from tests.hostile.tenants import Neighbour, Tenants
 
-QUIET, ALL = "quiet", "all at once"
+QUIET, ALL = "quiet", "all attacks"
 MAX_TIMES_QUIET = 1.5
 _MAX_GROWTH_MIB = 512
 
@@ -40,13 +40,13 @@ def play(
     return rows
 
 
-async def _attack(attackers: Executor, tenants: Tenants, names: list[str], seconds: float) -> list[Found]:
+async def _attack(attackers: Executor, tenants: Tenants, names: list[str], seconds: float) -> list[AttackResult]:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(attackers, attack_together, tenants, names, seconds)
 
 
 async def _scene(
-    endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[Found]]
+    endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[AttackResult]]
 ) -> dict[str, Any]:
     neighbour, began, before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
     result = await attack
@@ -66,7 +66,7 @@ async def _scene(
         "grown_mib": neighbour.grown_mib,
         "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
         "statuses": _sum(result),
-        "problems": [problem for fault_result in result for problem in fault_result.problems],
+        "problems": [problem for attack_result in result for problem in attack_result.problems],
     }
     if outcomes["answered"] < len(neighbour.tally.requests):
         seen = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
@@ -74,10 +74,10 @@ async def _scene(
     return row
 
 
-def _sum(result: list[Found]) -> dict[str, int]:
+def _sum(result: list[AttackResult]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for fault_result in result:
-        for status, number in fault_result.statuses.items():
+    for attack_result in result:
+        for status, number in attack_result.statuses.items():
             totals[str(status)] = totals.get(str(status), 0) + number
     return dict(sorted(totals.items()))
 

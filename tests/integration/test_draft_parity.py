@@ -154,7 +154,7 @@ def _compare(name, k, number, recorded, prompts, own_heads, document_of):
 def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_heads, document_of, record_property):
     result = _compare(name, MAX_K, number, recorded, prompts, own_heads, document_of)
     record_property(
-        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.states_apart:.1e}"
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
     )
     assert len(result.contexts) >= (200 if number > 6 else 40)
     assert result.drafts.keys() == set(range(1, MAX_K + 1))
@@ -162,7 +162,7 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, own_hea
     assert result.num_chunks == 0
     if number > MAX_NUM_SEQS:  # the first batch holds these and the long prompt
         assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
-    assert result.states_apart < MAX_STATE_ERROR
+    assert result.max_state_error < MAX_STATE_ERROR
     for depth in range(MAX_K):  # constant drafts would match trivially
         assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= 5, depth
 

@@ -16,7 +16,7 @@ from peagle.requests.fields import CHAT_URL, COMPLETIONS_URL
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.wire import FILES_URL
 from tests.faults.endpoint import serving
-from tests.in_process import Served, serving_here
+from tests.in_process import Served, serve_in_process
 
 DELIBERATE = (503, 504)
 NUM_CASES = {"positive": 25, "negative": 25}  # of each route
@@ -30,7 +30,9 @@ KEYS = {
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endpoint")
-    with serving_here(folder, KEYS, max_body_bytes=64 * 1024, body_timeout_s=1, max_upload_bytes=64 * 1024) as served:
+    with serve_in_process(
+        folder, KEYS, max_body_bytes=64 * 1024, body_timeout_s=1, max_upload_bytes=64 * 1024
+    ) as served:
         yield served
 
 

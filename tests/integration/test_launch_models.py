@@ -197,10 +197,10 @@ def test_head_reads_inputs_of_aux_layers_and_drafts_as_in_training(name, served,
     model = served[name]
     result = compare(model.drafted, PROMPT_LENGTHS, model.head, document_reader(model.target, AUX_LAYERS))
     record_property(
-        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.states_apart:.1e}"
+        "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
     )
     assert len(result.contexts) >= 80
-    assert result.states_apart < MAX_STATE_ERROR
+    assert result.max_state_error < MAX_STATE_ERROR
     for depth in range(K):  # constant drafts would match trivially
         assert len({draft[depth] for draft in result.drafts[K]}) >= 3, depth
 
@@ -293,4 +293,4 @@ def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
     _assert_greedy(drafted["tokens"], target)
     result = compare(drafted, PROMPT_LENGTHS, head, document_reader(text, AUX_LAYERS))
     assert len(result.contexts) >= 80
-    assert result.states_apart < MAX_STATE_ERROR
+    assert result.max_state_error < MAX_STATE_ERROR

@@ -15,7 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from strangers import seen_by_a_stranger
+from strangers import exposed_without_token
 
 from pipelines.online.gateway.keys import new_key, write_keys
 from tests.chaos.processes import descendants
@@ -103,7 +103,7 @@ def test_endpoint_is_private_and_uses_https(permissive, certificate, tmp_path):
         use(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
         others = reachable(endpoint.process.pid) - {port}
         # Serve has each replica listen on all addresses.
-        assert {seen_by_a_stranger(own_address(), other) for other in others} <= {"token"}
+        assert {exposed_without_token(own_address(), other) for other in others} <= {"token"}
     finally:
         endpoint.stop()
     (folder / "serve.log").chmod(0o600)  # the test's own connection

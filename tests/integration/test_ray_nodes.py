@@ -115,7 +115,7 @@ def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk):
     nodes, jobs = cluster
     run = start(jobs, "lost", bulk)
     nodes.replace_head()
-    took = wait_for("nodes outlive their head", lambda: not nodes.num_there())
+    took = wait_for("nodes outlive their head", lambda: not nodes.num_running())
     _log.info(f"the nodes had ended {took:.1f} s after the new head was there")
     assert "does not exist" in jobs.call("status", "lost").stderr
     nodes.replace_lost()

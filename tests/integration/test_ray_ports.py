@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from strangers import grpc_status, seen_by_a_stranger
+from strangers import exposed_without_token, grpc_status
 
 from peagle.ports import free_port
 from tests.chaos.processes import descendants, kill
@@ -169,7 +169,7 @@ def test_listening_ports_are_documented_and_need_the_token(node):
     result = {}
     for process, ip, port in node.sockets():
         host = "127.0.0.1" if address(ip) == "loopback" else node.host
-        result.setdefault(process, set()).add((address(ip), seen_by_a_stranger(host, port)))
+        result.setdefault(process, set()).add((address(ip), exposed_without_token(host, port)))
     table = documented()
     assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
     assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {

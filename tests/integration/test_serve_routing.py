@@ -17,7 +17,7 @@ def test_every_form_of_prompt_is_routed(tmp_path):
     bodies = [("completions", {"prompt": prompt}) for prompt in PROMPTS + REFUSED_PROMPTS]
     bodies += [("chat/completions", {"messages": [{"role": "user", "content": content}]}) for content in CONTENTS]
     with serving(tmp_path, SIZE.flags(), start_s=200) as endpoint:
-        assert endpoint.wait_until_whole(SIZE.max_replicas, 200) is not None
+        assert endpoint.wait_until_complete(SIZE.max_replicas, 200) is not None
         for route, body in bodies * 2:  # more than the queue's capacity, so unrouted requests would fill it
             body = {"model": MODEL, "max_tokens": SIZE.tokens, **body}
             answer = httpx.post(f"{endpoint.url}/v1/{route}", json=body, timeout=20)

@@ -1,4 +1,4 @@
-"""The process that believes in a card: `python -m tests.rehearsal.child CARD ASKED TOLD`."""
+"""The process that imitates a card: `python -m tests.rehearsal.child CARD CELLS RESULTS`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.rehearsal.pretend import pretend
 
 
 def main(name: str, jobs_file: Path, results_file: Path) -> None:
-    """Rehearse the cells in ASKED, and write the results to TOLD."""
+    """Rehearse the cells in CELLS, and write the results to RESULTS."""
     warnings.simplefilter("ignore")
     pretend(CARDS[name])
     from tests.rehearsal import queued, shapes
@@ -31,7 +31,7 @@ def main(name: str, jobs_file: Path, results_file: Path) -> None:
         try:
             more = cell.get("more", {})
             result = rehearse(
-                cell["model"], str(own) if own.exists() else drafter, cell["at_once"], CARDS[name].hardware, **more
+                cell["model"], str(own) if own.exists() else drafter, cell["concurrency"], CARDS[name].hardware, **more
             )
         except Exception as error:  # vLLM raises whatever its parts raise, and a cell that fails is a finding
             cells.append(cell | {"outcome": "failed", "message": f"{type(error).__name__}: {error}"[:2000]})

@@ -1,4 +1,4 @@
-"""The commands of benchmarks/GPU_QUEUE.md, and what each does with a card.
+"""The commands of benchmarks/GPU_QUEUE.md, and the engines and trainings that they start on a card.
 
 The page's blocks run in bash with `python3` replaced by a function that records its arguments. The scripts then list
 their benchmarks, trainings and commands. Their engines are resolved and given to vLLM like any other, and trainings are
@@ -48,7 +48,7 @@ def queued_commands(folder: Path) -> list[list[str]]:
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Return every engine of the queue's commands on a card, with its outcome."""
     single = replace(hardware, num_accelerators=1)
-    commands = queued_commands(folder)  # first: a block may leave out what is there
+    commands = queued_commands(folder)  # first, because a block may skip existing results
     _write_folders(folder)
     os.chdir(folder)
     return [cell for command in commands for cell in _rehearse(command, single)]
@@ -61,7 +61,7 @@ def _write_folders(folder: Path) -> None:
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
     write_json(shapes / "target", target)
     write_tokenizer(shapes / "target")
-    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')  # the last file: nothing is written again
+    (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')  # the last file exists, so everything has been written
     for method in ("peagle", "eagle3"):
         write_json(shapes / method, qwen.head_config(method, target, tiny=False))
     write_json(shapes / "peagle-fp8", qwen.head_config("peagle", target, tiny=False))

@@ -29,7 +29,7 @@ def page(result: Mapping[str, Sequence[dict[str, Any]]], date: datetime.date) ->
         rows = [
             _row(name, list(group))
             for name, cells in result.items()
-            for group in _alike([cell for cell in cells if cell["model"] == model])
+            for group in _group_equal([cell for cell in cells if cell["model"] == model])
         ]
         parts.append("\n".join([f"## {model}", "", _HEADER, *rows]))
     return "\n\n".join(parts) + "\n"
@@ -52,8 +52,8 @@ def _cards(names: Container[str]) -> str:
     return "\n".join(["| card | name | MiB | capability |", "|---|---|--:|---|", *rows])
 
 
-def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return neighbours in the number of requests that have equal results."""
+def _group_equal(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Group adjacent numbers of requests with equal results."""
 
     def outcome(cell: dict[str, Any]) -> tuple[Any, ...]:
         names = ("runner", "precision", "back_ends", "draft_back_ends", "verify", "draft")
@@ -66,20 +66,20 @@ def _alike(cells: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _row(name: str, cells: list[dict[str, Any]]) -> str:
     last = cells[-1]
-    first_at, last_at = cells[0]["at_once"], last["at_once"]
-    at_once = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
+    first_at, last_at = cells[0]["concurrency"], last["concurrency"]
+    concurrency = str(last_at) if first_at == last_at else f"{first_at}-{last_at}"
     drafter = _WORDS[last["drafter"]]
     more_flags = [f"--{name.replace('_', '-')} {value}" for name, value in last["more"].items()]
     if last["outcome"] != "accepted":
         why = " ".join([last["outcome"], *more_flags]) + f": {last['message']}"
         why += f" ({last['hint']})" if last.get("hint") else ""
-        return f"| {name} | {drafter} | {at_once} | {_cell(why)} |" + " |" * 8
+        return f"| {name} | {drafter} | {concurrency} | {_cell(why)} |" + " |" * 8
     weights, cache = last["precision"].removesuffix(" KV cache").split(" weights, ")
     draft = ", ".join(last["draft_back_ends"]) or "-"
     fields = (
         name,
         drafter if last["k"] == 0 else f"{drafter} K={last['k']}",
-        at_once,
+        concurrency,
         "; ".join([*more_flags, *last["flags"]]) or "as it is",
         last["runner"],
         f"{weights}, {cache}",

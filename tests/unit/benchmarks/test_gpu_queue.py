@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import skip_waiting, write_head, write_target
 
 from peagle.bench.config import BenchConfig
 from peagle.bench.engine import MeasurementListener
@@ -68,7 +68,7 @@ def test_trainings_fit_the_block():
 
 @pytest.fixture
 def bench(tmp_path, write_jsonl, monkeypatch):
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
     def bench(**keys):

@@ -216,7 +216,7 @@ def test_invalid_endpoint(impatient, monkeypatch, url):
 
 
 def test_store_ignoring_conditions_is_refused(s3):
-    s3.is_simple = True
+    s3.ignores_conditions = True
     with pytest.raises(ConfigError, match=r"no conditional writes(.|\n)*local disk"):
         require_usable(FOLDER)
     assert not FOLDER.is_dir()
