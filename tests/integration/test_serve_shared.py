@@ -11,7 +11,7 @@ from pipelines.online.config import ServeConfig
 
 @serve.deployment
 class OtherApplication:
-    """OtherApplication application."""
+    """An application of another user."""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.rehearsal.cards import CARDS
 
 _WORDS = {"none": "none", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _HEADER = (
-    "| card | drafter | at once | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
+    "| card | drafter | requests | asked for | runner | weights, KV cache | attention: target, draft | graphs to |"
     " sizes | slots | one request: vLLM, ours | full requests |\n"
     "|---|---|--:|---|---|---|---|--:|--:|--:|--:|--:|"
 )
@@ -101,7 +101,7 @@ _INTRODUCTION = """# The GPU configuration, rehearsed
 
 **Rehearsed on a CPU without a card, nothing measured.** Written by `make rehearsal` on {date}, with {version}.
 
-For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 requests at once:
+For every model of the catalog, with and without a drafter, on every card below and for 1 to 256 concurrent requests:
 `peagle` decides as for `peagle generate`, and vLLM's own configuration for CUDA takes what it decided. What vLLM
 decides later, when the model is loaded, is asked of its own functions with layers that are described and not loaded.
 A node has eight of the cards. Each configuration is accepted by vLLM, or refused by `peagle` before anything is
@@ -109,16 +109,16 @@ bought, with what would fit.
 
 {cards}
 
-- **asked for**: what was said beside `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
+- **asked for**: flags in addition to `--model`, `--drafter` and `--max-num-seqs`. Where a model does not fit as it
   is, it is what the refusal names. K is the catalog's figure for that many requests, else the head's own or its
   method's usual one. Models in 16 bits are there again in INT8, on the cards that compute it.
-- **at once**: requests at once that came out alike; the other columns are those of the most.
+- **requests**: concurrent requests with equal results; the other columns are those of the largest number.
 - **runner**: vLLM's model runner.
-- **graphs to**: requests at once up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
+- **graphs to**: concurrent requests up to which verifying and drafting both run as CUDA graphs; **sizes**: how many
   steps are captured, and the largest in tokens (4,096 at most).
 - **slots**: `max_num_batched_tokens`.
 - **one request**: the KV cache of one request of full length on all its cards in GiB, as vLLM reckons it and as
-  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds beside weights, graphs and a
+  `peagle` estimates it beforehand; **full requests**: how many of them the cache holds next to weights, graphs and a
   step, which are estimated.
 
 The heads are of the published layouts and of the sizes that the catalog and their cards name; where nobody publishes

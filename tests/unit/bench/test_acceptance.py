@@ -132,7 +132,7 @@ def test_an_engine_without_drafts_is_an_error(run, head, tmp_path):
     assert list((tmp_path / "out" / "cells").iterdir()) == []
 
 
-def test_figures_of_a_cell_by_hand():
+def test_cell_metrics_match_hand_calculation():
     drafter = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
     setup = make_setup(EngineSpec(model="target"), drafter, head="mine", fingerprint="f")
     code = CategoryResult(num_responses=1, num_output_tokens=4, speculation=drafts(3, 2, 1, 0))
@@ -183,7 +183,7 @@ def test_an_interrupt_leaves_a_report(run, head, tmp_path):
 
 
 def test_acceptance_without_drafts_per_request(run, head):
-    class Older(FakeEngine):
+    class OldEngine(FakeEngine):
         """Like vLLM 0.24: drafts are counted, but not per request."""
 
         async def generate(self, *args):
@@ -193,7 +193,9 @@ def test_acceptance_without_drafts_per_request(run, head):
 
     start = Starter()
     by_request = run(start, drafter=str(head()), num_speculative_tokens=3)
-    by_engine = run(lambda *_: Older(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3)
+    by_engine = run(
+        lambda *_: OldEngine(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3
+    )
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
         assert by_engine["cells"][0][name] == by_request["cells"][0][name]
     assert by_engine["cells"][0]["by_category"] == {}
@@ -218,8 +220,8 @@ def test_invalid_options_are_refused_before_an_engine_starts(keys, error, messag
 
 def test_engine_options_reach_the_engines(run, head):
     start = Starter()
-    finer = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
-    report = run(start, drafter=str(head()), num_speculative_tokens="2", **finer)
+    engine_options = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
+    report = run(start, drafter=str(head()), num_speculative_tokens="2", **engine_options)
     assert start.specs[0].extra["block_size"] == 32
     assert start.specs[0].drafter is not None
     assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
@@ -279,7 +281,7 @@ def test_length_plot_has_a_line_per_drafter(report):
     lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
     assert [len(points) for points in lines] == [2, 1]
     assert lines[0][1] == lines[1][0]
-    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
+    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # larger values are higher
 
 
 def test_position_plot_uses_the_largest_k(report):

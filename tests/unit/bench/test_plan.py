@@ -136,9 +136,9 @@ def test_file_names_of_an_engine():
 def test_engine_options_reach_engines_and_fingerprint(target, head):
     dataset = Dataset(name="d", fingerprint="f", spec=PromptSpec(chat=False), prompts=[], rejected={})
     keys = {"methods": "none,peagle", "drafter": f"peagle={head()}", "num_speculative_tokens": "2"}
-    finer: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
-    finer |= {"engine_args": {"block_size": 32}}
-    result = plan(target, GPU, **keys, **finer, kv_cache_precision="fp8")
+    engine_options: dict[str, Any] = {"draft_attention_backend": "flash_attn", "draft_kv_cache_precision": "bf16"}
+    engine_options |= {"engine_args": {"block_size": 32}}
+    result = plan(target, GPU, **keys, **engine_options, kv_cache_precision="fp8")
     arguments = [engine_args(setup.spec, GPU) for setup in result.setups]
     assert [(argument["block_size"], argument["kv_cache_dtype"]) for argument in arguments] == [
         (32, "fp8"),
@@ -147,8 +147,8 @@ def test_engine_options_reach_engines_and_fingerprint(target, head):
     assert result.setups[1].drafter is not None
     assert result.setups[1].drafter.attention_backend == "FLASH_ATTN"
     assert arguments[1]["speculative_config"]["kv_cache_dtype"] == "bfloat16"
-    assert finer.items() <= result.fingerprint(dataset).items()
-    assert not finer.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
+    assert engine_options.items() <= result.fingerprint(dataset).items()
+    assert not engine_options.keys() & plan(target, GPU, **keys).fingerprint(dataset).keys()
 
 
 def test_conflicting_engine_args_are_refused(target):
@@ -161,7 +161,7 @@ def test_two_commands_cannot_create_one_folder_differently(tmp_path, monkeypatch
 
     def make_folder(path):
         original_make_folder(path)
-        if path.name != tmp_path.name:  # the other command is a moment faster
+        if path.name != tmp_path.name:  # the other command creates it first
             write_json(tmp_path / "run.json", {"schema": 1, "fingerprint": {"model": "theirs"}})
 
     monkeypatch.setattr(module, "make_folder", make_folder)

@@ -25,15 +25,20 @@ def test_minimum_workers_without_accelerator_request(workload):
     assert (engines["min_workers"], engines["max_workers"]) == (2, 5)
     assert "accelerator_type" not in str(engines["resources"])
     assert "InstanceMarketOptions" not in engines["node_config"]
-    asking = engine_node_type(workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n"))
-    assert (asking["min_workers"], asking["resources"]["accelerator_type:RTX-PRO-6000"]) == (0, 1)
-    assert asking["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    with_accelerator_request = engine_node_type(
+        workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n")
+    )
+    assert (
+        with_accelerator_request["min_workers"],
+        with_accelerator_request["resources"]["accelerator_type:RTX-PRO-6000"],
+    ) == (0, 1)
+    assert with_accelerator_request["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
 
 
 @pytest.mark.parametrize(("machine", "lock"), [("g7e.2xlarge", "cuda"), ("c7a.large", "cpu")])
 def test_machine_type_selects_vllm_build(workload, machine, lock):
-    set_up = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
-    assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
+    setup_commands = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
+    assert f"make setup LOCK={lock} PYTHON=python3.12" in setup_commands[-1]
 
 
 def test_job_stop_waits_for_grace_period(workload):

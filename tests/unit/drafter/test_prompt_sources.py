@@ -39,12 +39,12 @@ def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
 
 def test_a_limit_is_divided_among_sources(write_jsonl):
     mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
-    all_of_json = len(source_materials("package:json")) * len(FORMS)
-    for limit, of_json, of_mine in ((40, 20, 20), (all_of_json + 49, all_of_json - 1, 50)):
+    num_available = len(source_materials("package:json")) * len(FORMS)
+    for limit, num_json, num_mine in ((40, 20, 20), (num_available + 49, num_available - 1, 50)):
         messages: list[str] = []
         ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", messages=messages)]
-        assert ids[of_json:] == [f"mine-{number}" for number in range(of_mine)]
-        assert messages[1:] == [f"  {of_json} from package:json", f"  {of_mine} from {mine}"]
+        assert ids[num_json:] == [f"mine-{number}" for number in range(num_mine)]
+        assert messages[1:] == [f"  {num_json} from package:json", f"  {num_mine} from {mine}"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_prompts_of_text_files_and_batches(tmp_path):
     ]
 
 
-def test_messages_in_one_row_apply_to_all(write_jsonl):
+def test_rows_may_mix_text_and_messages(write_jsonl):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     rows = _read(write_jsonl([{"text": "a"}, {"messages": chat}]), prompt_column="text")
     assert rows == [{"id": "0", "messages": [{"role": "user", "content": "a"}]}, {"id": "1", "messages": chat}]
@@ -88,9 +88,9 @@ def test_evaluation_problems_are_dropped_and_reported(write_jsonl):
         _read(write_jsonl(leaks))
 
 
-def test_own_evaluation_sets_are_dropped_and_reported(write_jsonl):
+def test_prompts_overlapping_custom_evaluation_set_are_dropped(write_jsonl):
     evaluation_set = write_jsonl(
-        [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl"
+        [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "evaluation.jsonl"
     )
     leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
     rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])

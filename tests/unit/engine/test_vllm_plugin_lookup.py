@@ -1,4 +1,4 @@
-"""The lookup beside a head, as it stands in vLLM's scheduler, and that its drafts leave the target's text as it is."""
+"""Lookup with a head in vLLM's scheduler: its drafts do not change the target's text."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ from peagle.engine import vllm_plugin
 
 
 class Scheduler:
-    """Where vLLM's scheduler is patched: what it is given after a step, and how it counts what was accepted."""
+    """The patched parts of vLLM's scheduler: the drafts after a step, and the count of accepted drafts."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.requests: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class Scheduler:
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
 
     def accept(self, request_id: str, num_accepted: int) -> str:
-        """As vLLM calls it."""
+        """Call it like vLLM does."""
         return self.make_spec_decoding_stats(
             None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
         )
@@ -53,10 +53,10 @@ def config_of(**other: Any) -> SimpleNamespace:
 
 @pytest.fixture
 def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
-    """A scheduler of an engine whose n-grams of two tokens are looked up."""
+    """A scheduler of an engine with lookup of n-grams of two tokens."""
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
-    for _ in range(2):  # a process may load plug-ins more than once
+    for _ in range(2):  # plug-ins may be loaded more than once
         vllm_plugin.look_up_drafts()
     monkeypatch.setenv(vllm_plugin.LOOKUP, "2")
     return lambda **other: patched(config_of(**other))
@@ -89,10 +89,10 @@ def test_scheduler_copies_and_counts_by_source(
     request.append_output_token_ids([2, 3, 4, 8])
     scheduler.update_draft_token_ids(drafted(7, 9, 9))
     assert scheduler.taken[-1] == [[7, 9, 9]]
-    scheduler.accept("one", 2)  # both are the head's
+    scheduler.accept("one", 2)  # both come from the head
     assert sum(request.spec_decode_metrics.per_step_drafted) == 2
     request.spec_decode_metrics.observe(3, 3)
-    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
+    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # internal metric
 
 
 def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..., Scheduler]) -> None:
@@ -155,7 +155,7 @@ def test_unsupported_lookup_does_not_start(
 
 
 def test_lookup_fits_vllms_scheduler() -> None:
-    """Once this fails, vLLM hands drafts on in another way: look at `look_up_drafts` again."""
+    """Once this fails, vLLM passes drafts on differently; review `look_up_drafts`."""
     from vllm.v1.core.sched.scheduler import Scheduler as Vllms
 
     assert list(inspect.signature(Vllms.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
@@ -163,7 +163,7 @@ def test_lookup_fits_vllms_scheduler() -> None:
     assert re.search(r"num_accepted_tokens=num_accepted,.*request_id=req_id", counts.partition(")")[0], re.DOTALL)
 
 
-# A process of its own: vLLM's kernels are for this processor. Each row is a request of one draft of two tokens.
+# Runs in a subprocess because vLLM's kernels depend on the processor. Each row is a request with two draft tokens.
 _SAMPLES = """if True:
     import json, sys, torch
     from types import SimpleNamespace
@@ -189,9 +189,9 @@ _SAMPLES = """if True:
 
 
 def test_certain_drafts_keep_the_distribution() -> None:
-    """A token that was looked up is certain, as a head's greedy draft is: vLLM is given no probabilities of either.
+    """Looked-up tokens are certain, like a head's greedy drafts.
 
-    The two tokens that were drafted are as frequent as the target has them, one after the other.
+    VLLM gets no draft probabilities. The two drafted tokens keep the target's frequencies.
     """
     num, drafts = 6000, [1, 3]
     chances = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
@@ -201,11 +201,11 @@ def test_certain_drafts_keep_the_distribution() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
-    # Behind another token than the draft a step ends.
+    # A step ends after a token that differs from the draft.
     known: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
     known |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
     assert seen.total() == num
     assert p_value(seen, known) > 1e-4, seen
-    # A sampler that took a draft's share twice, as if the head had been unsure, would be found out.
+    # Detects a sampler that counts a draft's probability twice, as if the head had been uncertain.
     twice = known | {(1, 3): known[1, 3] * 1.5, (1, 4): known[1, 4] - known[1, 3] / 2}
     assert power(known, twice, num, 1e-4) > 0.98

@@ -54,7 +54,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the work-around, and undo it after the test."""
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
-    for _ in range(2):  # a process may load plug-ins more than once
+    for _ in range(2):  # plug-ins may be loaded more than once
         vllm_plugin.cut_at_stop_strings()
 
 
@@ -63,7 +63,7 @@ def _original(function: Any) -> Any:
 
 
 def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int = 1, **sampling: Any) -> dict[str, Any]:
-    """Return the merged answer of all steps, of which each has the next number of tokens in `sizes`."""
+    """Return the merged answer of all steps; `sizes` are the tokens per step."""
     processor = OutputProcessor(tokenizer, log_stats=False)
     params = SamplingParams(n=n, max_tokens=len(tokens), logprobs=1, **sampling)
     params.update_from_generation_config({}, tokenizer.eos_token_id)
@@ -136,9 +136,10 @@ def test_answer_is_independent_of_accepted_tokens(
 
 
 def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, vLLM has fixed it (pull request 47616): `cut_at_stop_strings` can go.
+    """Once this fails, vLLM has fixed it (pull request 47616).
 
-    The test above must pass without it, too: that pull request leaves out steps that the core ended itself.
+    Remove `cut_at_stop_strings`. The test above must also pass without it, because the pull request excludes steps
+    that the core ended itself.
     """
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
@@ -149,7 +150,7 @@ def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeyp
     assert (len(alone["tokens"]), len(drafted["tokens"])) == (2, 4)
 
 
-def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
+def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
     """Return the logits of the token after all drafts, of four requests with min_tokens 3 and the stop token 5."""
     sampling = SamplingParams(min_tokens=3, stop_token_ids=[5])
     outputs, drafts = [[7], [7], [7, 7], []], [[8, 8], [8], [], [8, 8, 8]]
@@ -166,8 +167,8 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
         logitsprocs=SimpleNamespace(non_argmax_invariant=[processor]),
     )
     monkeypatch.setattr(Sampler, "apply_logits_processors", _original(Sampler.apply_logits_processors))
-    if is_mended:
-        for _ in range(2):  # a process may load plug-ins more than once
+    if is_fixed:
+        for _ in range(2):  # plug-ins may be loaded more than once
             vllm_plugin.count_drafts_toward_min_tokens()
     Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=False)
     assert processor.apply(torch.zeros(4, 9))[:, 5].isinf().all(), "the processor is as it was"
@@ -175,11 +176,11 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_mended: bool) -> Any:
 
 
 def test_token_after_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = bonus_logits(monkeypatch, is_mended=True)
+    logits = bonus_logits(monkeypatch, is_fixed=True)
     assert logits[:, 5].isinf().tolist() == [False, True, True, False]
     assert logits.isinf().sum() == 2
 
 
 def test_vllm_still_counts_no_drafts_toward_min_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, vLLM has fixed it: `count_drafts_toward_min_tokens` can go."""
-    assert bonus_logits(monkeypatch, is_mended=False)[:, 5].isinf().all()
+    """Once this fails, vLLM has fixed it: remove `count_drafts_toward_min_tokens`."""
+    assert bonus_logits(monkeypatch, is_fixed=False)[:, 5].isinf().all()

@@ -92,7 +92,7 @@ def test_training_includes_its_response_runs(month):
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])
 def test_missing_source_is_an_error(month, sources):
     (month / "empty").mkdir()
-    with pytest.raises(ConfigError, match=f"no run and no endpoint's state at {sources[-1].replace('*', '.')}"):
+    with pytest.raises(ConfigError, match=f"{sources[-1].replace('*', '.')}: neither a run nor an endpoint's state"):
         find_ledgers(sources)
 
 

@@ -56,8 +56,8 @@ def test_older_run_continues_only_with_the_same_corpus(resolved_run, tmp_path):
 
 
 @pytest.fixture
-def on_no_accelerator(resolved_run, monkeypatch):
-    """Starts a finished run on H100s again, on a cluster that would be waited for in vain."""
+def run_without_accelerators(resolved_run, monkeypatch):
+    """Restart a finished H100 run on a cluster that never gets accelerators."""
     h100 = Hardware(
         platform="cuda", accelerator="NVIDIA H100 80GB HBM3", num_accelerators=1, compute_capability=(9, 0),
         memory_gib=79.6, free_memory_gib=70, num_cpus=16,
@@ -68,7 +68,7 @@ def on_no_accelerator(resolved_run, monkeypatch):
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
     def wait(*_, **__):
-        raise CapacityError("they do not come")
+        raise CapacityError("no nodes arrived")
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
@@ -76,40 +76,40 @@ def on_no_accelerator(resolved_run, monkeypatch):
     monkeypatch.setattr(ray, "require_capacity", wait)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
-    def again(**keys):
+    def restart(**keys):
         return started(request.config.model_copy(update=keys))
 
-    return run, again
+    return run, restart
 
 
-def test_finished_run_needs_no_accelerators(on_no_accelerator):
-    run, again = on_no_accelerator
-    assert again().was_already_finished
+def test_finished_run_needs_no_accelerators(run_without_accelerators):
+    run, restart = run_without_accelerators
+    assert restart().was_already_finished
     with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: was 256, now 8"):
-        again(max_tokens=8)
+        restart(max_tokens=8)
     run.unit_path(0).unlink()
-    with pytest.raises(CapacityError, match="they do not come"):
-        again()
+    with pytest.raises(CapacityError, match="no nodes arrived"):
+        restart()
 
 
-def test_retry_waits_for_accelerators_only_with_failed_rows(on_no_accelerator):
-    run, again = on_no_accelerator
-    assert again(retry_failed=True).was_already_finished  # none failed
+def test_retry_waits_for_accelerators_only_with_failed_rows(run_without_accelerators):
+    run, restart = run_without_accelerators
+    assert restart(retry_failed=True).was_already_finished  # none failed
     run.unit_path(0).unlink()
     letter = {"id": "000000011", "reason": "refused", "message": "odd", "row": {"prompt": "p11"}}
     run.commit(0, pa.table({"id": [f"{row:09d}" for row in range(11)]}), replace(USAGE, num_failed_rows=1), [letter])
-    assert again().was_already_finished
-    with pytest.raises(CapacityError, match="they do not come"):
-        again(retry_failed=True)
+    assert restart().was_already_finished
+    with pytest.raises(CapacityError, match="no nodes arrived"):
+        restart(retry_failed=True)
 
 
-def test_invalid_run_does_not_wait_for_accelerators(on_no_accelerator, tmp_path):
-    _, again = on_no_accelerator
+def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tmp_path):
+    _, restart = run_without_accelerators
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     with pytest.raises(InputError, match=r"in\.jsonl"):
-        again(output=tmp_path / "another")
+        restart(output=tmp_path / "another")
     with pytest.raises(ConfigError, match="has no run whose failed rows"):
-        again(output=tmp_path / "another", retry_failed=True)
+        restart(output=tmp_path / "another", retry_failed=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -137,7 +137,7 @@ def test_price_of_a_run_cannot_change(resolved_run):
 
 @pytest.fixture
 def hub_run(moving_hub, monkeypatch, tmp_path):
-    """Starts a run, or continues it, on a model and a head of the hub; what its engines would be. None is started."""
+    """Start or resume a run with a hub model and head; return the engine spec. No engine is started."""
     moving_hub.push("org/model", FIRST, MODEL)
     moving_hub.push("org/head", FIRST, HEAD)
     (tmp_path / "in.jsonl").write_text('{"prompt": "p"}\n')

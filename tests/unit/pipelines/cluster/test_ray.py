@@ -87,8 +87,8 @@ def test_ray_data_defaults():
 
 
 @pytest.fixture
-def ray_that_takes_sigterm(monkeypatch):
-    """Start like Ray 2.60, which handles SIGTERM from then on; a signal may arrive during the start."""
+def ray_handling_sigterm(monkeypatch):
+    """Imitate Ray 2.60, which installs a SIGTERM handler; a signal may arrive during the start."""
     import ray
 
     arrives = []
@@ -106,7 +106,7 @@ def ray_that_takes_sigterm(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_handler_is_restored(ray_that_takes_sigterm):
+def test_sigterm_handler_is_restored(ray_handling_sigterm):
     with interrupted_by_signal():
         ours = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
@@ -114,13 +114,13 @@ def test_sigterm_handler_is_restored(ray_that_takes_sigterm):
         assert signal.getsignal(signal.SIGTERM) is ours
 
 
-def test_sigterm_during_ray_start(ray_that_takes_sigterm):
-    ray_that_takes_sigterm.append(signal.SIGTERM)
+def test_sigterm_during_ray_start(ray_handling_sigterm):
+    ray_handling_sigterm.append(signal.SIGTERM)
     with interrupted_by_signal(), pytest.raises(KeyboardInterrupt), ray_cluster():
         pytest.fail("it goes on")
 
 
-def test_ray_handles_sigterm_by_default(ray_that_takes_sigterm):
+def test_ray_handles_sigterm_by_default(ray_handling_sigterm):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with ray_cluster(), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
@@ -149,7 +149,7 @@ G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 @pytest.fixture
 def growing_cluster(monkeypatch):
-    """A cluster that adds nodes when an autoscaler is asked; records requests and messages."""
+    """A cluster whose autoscaler adds nodes on request; records requests and messages."""
     calls, announced, node_snapshots = [], [], []
     monkeypatch.setattr(cluster, "_asked", False)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
@@ -184,7 +184,9 @@ def test_require_capacity_stops_when_check_raises(growing_cluster):
     with pytest.raises(StoppedEarly, match="the deadline is near"):
         require([HEAD], num_engines=1, check=check)
     assert len(requests) == 1
-    with pytest.raises(StopIteration):  # asked once more when nothing is missing: the nodes may have come too late
+    with pytest.raises(
+        StopIteration
+    ):  # `check` also runs once after the nodes arrive, because they may have arrived after the deadline
         require([HEAD, G7E], num_engines=1, check=check)
 
 

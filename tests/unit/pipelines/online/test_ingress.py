@@ -35,15 +35,15 @@ def a_request(context=CONTEXT, record_usage=lambda usage: None):
     return Request(with_pass(scope, post("/v1/chat/completions"), record_usage=record_usage))
 
 
-async def asked(request, *ends):
-    """Return the answer or the error code, and the number of calls to engines, which end as given."""
+async def answer_and_calls(request, *ends):
+    """Return the answer or error code, and the number of engine calls; call i ends with `ends[i]`."""
     left, began_at, asked_at = list(ends), time.time(), []
 
     async def handler(body, request):
         context = Context.of(request.headers)
-        again = context.first_asked_at
+        first_asked_at = context.first_asked_at
         assert replace(context, first_asked_at=None) == CONTEXT
-        assert again is None or began_at <= again <= asked_at[0]
+        assert first_asked_at is None or began_at <= first_asked_at <= asked_at[0]
         asked_at.append(time.time())
         end = left.pop(0)
         if isinstance(end, Exception):
@@ -57,7 +57,7 @@ async def asked(request, *ends):
 
 
 @pytest.mark.parametrize("tokens", [None, 70])
-def test_chat_has_the_gates_token_cap(monkeypatch, tokens):
+def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
     async def ray_chat(self, body, request):
         return body
 
@@ -117,14 +117,14 @@ def test_ping_exists_only_on_sagemaker(monkeypatch, tmp_path, is_behind_sagemake
 
 
 def test_request_that_crashed_its_engine_is_not_retried():
-    assert asyncio.run(asked(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
+    assert asyncio.run(answer_and_calls(a_request(), EngineDeadError(), "answer")) == ("engine_crashed", 1)
 
 
 def with_a_later_one(request, *ends):
     """Send a request; its first engine crashes together with a later request."""
 
     async def scene():
-        first = asyncio.create_task(asked(request, *ends))
+        first = asyncio.create_task(answer_and_calls(request, *ends))
         await asyncio.sleep(0)
         crashes = request.app.state.crashes
         later = crashes.start(request_id="later", key="bob", account="b", model="m")
@@ -144,8 +144,8 @@ def test_older_request_is_retried_once():
 def test_request_is_retried_on_live_engines(monkeypatch):
     monkeypatch.setattr(ingress, "SETTLE_S", 0.0)
     dead = EngineUnavailable()
-    assert asyncio.run(asked(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
-    assert asyncio.run(asked(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
+    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, "answer")) == ("answer", 4)
+    assert asyncio.run(answer_and_calls(a_request(), dead, dead, dead, dead, "answer")) == ("overloaded", 4)
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
@@ -169,7 +169,7 @@ def test_whole_answer_passes_unparsed(monkeypatch):
     ("error", "code"), [(BackPressureError(9, 9), "overloaded"), (RuntimeError("x"), "internal_error")]
 )
 def test_other_errors_are_not_retried(error, code):
-    assert asyncio.run(asked(a_request(), error, "answer")) == (code, 1)
+    assert asyncio.run(answer_and_calls(a_request(), error, "answer")) == (code, 1)
 
 
 def test_batches_use_current_keys(monkeypatch, tmp_path):
