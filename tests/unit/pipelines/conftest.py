@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def ray_metrics(monkeypatch):
-    """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all of histograms."""
+    """Values of Ray metrics by name and labels: sums of counters, last values of gauges, all values of histograms."""
     values = {}
 
     class Metric:

@@ -13,7 +13,7 @@ HERE = hardware.detect()
 
 @pytest.fixture
 def resolved_run(tmp_path):
-    """Resolves a run of the fake engine over twelve rows, which no driver has started: request and run."""
+    """Resolve a fake-engine run over twelve rows without starting it; return request and run."""
     corpus = tmp_path / "in.jsonl"
     corpus.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(12)))
 

@@ -47,7 +47,7 @@ def test_forecast_for_other_machines(make_forecast):
     assert lines["budget"] == "$220.16 pays these engines for 2 h 0 min"
 
 
-def test_forecast_says_that_the_cluster_is_not_asked(make_forecast, monkeypatch):
+def test_forecast_does_not_contact_the_cluster(make_forecast, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     assert "RAY_ADDRESS is not asked" in make_forecast(usd_per_hour=1)[1]["machine"]
     assert "RAY_ADDRESS" not in make_forecast(instance_type="p5.48xlarge")[1]["machine"]

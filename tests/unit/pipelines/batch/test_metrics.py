@@ -20,7 +20,7 @@ def metrics_of(request, run, served_name=None):
 
 @pytest.fixture
 def make(resolved_run):
-    """The metrics of a run of the fake engine."""
+    """Return a function that makes the metrics of a fake-engine run."""
 
     def make(served_name=None, **keys):
         return metrics_of(*resolved_run(num_speculative_tokens=2, **keys), served_name)
@@ -52,7 +52,7 @@ def test_metrics_of_committed_units(ray_metrics, make):
     assert ray_metrics["peagle_rows_total", *MODEL, "failed"] == 1
     assert ray_metrics["peagle_output_tokens_total", *MODEL] == 60
     assert ray_metrics["peagle_accepted_tokens_per_pos_total", *MODEL, "1"] == 6
-    assert not any(name[0].startswith("gen_ai") for name in ray_metrics)  # nobody knows when its requests began
+    assert not any(name[0].startswith("gen_ai") for name in ray_metrics)  # request start times are unknown
 
 
 def test_gauges_of_a_run(ray_metrics, make, monkeypatch):

@@ -98,7 +98,7 @@ def test_nodes_per_engine(embedded_target):
     assert run.placement.num_devices == 2 * HERE.num_cpus
 
 
-def test_neighbours_determine_the_placement():
+def test_other_engines_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
     run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
@@ -134,7 +134,7 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
     assert remote.fingerprint("corpus") == here.fingerprint("corpus")
     assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
     assert here.spec.commits == {}
-    assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch those
+    assert not list((tmp_path / "home").rglob("*.safetensors"))  # nodes with engines fetch the weights
 
 
 @pytest.mark.parametrize(

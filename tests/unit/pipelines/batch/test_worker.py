@@ -24,8 +24,8 @@ from pipelines.batch.worker import EngineWorker
 SLOTS = 4
 
 
-class Slotted(FakeEngine):
-    """Like vLLM: so many responses are decoded at once, and other requests wait in the engine."""
+class EngineWithSlots(FakeEngine):
+    """Like vLLM: a limited number of responses is decoded concurrently; other requests wait in the engine."""
 
     def __init__(self, row_s):
         super().__init__()
@@ -44,7 +44,7 @@ class Slotted(FakeEngine):
 
 
 class Scene:
-    """A run of two units of eight rows, and engine actors for it."""
+    """A run of two units of eight rows, and its engine actors."""
 
     def __init__(self, tmp_path, monkeypatch, **keys):
         self._monkeypatch, self.workers = monkeypatch, []
@@ -77,7 +77,7 @@ class Scene:
 
 
 def end(code):
-    raise Gone(code)
+    raise ProcessEnded(code)
 
 
 @pytest.fixture
@@ -98,19 +98,19 @@ def scene(tmp_path, monkeypatch):
         actor._session.end()
 
 
-class Gone(BaseException):
-    """In place of the end of the process."""
+class ProcessEnded(BaseException):
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize("keys", [{}, {"n": 3, "temperature": 1.0}])
 def test_time_limit_excludes_waiting_for_slots(scene, keys):
     run = scene(**keys)
-    asyncio.run(run.call(run.worker(Slotted(row_s=0.3), row_timeout_s=0.55), 0))
+    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.3), row_timeout_s=0.55), 0))
     assert run.counts(0) == (8, 0)
 
 
 def test_rows_without_limit_wait_in_the_engine(scene):
-    class Counting(Slotted):
+    class Counting(EngineWithSlots):
         most = now = 0
 
         async def generate(self, *request):
@@ -128,15 +128,15 @@ def test_rows_without_limit_wait_in_the_engine(scene):
 
 
 def until_done(run, make_engine, unit, **job):
-    """Call new actors for the unit until one commits it; how many ended before, and the notes that they left."""
+    """Call new actors for the unit until one commits it; return the number of crashed actors and their notes."""
     for num_ended in range(10):
         try:
             asyncio.run(run.call(run.worker(make_engine(), **job), unit))
-        except Gone:
+        except ProcessEnded:
             notes = [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]
         else:
             return num_ended, notes
-    raise AssertionError("no end of it")
+    raise AssertionError("the unit was never committed")
 
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
@@ -191,18 +191,18 @@ def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
 
 def test_slow_engine_is_not_killed(scene):
     run = scene()
-    asyncio.run(run.call(run.worker(Slotted(row_s=0.5), engine_timeout_s=0.2), 0))
+    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.5), engine_timeout_s=0.2), 0))
     assert run.counts(0) == (8, 0)
 
 
 def test_duplicate_unit_is_committed_once(scene):
     run = scene()
-    actor = run.worker(Slotted(row_s=0.05))
+    actor = run.worker(EngineWithSlots(row_s=0.05))
 
-    async def twice():
+    async def both_actors():
         return await asyncio.gather(run.call(actor, 0), run.call(actor, 0))
 
-    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(twice())]
+    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(both_actors())]
     assert sorted(usage is None for usage in receipts) == [False, True]
     assert run.counts(0) == (8, 0)
     assert not list(run.run.suspects.iterdir())
@@ -235,7 +235,7 @@ def test_self_check_runs_once_before_the_first_row(scene):
     assert not run.run.committed()
     asyncio.run(both(run.worker(right)))
     assert run.run.committed() == {0, 1}
-    # The greedy request and, beside it, a sampled one.
+    # The greedy request and a concurrent sampled one.
     assert (wrong.events, right.events[:3], right.events.count("check")) == (["check"] * 2, ["check"] * 2 + ["row"], 2)
     for engine_worker in run.workers:
         engine_worker._session.end()
@@ -260,7 +260,7 @@ def test_hanging_self_check_ends_the_run(scene):
         asyncio.run(run.call(run.worker(engine, engine_timeout_s=0.2), 0))
 
 
-@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, Gone), (False, EngineError)])
+@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, ProcessEnded), (False, EngineError)])
 def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
@@ -282,7 +282,7 @@ def test_lost_node_restarts_the_engine(scene, monkeypatch, is_lost, ends_with):
 
 
 class Lender:
-    """Lends a fake engine that bills two seconds a row."""
+    """Lends a fake engine that bills two seconds per row."""
 
     num_slots = 3
 

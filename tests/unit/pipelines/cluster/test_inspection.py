@@ -35,7 +35,7 @@ def test_inspection_sees_all_accelerators_without_reserving_one(monkeypatch, gpu
 
     class Probe:
         def remote(self):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
             return inspection._look()
 
     def remote(**options):
@@ -66,6 +66,6 @@ def test_inspection_uses_visible_devices_of_the_raylet(monkeypatch):
     seen = []
     node = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=4)
     monkeypatch.setattr(inspection, "detect_machine", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or node)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray may set it for a task that reserved none
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray may set this for a task without accelerators
     inspection._look()
     assert seen == ["0,1"]

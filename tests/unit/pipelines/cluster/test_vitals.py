@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def part():
-    """A part of Ray that a test can kill."""
+    """A Ray process that a test can kill."""
     process = subprocess.Popen(["sleep", "60"])
     is_alive = vitals._process_check(psutil.Process(process.pid))
     yield Part(name="raylet (process 7)", is_alive=is_alive, log="/logs"), process.kill
@@ -27,7 +27,7 @@ def part():
 
 @pytest.fixture
 def watching():
-    """Watch a part. Afterwards the watch ends, which would otherwise kill this process 15 s after a death."""
+    """Watch a process; the watch ends after the test, because it would kill this process 15 s after a death."""
     watches = []
 
     def start(part, if_lost=""):
@@ -77,7 +77,7 @@ def test_other_errors_pass_through(part, watching):
 
 
 def test_blocked_main_thread_is_killed(tmp_path):
-    """A call into a dead Ray may never return; this one ignores signals."""
+    """A call into a dead Ray may block forever and ignore signals."""
     script = """
 import signal, time
 from pipelines.cluster import vitals

@@ -168,10 +168,10 @@ def test_model_card(tmp_path):
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def inspections(monkeypatch):
     """Simulate a growing cluster: the hardware of a node and the number of nodes at each inspection."""
 
-    def looks(*seen, is_kubernetes=True):
+    def inspections(*seen, is_kubernetes=True):
         if is_kubernetes:
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
         result = [hardware for hardware, _ in seen]
@@ -182,7 +182,7 @@ def looks(monkeypatch):
         monkeypatch.setattr(app, "_POLL_S", 0.0)
         return lambda: len(result) - len(list(left))
 
-    return looks
+    return inspections
 
 
 ENDPOINT = {"max_replicas": 16, "drafter": "none"}

@@ -62,7 +62,7 @@ def test_status_of_an_endpoint(home, a_process):
     assert (endpoint.status(), endpoint.usd()) == ("starting", None)
     record_up(endpoint.state, PRICE)
     assert (endpoint.status(), endpoint.usd()) == ("up", 0)
-    process.kill()  # it is a zombie now
+    process.kill()  # now a zombie
     while endpoint.process():
         pass
     assert endpoint.status() == "ended"

@@ -84,7 +84,7 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
     engine_account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
     report = view.report(window_s=240)
-    window_s = 470 - ((start + 230) // 60 * 60 - start)  # with the whole minute in which it begins
+    window_s = 470 - ((start + 230) // 60 * 60 - start)  # including the whole first minute
     assert report["total"]["num_requests"] == 1
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * (window_s - 20))
@@ -109,7 +109,7 @@ def test_tokens_per_dollar_do_not_depend_on_the_window(tmp_path, clock, monkeypa
     account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + 630)
     for window_s in (60, 300, None):
-        # The first request of a window may have begun before it.
+        # The first request of a window may have started before it.
         assert view.report(window_s=window_s)["account"]["tokens_per_usd"] == pytest.approx(100 / 0.02, rel=0.02)
 
 
@@ -127,7 +127,7 @@ def test_batch_counts_for_its_key_but_not_for_the_engines(view, tmp_path):
     assert report["by_key"]["carol"]["requests_at_once"] is None
 
 
-def test_requests_at_once(engine_account, clock, tmp_path):
+def test_concurrent_requests(engine_account, clock, tmp_path):
     engine_account.ready()
     first = engine_account.begin(Context(request_id="1", key="alice"))
     clock.now += 2

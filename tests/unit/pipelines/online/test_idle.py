@@ -37,7 +37,7 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
     assert after(60) == 120
     session(tmp_path, idle_s=120, busy_s=1)
     assert (after(60), after(60)) == (0, 60)
-    session(tmp_path, session_id="another")  # the load grew
+    session(tmp_path, session_id="another")  # load_s has increased
     assert (after(60), after(60)) == (0, 60)
     under_way[0] = True
     assert after(60) == 0
@@ -45,7 +45,7 @@ def test_working_or_starting_engine_is_not_idle(tmp_path):
 
 def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     monkeypatch.setattr(idle, "_CHECK_S", 0.01)
-    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # of this process's time
+    session(tmp_path / "ledger", idle_s=30, started_at=time.time() + 3600)  # in this process's clock
     stopped, messages = threading.Event(), []
     config = ServeConfig(state=tmp_path, idle_timeout=0.2, heartbeat_s=0.1)
     with ended_when_idle(config, PRICE, stopped, messages.append):

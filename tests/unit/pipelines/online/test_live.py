@@ -73,7 +73,7 @@ def test_non_streaming_answer_counts_over_its_whole_time(ledger, view):
 
 
 def test_tokens_before_the_window_do_not_count(ledger, view):
-    ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before
+    ledger("1", ended_s_ago=50, lasted_s=20, ttft_s=0.0, tokens=100)  # half of it before the window
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(50 / 60)
     assert report["total"]["num_output_tokens"] == 100  # it ended in the window
@@ -163,7 +163,7 @@ class Stop:
         return self.left < 0
 
 
-class Ledger:
+class ScriptedLedger:
     def __init__(self, *reports):
         self._reports = list(reports)
 
@@ -215,7 +215,7 @@ def test_publishing_survives_read_errors(monkeypatch):
         result = iter([PeagleError("no ledger"), OSError("no disk"), {"m": 1.5}, SystemExit()])
 
         def needed(self):
-            result = next(self.found)
+            result = next(self.result)
             if isinstance(result, BaseException):
                 raise result
             return result
@@ -228,7 +228,7 @@ def test_publishing_survives_read_errors(monkeypatch):
 
 def test_watch_gets_the_figures_of_its_model():
     watch, messages = Watch(), []
-    ledger = Ledger({"m": FIGURES, "other": FIGURES}, {})
+    ledger = ScriptedLedger({"m": FIGURES, "other": FIGURES}, {})
     watch_engines({"m": watch}, ledger, Stop(2), messages.append)
     assert watch.given == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
     assert messages == ["m: look 1"]
@@ -236,6 +236,6 @@ def test_watch_gets_the_figures_of_its_model():
 
 def test_watch_of_drafters_survives_read_errors():
     watch, messages = Watch(), []
-    watch_engines({"m": watch}, Ledger(PeagleError("torn"), {"m": FIGURES}), Stop(2), messages.append)
+    watch_engines({"m": watch}, ScriptedLedger(PeagleError("torn"), {"m": FIGURES}), Stop(2), messages.append)
     assert "torn" in messages[0]
     assert messages[1] == "m: look 1"

@@ -106,7 +106,7 @@ class Handle:
 
 
 class Runner:
-    """Records the work that it is given."""
+    """A runner that records its work."""
 
     def __init__(self):
         self.works = []

@@ -41,7 +41,7 @@ def refused(shape, body):
 
 
 def counted(value):
-    """Return containers, members and commas, of which each container has one less than values."""
+    """Count containers, members and commas (one fewer per container than values)."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
@@ -172,7 +172,7 @@ def test_invalid_json_is_400(body):
 PIECE_BYTES, NUM_PIECES = 1 << 17, 100
 
 
-async def nobody(message):
+async def no_client(message):
     raise AssertionError(f"unexpected message {message}")
 
 
@@ -182,7 +182,7 @@ def read(pieces, *, max_bytes=10, piece_timeout_s=5.0, timeout_s=5.0, delay_s=0.
         return pieces.pop(0)
 
     async def run():
-        upload, body = Upload(receive, nobody, max_bytes, piece_timeout_s, timeout_s), b""
+        upload, body = Upload(receive, no_client, max_bytes, piece_timeout_s, timeout_s), b""
         while True:
             message = await upload()
             body += message.get("body", b"")
@@ -210,7 +210,7 @@ def test_incomplete_body_is_400():
         return pieces.pop(0)
 
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read_body(receive, nobody, max_bytes=10, timeout_s=5))
+        asyncio.run(read_body(receive, no_client, max_bytes=10, timeout_s=5))
     assert (caught.value.status, caught.value.code) == (400, "incomplete_body")
 
 

@@ -38,7 +38,7 @@ def spend(tmp_path, today):
 
 @pytest.fixture
 def make_watch(tmp_path):
-    """A watch over these keys, and the shares that it reports."""
+    """Return a function that makes a watch over keys, and the shares that it reports."""
 
     def make(*keys):
         calls = []
@@ -48,7 +48,7 @@ def make_watch(tmp_path):
     return make
 
 
-def said(caplog):
+def logged_texts(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
 
 
@@ -57,15 +57,15 @@ def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, sp
     spend(4.9)
     with caplog.at_level(logging.WARNING):
         watch.check()
-        assert said(caplog) == []
+        assert logged_texts(caplog) == []
         spend(0.2)
         watch.check()
         watch.check()
-        assert said(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10, and $4.90 are left"]
+        assert logged_texts(caplog) == ["key alice has spent 51 % of its budget of $10: $5.10, and $4.90 are left"]
         spend(6)
         watch.check()
         watch.check()
-    assert said(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10, and $0.00 are left"]
+    assert logged_texts(caplog)[1:] == ["key alice has spent 111 % of its budget of $10: $11.10, and $0.00 are left"]
     assert shares == [("alice", used) for used in (0.49, 0.51, 0.51, 1.11, 1.11)]
 
 
@@ -76,13 +76,16 @@ def test_warnings_repeat_for_a_new_period_or_budget(tmp_path, make_watch, spend,
         watch.check()
         today.now = datetime(2027, 1, 1, 12, tzinfo=UTC)
         watch.check()
-        assert len(said(caplog)) == 1
+        assert len(logged_texts(caplog)) == 1
         spend(8.5)
         watch.check()
-        assert said(caplog)[1] == "key alice has spent 85 % of its budget of $10 a month: $8.50, and $1.50 are left"
+        assert (
+            logged_texts(caplog)[1]
+            == "key alice has spent 85 % of its budget of $10 a month: $8.50, and $1.50 are left"
+        )
         watch._ring = KeyRing(None, [key(budget_usd=17, budget_every="month")])
         watch.check()
-    assert said(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
+    assert logged_texts(caplog)[2].startswith("key alice has spent 50 % of its budget of $17 a month")
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, today, caplo
     with caplog.at_level(logging.WARNING):
         watch.check()
     assert shares == [("team=search", 0.55), ("*", 0.9)]
-    assert said(caplog) == [
+    assert logged_texts(caplog) == [
         "tag team=search has spent 55 % of its budget of $10 a month: $5.50, and $4.50 are left",
         "the endpoint has spent 90 % of its budget of $20 a month: $18.00, and $2.00 are left",
     ]
@@ -133,5 +136,5 @@ def test_watch_survives_read_errors(make_watch, monkeypatch, caplog):
     monkeypatch.setattr("pipelines.online.gateway.budget_watch.time.sleep", lambda _: None)
     with pytest.raises(SystemExit):
         watch.watch_forever()
-    assert said(caplog) == ["cannot check the budgets"]
+    assert logged_texts(caplog) == ["cannot check the budgets"]
     assert shares == []

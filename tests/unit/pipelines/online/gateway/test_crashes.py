@@ -84,7 +84,7 @@ def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
 
 @pytest.mark.parametrize(("probation_s", "is_alone"), [(5.0, True), (0.001, False)])
 def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, probation_s, is_alone):
-    """A request that outlives its probation did not crash its engine, and the next one starts."""
+    """A request that survives its probation did not crash its engine, and the next one starts."""
     monkeypatch.setattr(module, "_PROBATION_S", probation_s)
     running, most = 0, 0
 

@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, *, error=None, breaks_off=False):
         self.error, self.breaks_off = error, breaks_off
-        self.asked, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
+        self.forwarded, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
         if self.error:
@@ -57,10 +57,10 @@ class Engine:
         self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.context, self.gate_pass = Context.of(self.headers), (gate_pass := scope[PASS])
-        self.asked = gate_pass.body.values if gate_pass.body else {}
+        self.forwarded = gate_pass.body.values if gate_pass.body else {}
         if scope["method"] == "POST" and not gate_pass.body:
             await receive()
-        is_stream = self.asked.get("stream")
+        is_stream = self.forwarded.get("stream")
         kind = b"text/event-stream" if is_stream else b"application/json"
         if not is_stream and gate_pass.record_usage:
             gate_pass.record_usage(SAID)
@@ -130,7 +130,7 @@ def ask(settings, keys):
         **changes,
     ):
         async def run():
-            totals_of.cache_clear()  # each gate is a process's only one
+            totals_of.cache_clear()  # a process has one gate
             gate = Gate(app or Engine(), GateSettings(**{**settings, **changes}), ROUTES, load, crashes)
             sender = transport(app=gate, client=client, root_path=prefix)
             async with httpx.AsyncClient(transport=sender, base_url=f"http://{host}") as http:
@@ -258,17 +258,17 @@ def test_without_keys_other_machines_are_refused(ask):
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
 def test_without_keys_other_sites_are_refused(ask, host):
-    def asked(request, host=host, **headers):
+    def forwarded(request, host=host, **headers):
         arguments, parts = request
         (answer,) = ask((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
         return 200 if answer.status_code == 200 else error_of(answer)
 
     for request in (get("/"), get("/v1/cost"), post()):
-        assert asked(request) == asked(request, origin=f"http://{host}") == 200
+        assert forwarded(request) == forwarded(request, origin=f"http://{host}") == 200
         for name in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
-            assert asked(request, host=name) == (403, "not_local")
-            assert asked(request, origin=f"http://{name}") == (403, "not_local")
-        assert asked(request, origin="null") == (403, "not_local")
+            assert forwarded(request, host=name) == (403, "not_local")
+            assert forwarded(request, origin=f"http://{name}") == (403, "not_local")
+        assert forwarded(request, origin="null") == (403, "not_local")
 
 
 def test_with_keys_any_host_name_is_allowed(ask, keys):
@@ -292,27 +292,27 @@ def test_invocations_route_is_mapped_to_the_api(ask, path, is_named):
     )
     assert answer.status_code == 200
     assert (engine.gate_pass.route, engine.scope["path"]) == (("POST", path), path)
-    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert engine.asked.get("max_tokens") == (16 if path != CHAT else None)
+    assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert engine.forwarded.get("max_tokens") == (16 if path != CHAT else None)
     assert (engine.context.key, answer.headers["x-peagle-model"]) == ("local", "a")
     assert not {name for name in engine.headers if "sagemaker" in name}
 
 
 def test_invocations_route_takes_keys(ask, keys):
-    def said(attributes, **more):
+    def answered(attributes, **more):
         headers = {"x-amzn-sagemaker-custom-attributes": attributes}
         return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **more})}
 
     behind = BEHIND_SAGEMAKER | {"requires_key": True}
     del behind["key_file"]
     answers = ask(
-        said("", messages=[]),
-        said(f"key={keys['slow']}", messages=[]),
-        said(f"key={keys['slow']}", messages=[]),
-        said(f"key={keys['alice']},route=/v1/cost"),
-        said(f"key={keys['alice']},route=/v1/cost,method=GET"),
-        said(f"key={keys['alice']},route=/v1/nothing"),
-        said(f"key={keys['alice']}"),
+        answered("", messages=[]),
+        answered(f"key={keys['slow']}", messages=[]),
+        answered(f"key={keys['slow']}", messages=[]),
+        answered(f"key={keys['alice']},route=/v1/cost"),
+        answered(f"key={keys['alice']},route=/v1/cost,method=GET"),
+        answered(f"key={keys['alice']},route=/v1/nothing"),
+        answered(f"key={keys['alice']}"),
         **behind,
     )
     assert [answer.status_code for answer in answers] == [401, 200, 429, 405, 200, 404, 400]
@@ -464,7 +464,7 @@ def test_invalid_request_does_not_reach_an_engine(ask, keys, body, expected):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], **body), app=engine)
     assert error_of(answer) == expected
-    assert engine.asked is None
+    assert engine.forwarded is None
 
 
 def test_error_names_the_missing_parser(ask, keys):
@@ -487,7 +487,7 @@ def test_encoded_body_is_refused(ask, keys, path, encoding):
     engine = Engine()
     (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": encoding}), app=engine)
     assert error_of(answer) == (415, "unsupported_encoding")
-    assert (answer.json()["error"]["param"], engine.asked) == ("Content-Encoding", None)
+    assert (answer.json()["error"]["param"], engine.forwarded) == ("Content-Encoding", None)
     assert "Content-Encoding" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
     (answer,) = ask(post(keys["alice"], path=path, headers={"content-encoding": "identity"}))
@@ -516,7 +516,7 @@ def test_head_is_get_without_a_body(ask, keys):
 def salt_of(ask, request_of, **settings):
     engine = Engine()
     assert ask(request_of, app=engine, **settings)[0].status_code == 200
-    return engine.asked.get("cache_salt")
+    return engine.forwarded.get("cache_salt")
 
 
 def test_prefix_cache_is_separate_per_key(ask, keys):
@@ -542,7 +542,7 @@ def test_clients_cannot_set_request_id_or_priority(ask, keys, path):
     engine = Engine()
     named = {"request_id": "another's", "session_id": "another's", "priority": 0, "vllm_xargs": None}
     assert ask(post(keys["alice"], path=path, **named), app=engine)[0].status_code == 200
-    assert not {"request_id", "session_id"} & set(engine.asked)
+    assert not {"request_id", "session_id"} & set(engine.forwarded)
     for field, value in {"priority": -1, "vllm_xargs": {"session_id": "x"}}.items():
         assert error_of(ask(post(keys["alice"], path=path, **{field: value}))[0]) == (400, "unsupported_parameter")
 
@@ -552,12 +552,12 @@ def test_fields_without_effect_are_dropped(ask, keys):
     engine = Engine()
     nothing = {"best_of": 1, "suffix": "", "use_beam_search": False, "length_penalty": 1.0, "n": None, "echo": None}
     assert ask(post(keys["alice"], path="/v1/completions", **nothing), app=engine)[0].status_code == 200
-    assert not nothing.keys() & engine.asked.keys()
+    assert not nothing.keys() & engine.forwarded.keys()
     assert ask(post(keys["alice"], nobodys=None))[0].status_code == 200
     ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
     assert ask(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None), app=engine)[0].status_code == 200
-    assert ignored.items() <= engine.asked.items()
-    assert not {"tools", "functions", "metadata"} & engine.asked.keys()
+    assert ignored.items() <= engine.forwarded.items()
+    assert not {"tools", "functions", "metadata"} & engine.forwarded.keys()
 
 
 @pytest.mark.parametrize(
@@ -570,19 +570,19 @@ def test_integers_beyond_64_bits_are_refused(ask, keys, number, named):
     (answer,) = ask(post(keys["alice"], raw=raw), app=engine)
     assert error_of(answer) == (400, "invalid_value")
     assert f"the number {named} is too large" in answer.json()["error"]["message"]
-    assert engine.asked is None
+    assert engine.forwarded is None
 
 
 def test_largest_64_bit_integers_pass(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], seed=2**63 - 1, top_k=-(2**63)), app=engine)
-    assert (engine.asked["seed"], engine.asked["top_k"]) == (2**63 - 1, -(2**63))
+    assert (engine.forwarded["seed"], engine.forwarded["top_k"]) == (2**63 - 1, -(2**63))
 
 
 def test_deepest_allowed_body_passes(ask, keys):
     engine = Engine()
     ask(post(keys["alice"], raw='{"model": "a", "messages": [], "metadata": ' + nested(99, "[", "]") + "}"), app=engine)
-    assert engine.asked is not None
+    assert engine.forwarded is not None
 
 
 @pytest.mark.parametrize(
@@ -603,23 +603,26 @@ def test_stop_token_ids_are_unlimited_without_min_tokens(ask, keys):
 
 @pytest.mark.parametrize("prefix", ["", "/peagle"])
 def test_checks_apply_under_any_route_prefix(ask, keys, prefix):
-    def asked(request, **how):
+    def forwarded(request, **how):
         (answer,) = ask(request, prefix=prefix, **how)
         return answer.status_code if answer.status_code < 400 else error_of(answer)
 
     chat, engine = prefix + CHAT, Engine()
-    assert asked(post(keys["other"], path=chat)) == (403, "model_not_allowed")
-    assert asked(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (400, "max_tokens_too_large")
+    assert forwarded(post(keys["other"], path=chat)) == (403, "model_not_allowed")
+    assert forwarded(post(keys["alice"], path=prefix + "/v1/completions", max_tokens=1001)) == (
+        400,
+        "max_tokens_too_large",
+    )
     for path in (chat, prefix + "/v1/batches"):
-        assert asked(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
-    assert asked(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
+        assert forwarded(post(keys["alice"], path=path, raw="x" * 2001)) == (413, "body_too_large")
+    assert forwarded(post(keys["alice"], path=prefix + "/v1/files", raw="x" * 30), max_upload_bytes=20) == (
         413, "body_too_large",
     )  # fmt: skip
     first, second = ask(*[post(keys["small"], path=chat)] * 2, app=engine, prefix=prefix)
     assert engine.context.cap_tokens == 100
     assert (first.headers["x-peagle-usd"], error_of(second)) == ("0.25", (429, "insufficient_quota"))
-    assert [asked(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
-    assert asked(get(prefix + "/v1/cost")) == (401, "missing_api_key")
+    assert [forwarded(get(prefix + path)) for path in ("/", "/page/app.js", "/health")] == [200] * 3
+    assert forwarded(get(prefix + "/v1/cost")) == (401, "missing_api_key")
 
 
 def test_key_is_limited_to_its_models(ask, keys):
@@ -629,11 +632,13 @@ def test_key_is_limited_to_its_models(ask, keys):
 
 
 def test_body_without_content_length_is_limited(ask, keys):
-    async def flood():
+    async def endless_body():
         for _ in range(100):
             yield b"x" * 100
 
-    (answer,) = ask((("POST", CHAT), {"content": flood(), "headers": {"authorization": f"Bearer {keys['alice']}"}}))
+    (answer,) = ask(
+        (("POST", CHAT), {"content": endless_body(), "headers": {"authorization": f"Bearer {keys['alice']}"}})
+    )
     assert error_of(answer) == (413, "body_too_large")
     assert answer.headers["connection"] == "close"
 
@@ -695,7 +700,7 @@ def test_routes_are_hidden_from_clients_without_key(ask):
 def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
     left = []
 
-    class Looks(Engine):
+    class RecordingEngine(Engine):
         async def __call__(self, *what):
             budgets = totals_of(settings["ledger"]).budgets
             left.append(budgets.reserve_batch("batch_1", small, 0.2))
@@ -704,8 +709,8 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
 
     small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
     append_request(settings["ledger"], a_request(key="alice", model="a"))
-    ask(post(keys["small"], model="b", max_tokens=1), app=Looks())
-    ask(post(keys["small"], max_tokens=1), app=Looks())
+    ask(post(keys["small"], model="b", max_tokens=1), app=RecordingEngine())
+    ask(post(keys["small"], max_tokens=1), app=RecordingEngine())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
     prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # the model's context
     assert left == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
@@ -732,7 +737,7 @@ def test_expired_key_is_refused_on_every_route(ask, settings):
     ],
 )
 def test_key_is_only_read_from_the_authorization_header(ask, keys, how):
-    """URLs are logged, and browsers send cookies with requests of any page."""
+    """URLs are logged, and browsers attach cookies to requests from any page."""
     (answer,) = ask((("GET", "/v1/models"), how(keys["alice"])))
     assert error_of(answer) == (401, "missing_api_key")
 
@@ -743,12 +748,12 @@ def test_default_max_tokens_are_the_smallest_limit(ask, keys):
     for key, most, cap in (("small", None, 100), ("small", 30, 30), ("alice", 30, 30), ("alice", None, None)):
         ask(post(keys[key]), app=engine, max_output_tokens=most)
         assert engine.context.cap_tokens == cap
-        assert "max_tokens" not in engine.asked
+        assert "max_tokens" not in engine.forwarded
     ask(post(keys["small"], max_tokens=30), app=engine)
-    assert (engine.asked["max_tokens"], engine.context.cap_tokens) == (30, None)
+    assert (engine.forwarded["max_tokens"], engine.context.cap_tokens) == (30, None)
     for most, tokens in ((8, 8), (30, 16), (None, 16)):
         ask(post(keys["alice"], path="/v1/completions", prompt="x"), app=engine, max_output_tokens=most)
-        assert engine.asked["max_tokens"] == tokens
+        assert engine.forwarded["max_tokens"] == tokens
 
 
 COMPLETIONS = "/v1/completions"
@@ -765,7 +770,7 @@ def test_scored_prompt_counts_one_token_per_choice(ask, keys):
     )
     assert error_of(refused) == (400, "max_tokens_too_large")
     assert answered.status_code == 200
-    assert engine.asked["max_tokens"] == 0
+    assert engine.forwarded["max_tokens"] == 0
     assert error_of(no_more) == (429, "insufficient_quota")
     (refused,) = ask(post(keys["alice"], **scored, prompt=["x"] * 9), app=engine, max_output_tokens=8)
     assert error_of(refused) == (400, "max_tokens_too_large")
@@ -798,7 +803,7 @@ def test_choices_share_the_default_max_tokens(ask, keys):
     ask(post(keys["alice"], n=4), app=engine, max_output_tokens=30)
     assert engine.context.cap_tokens == 7
     ask(post(keys["alice"], path=COMPLETIONS, prompt=["x", "y"], n=2), app=engine, max_output_tokens=30)
-    assert engine.asked["max_tokens"] == 7
+    assert engine.forwarded["max_tokens"] == 7
 
 
 def streamed(answer):
@@ -818,7 +823,7 @@ def test_stream_usage_is_always_requested_from_the_engine(ask, keys, options, sh
     """The replica removes usage; the gate passes the stream unchanged."""
     engine = Engine()
     (answer,) = ask(post(keys["alice"], stream=True, **options), app=engine)
-    assert engine.asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert engine.forwarded["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert engine.context.shown_usage == shown
     assert answer.content == b"".join(map(text, EVENTS)) + b"data: [DONE]\n\n"
 

@@ -93,7 +93,7 @@ def test_ledger_read_survives_a_client_disconnect(limits, engine_account, clock,
         asked.cancel()
         await asyncio.wait([asked])
         clock.now += 2
-        await limits.catch_up()  # another request's, which does not read the ledger again
+        await limits.catch_up()  # of another request, which does not read the ledger again
         may_end.set()
         async with asyncio.timeout(10):
             while limits._waiting:

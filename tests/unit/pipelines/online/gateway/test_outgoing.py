@@ -21,7 +21,7 @@ def test_requests_beyond_the_engines_capacity_wait(running, under_way, waiting):
 
 
 class Clock:
-    """A clock that only sleeping advances; records the sleeps."""
+    """A clock that advances only by sleeping; records the sleeps."""
 
     def __init__(self, *, passes=True):
         self.now, self.slept, self._passes = 100.0, [], passes

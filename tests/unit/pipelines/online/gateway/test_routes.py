@@ -91,7 +91,7 @@ def found_by_gate(scope):
 def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
     scope = scope_of(raw, method, prefix)
     if path_refusal(scope):
-        assume(found_by_router(app, scope) is not None)  # only paths that would be answered must be refused
+        assume(found_by_router(app, scope) is not None)  # only paths that would be answered need refusing
         assert not scope["path"].isprintable()
     else:
         assert found_by_router(app, scope) == found_by_gate(scope)
@@ -101,7 +101,7 @@ def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
 @pytest.mark.parametrize("end", ["%0A", "%0D", "%0D%0A", "%00", "%C2%85", "%E2%80%A8", "%7F", "%0B", "%1C"])
 def test_unprintable_path_is_refused_first(app, route, end):
     path = route.path.partition("{")[0] + ("x" if "{" in route.path else "") + end
-    answer = asked(app, route.method, path)
+    answer = requested(app, route.method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path")
     assert "x-peagle-request-id" in answer.headers
 
@@ -204,7 +204,7 @@ def test_other_paths_and_methods_are_refused(method, path, expected):
     assert caught.value.status == expected
 
 
-def asked(app, method, path):
+def requested(app, method, path):
     async def run():
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -152,7 +152,7 @@ def test_disconnected_stream_is_billed_for_every_prompt(
 
 
 class EngineDeadError(Exception):
-    """Recognised like vLLM's by its name."""
+    """Recognised by its name, like vLLM's exception."""
 
 
 FAULT = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
@@ -189,7 +189,7 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, fault, is_d
         'data: "error"\n\n',
     ],
 )
-def test_other_events_are_no_failures(text):
+def test_other_events_are_not_failures(text):
     async def check_health():
         raise AssertionError
 
@@ -338,7 +338,7 @@ def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monke
     async def scene():
         passing = [asyncio.create_task(drained(engine_account, name)) for name in ("r1", "r2")]
         for _ in range(20):
-            await asyncio.sleep(0.01)  # the loop goes on
+            await asyncio.sleep(0.01)  # the event loop continues
         ended_before = [task.done() for task in passing]
         may_end.set()
         await asyncio.gather(*passing)

@@ -6,7 +6,7 @@ import pytest
 from pipelines.online.replica.relay import Pace, coalesce, in_pieces
 
 INTERVAL_S = 0.05
-SILENCE_S = 0.4  # long compared with delays of a busy machine
+SILENCE_S = 0.4  # much longer than delays on a busy machine
 
 
 async def steps(*groups, pause_s=0.0, error=None):

@@ -15,7 +15,7 @@ def test_crash_and_return_are_reported():
     watch.check()
     assert messages[1:] == ["Serve's proxy is back after 11 s"]
     del processes["a", 1]
-    processes["a", 9] = "controller"  # Ray restarts it within one look
+    processes["a", 9] = "controller"  # Ray restarts it between two polls
     watch.check()
     assert [line.partition(":")[0] for line in messages[2:]] == [
         "Serve's controller died",

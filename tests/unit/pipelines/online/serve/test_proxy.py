@@ -26,7 +26,7 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def asked(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
+def responses(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
     """Return what a client receives through this proxy."""
     sent = []
 
@@ -47,7 +47,7 @@ def passed_on(*messages, error=None, **request):
         if error:
             raise error
 
-    return asked(proxy, **request)
+    return responses(proxy, **request)
 
 
 def got_through(*headers, **request):
@@ -57,7 +57,7 @@ def got_through(*headers, **request):
     async def proxy(scope, receive, send):
         seen.extend(scope["headers"])
 
-    asked(proxy, headers=headers, **request)
+    responses(proxy, headers=headers, **request)
     return seen
 
 
@@ -154,7 +154,7 @@ def test_answers_of_the_gate_are_recognised_on_any_path():
 
 @pytest.fixture
 def control():
-    """The headers that Ray's proxy obeys, and those that it logs."""
+    """The headers that Ray's proxy acts on, and those that it logs."""
     from ray.serve._private import constants as ray
 
     obeyed = [
@@ -180,7 +180,7 @@ def test_logged_values_are_short(control):
     path = "/another/application"
     assert got_through(*((name, b"x" * 129) for name in noted), path=path) == []
     for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
-        head, _ = asked(None, **request)
+        head, _ = responses(None, **request)
         assert head["status"] == status
 
 
@@ -242,11 +242,11 @@ def test_ray_reads_the_log_rotation_variables():
 def test_text_of_rays_404():
     from ray.serve._private.proxy import HTTPProxy
 
-    async def said():
+    async def response_text():
         request = SimpleNamespace(path="/v1/models")
         return [message async for message in HTTPProxy.not_found_response(None, request)]
 
-    head, answer, *_ = asyncio.run(said())
+    head, answer, *_ = asyncio.run(response_text())
     assert head["status"] == proxy._NOT_FOUND
     assert answer["body"].endswith(proxy._NO_ROUTE)
 
@@ -303,7 +303,7 @@ def pair(tmp_path, certificates):
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])
 def test_matching_certificate_and_key_pass(pair, certificates, mode):
     pair(mode=mode)
-    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # followed by its issuers
+    pair(certificate=certificates["one.pem"] + certificates["two.pem"])  # followed by the issuer certificates
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o777])

@@ -38,7 +38,7 @@ def test_rays_types_still_need_our_validation():
     with pytest.raises(AttributeError):
         ChatCompletionRequest.model_validate({"model": "m", "messages": MESSAGES, "structured_outputs": []})
     late = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": [1]}]})
-    assert not isinstance(late.messages[0]["content"], list)  # so it was not validated
+    assert not isinstance(late.messages[0]["content"], list)  # so it has not been validated
     with pytest.raises(ValidationError) as raised:
         CompletionRequest.model_validate({"model": "m", "prompt": "x", "bad_words": [1] * 1000})
     assert len(raised.value.errors()) >= 1000
@@ -75,7 +75,7 @@ def test_wrong_type_has_its_location():
     assert raised.value.errors()[0]["loc"] == ("temperature",)
 
 
-@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM reads it itself
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")  # vLLM parses it itself
 def test_cap_does_not_reserve_context():
     """According to vLLM, after the request was pickled."""
 

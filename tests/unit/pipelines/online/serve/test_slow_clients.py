@@ -18,7 +18,7 @@ from pipelines.online.serve import proxy, slow_clients
 LIMIT_S = 0.5
 KEEP_ALIVE_S = 60
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
-READ_BYTES = 256 * 1024  # as much as a server takes at once
+READ_BYTES = 256 * 1024  # the size of a server's read buffer
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 UPGRADE = (
     b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
@@ -213,7 +213,7 @@ def test_rays_proxies_have_the_header_timeout(monkeypatch):
 
     monkeypatch.setattr(http_util, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", proxy.IMPORT_PATH)
 
-    async def said_to_half_a_header():
+    async def response_to_half_a_header():
         options = http_util.configure_http_middlewares(HTTPOptions(host="127.0.0.1", port=0))
         task, server = await http_util.start_asgi_http_server(app, options, event_loop=asyncio.get_running_loop())
         while not server.started:
@@ -226,4 +226,4 @@ def test_rays_proxies_have_the_header_timeout(monkeypatch):
         await task
         return data
 
-    check_408(asyncio.run(said_to_half_a_header()))
+    check_408(asyncio.run(response_to_half_a_header()))
