@@ -119,7 +119,7 @@ def test_instance_credentials_are_not_reachable_from_containers(node_configs):
 
 
 def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
-    """SSH open to everybody, all rights to EC2 and S3, unencrypted disks."""
+    """These are: SSH open to the world, full EC2 and S3 permissions, and unencrypted disks."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
         assert node["IamInstanceProfile"]["Arn"].endswith(("/peagle-head", "/peagle-worker"))

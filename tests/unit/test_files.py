@@ -77,7 +77,7 @@ def test_atomic_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- answers that get lost, as on NFS: the operation is done, its repetition says that it could not be
+# --- lost responses, as on NFS: the operation succeeds, and its repetition fails
 
 
 def losing_the_answer(operation, error):
@@ -142,15 +142,15 @@ def test_removed_temporary_file_is_rewritten(tmp_path, monkeypatch, write, opera
 
 
 def test_removed_unfinished_file_is_an_error(tmp_path):
-    def write_while_somebody_sweeps():
+    def write_during_sweep():
         with files.atomic_file(tmp_path / "a"):
             files.remove_temporaries(tmp_path)
 
     with pytest.raises(FileNotFoundError):
-        write_while_somebody_sweeps()
+        write_during_sweep()
 
 
-# --- what a file system has to offer
+# --- requirements for file systems
 
 
 def test_require_links(tmp_path):
@@ -236,7 +236,7 @@ def test_group_sync_shares_calls(disk, ledger):
     disk.may_end.release()
     first.result(20)
     disk.begun.acquire()
-    assert not any(other.done() for other in others)  # what they wrote came after the first sync had begun
+    assert not any(other.done() for other in others)  # written after the first sync had started
     disk.may_end.release()
     for other in others:
         other.result(20)

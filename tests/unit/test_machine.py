@@ -1,4 +1,4 @@
-"""The machine's instance type; folders replace the firmware's tables, a local server the metadata server."""
+"""Detection of the instance type, with folders as firmware tables and a local metadata server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,7 +25,7 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """A metadata server by its answers: path -> required header, status, text. It records requests."""
+    """A metadata server with scripted responses: path -> required header, status, text. It records requests."""
     started = []
 
     def start(answers):
@@ -105,5 +105,5 @@ def test_metadata_server_timeout(monkeypatch, firmware):
     root = firmware(*AZURE)
     assert instance_type(root=root, metadata=NOWHERE) is None
     monkeypatch.setattr(machine, "_TIMEOUT_S", 0.05)
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # it takes connections and never answers
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # accepts connections and never answers
         assert instance_type(root=root, metadata=f"http://127.0.0.1:{silent.server_port}") is None

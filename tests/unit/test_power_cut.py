@@ -1,4 +1,4 @@
-"""What is on disk after a power cut: everything that was promised, and nothing incomplete."""
+"""After a power cut, everything promised is on disk, and nothing incomplete."""
 
 import contextlib
 import json
@@ -92,7 +92,7 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
 def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # the first was stopped before it
+        stopped.setattr(files, "sync_folder", lambda _: None)  # the winner was stopped before its sync
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -144,7 +144,7 @@ def drive_and_cut(disk, images, monkeypatch):
     """Cut the power before and after each step that changes a name."""
     drive, num_looks = Drive(disk.root), 0
 
-    def look():
+    def check_images():
         nonlocal num_looks
         num_looks += 1
         for image in images():
@@ -152,8 +152,8 @@ def drive_and_cut(disk, images, monkeypatch):
 
     def cutting(change):
         def cut(*args, **keys):
-            if str(disk.root) in str(args[0]):  # else it is of the images themselves
-                look()
+            if str(disk.root) in str(args[0]):  # otherwise it would record the images themselves
+                check_images()
             change(*args, **keys)
 
         return cut
@@ -161,7 +161,7 @@ def drive_and_cut(disk, images, monkeypatch):
     for name in ("link", "replace", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, cutting(getattr(os, name)))
     drive.all()
-    look()
+    check_images()
     assert num_looks > 30
 
 

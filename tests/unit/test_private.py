@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
-    keep_private()  # as where an actor and its command are one process
+    keep_private()  # as when actor and command share a process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -123,7 +123,7 @@ def test_unknown_home(monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of the arbitrary user that some clusters give a container
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user id that some clusters assign
     with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
         user_path("~/.peagle")
     assert refused.value.exit_code == 2

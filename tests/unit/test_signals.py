@@ -66,7 +66,7 @@ def test_repeated_signal_is_ignored_by_next_handler(clock):
     with interrupted_by_signal():
         with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # the end is under way
+        signal.raise_signal(signal.SIGTERM)  # already ending
         clock[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -116,7 +116,7 @@ _STOPS = """
 import threading
 from peagle.signals import interrupt_on_signal, stop_on_signal
 interrupt_on_signal()
-with stop_on_signal(threading.Event(), message="stopped at once"):
+with stop_on_signal(threading.Event(), message="stopped immediately"):
     print("ready", flush=True)
     threading.Event().wait()
 """
@@ -130,7 +130,7 @@ def test_second_signal_exits_with_message():
         time.sleep(1.2)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped at once" in output
+    assert "stopped immediately" in output
 
 
 _ENDS = """

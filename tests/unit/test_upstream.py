@@ -13,13 +13,13 @@ from source_tree import MODULES, ROOT, trees
 
 TABLE = ROOT / "docs" / "upstream.md"
 HOMES = (
-    "peagle.engine.vllm_internals",  # what a process that has an engine needs of vLLM
-    "peagle.engine.vllm_plugin",  # what is changed inside vLLM's own processes
+    "peagle.engine.vllm_internals",  # what engine processes use of vLLM
+    "peagle.engine.vllm_plugin",  # patches inside vLLM's own processes
     "pipelines.cluster",  # Ray
     "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
 )
 OURS = {"peagle", "pipelines", "jobs"}
-# Below these, names change without a word. vLLM marks nothing as private, so all but its documented modules count.
+# Names below these change without notice. vLLM marks nothing as private, so all but its documented modules count.
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 PUBLIC_OF_VLLM = {
     "vllm",
@@ -30,7 +30,7 @@ PUBLIC_OF_VLLM = {
     "vllm.sampling_params",
     "vllm.tool_parsers",
 }
-# With an underscore, and documented all the same: Python's, and jinja2's for those who derive from `Undefined`.
+# Documented despite the underscore: Python's, and jinja2's for subclasses of `Undefined`.
 DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
 PUBLIC_VARIABLES = {
     "RAY_ADDRESS",
@@ -112,7 +112,7 @@ def found_in(node: ast.AST, foreign: set[str], private: set[str], own: set[str])
         yield node.id
     elif isinstance(node, ast.Attribute):
         is_others = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
-        if is_others or node.attr == "__mro__":  # for a class that is told by its name
+        if is_others or node.attr == "__mro__":  # for a class recognised by its name
             yield ast.unparse(node)
         elif isinstance(node.ctx, ast.Store) and root_of(node) in foreign:
             yield f"{ast.unparse(node)} ="

@@ -15,7 +15,7 @@ from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "bad-inputs.md"
 LONGEST = 160  # characters of a message that the page shows
-# Refusals may name the machine: the page is made on this one, wherever the tests run.
+# Refusals may name the machine, so the page is written for this one.
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
     core_ids=(0, 1, 2, 3),
@@ -24,7 +24,7 @@ MACHINE = Hardware(
 
 @pytest.fixture(scope="module")
 def machine():
-    """Detect always the same small machine; fail if a Ray cluster starts."""
+    """Always detect the same small machine; fail if a Ray cluster starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.hardware.detect", lambda: MACHINE)
         patch.setattr("pipelines.cluster.ray.ray_cluster", lambda **_: pytest.fail("a cluster was started"))

@@ -1,4 +1,4 @@
-"""Invalid rows: each becomes a dead letter, and the valid row beside it is unaffected."""
+"""Invalid rows: each becomes a dead letter, and the valid row next to it is unaffected."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def of_file(what, name, good, row, reason, says):
 
 
 CASES = [
-    # no rows at all
+    # not rows
     Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
     Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
     Bad("a JSON string", "x", "invalid_row", "a JSON str, not an object"),

@@ -17,7 +17,7 @@ import pytest
 from jobs import cli
 from peagle.runs.directory import PLAN_FILE
 
-NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # lays a run directory out, and stops before an engine starts
+NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # creates a run directory, and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
 MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
 PIPE = object()
@@ -62,7 +62,7 @@ class Bad:
 
     Attributes:
         flags: replace or extend input, output, price and the fake engine.
-        files: beside `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
+        files: in addition to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
         says: part of the message.
         code: the exit code.
         has_run: whether the directory already has a run of `prompts.jsonl`.
@@ -287,7 +287,7 @@ def test_bad_input_is_refused_and_changes_nothing(results, case):
     code, message, before, after = results[case.what]
     assert (code, "Traceback" in message) == (case.code, False), message
     assert case.says in message
-    if code == 3:  # the run exists, and has done nothing
+    if code == 3:  # the run exists but has not processed anything
         after = {path: data for path, data in after.items() if "run" not in path.parts}
     assert after == before
 

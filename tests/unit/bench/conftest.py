@@ -11,7 +11,7 @@ from peagle.speculation import SpeculationStats
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
+def no_waiting(monkeypatch, tmp_path):
     """No waiting for counters; an empty home."""
     skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))

@@ -85,7 +85,7 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     ]  # fmt: skip
     assert all(engine.is_down and engine.most_running == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
-    # The fake has the first token of every draft accepted and no other.
+    # The fake engine accepts only the first token of every draft.
     assert [(c["drafter"], c["k"], c["acceptance_length"]) for c in report["cells"]] == [
         ("a/head", 2, 2.0), ("a/head", 4, 2.0), ("b/head", 2, 2.0), ("b/head", 4, 2.0),
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_cell_metrics_match_hand_calculation():
     assert cell["by_category"]["code"]["acceptance_length"] == 2.0
 
 
-class Dying(Starter):
+class CrashingStarter(Starter):
     """Its second engine fails."""
 
     def __init__(self, error):
@@ -161,7 +161,7 @@ class Dying(Starter):
 
 
 def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
-    dying, again = Dying(EngineError("the vLLM engine process died")), Starter()
+    dying, again = CrashingStarter(EngineError("the vLLM engine process died")), Starter()
     report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
     assert all(engine.is_down for engine in dying.engines)
     assert [cell["k"] for cell in report["cells"]] == [2, 4]
@@ -176,7 +176,7 @@ def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
 
 def test_an_interrupt_leaves_a_report(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(Dying(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
+        run(CrashingStarter(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
     left = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [cell["k"] for cell in left["cells"]] == [2]
     assert left["notes"] == ["Not finished: 1 cells remain."]
@@ -255,7 +255,7 @@ def report():
     }  # fmt: skip
 
 
-def test_text_table_by_hand(report):
+def test_text_table_matches_hand_calculation(report):
     lines = text_report(report).splitlines()
     head, k1, three = (line.split() for line in lines[2:5])
     assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]

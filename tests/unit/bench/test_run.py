@@ -85,7 +85,7 @@ def test_engine_costs_are_in_the_ledger(run, tmp_path):
     assert all(session.ended for session in ledger.sessions)
     life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
-    # A time of day is exact to a quarter of a microsecond, and these lives are shorter than a second.
+    # Wall-clock times are exact to a quarter of a microsecond, and these engines live less than a second.
     assert total_usd == pytest.approx(life_s * 0.001, abs=1e-8)
     busy_s = sum(session.busy_s for session in ledger.sessions)
     assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
@@ -109,7 +109,7 @@ def fails_to_start(*_):
 def test_rounds_and_figures_of_a_benchmark(run):
     start = Starter()
     report = run(start)
-    assert start.ks == [0, 2, 4, 2, 0]  # 4 is at the turn and stays up
+    assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 stays up between rounds
     assert all(engine.is_down and max(engine.widths) == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
@@ -117,7 +117,7 @@ def test_rounds_and_figures_of_a_benchmark(run):
     ]
     none, two = report["cells"][0], report["cells"][2]
     assert (none["acceptance_length"], none["num_drafts"]) == (None, 0)
-    # The fake has the first token of every draft accepted and no other.
+    # The fake engine accepts only the first token of every draft.
     assert (two["acceptance_length"], two["acceptance_rates"]) == (2.0, [1.0, 0.0])
     assert two["num_responses"] == 12
     assert none["tokens_per_usd"] == pytest.approx(none["output_tokens_per_s"] * 1000)
@@ -143,7 +143,7 @@ def test_a_stopped_benchmark_resumes(run, tmp_path):
     assert sorted(name.split("-k")[1] for name in cells_before) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
     report = run(again)
     assert again.ks == [2, 4, 2, 0]
-    assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 was left of it
+    assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 remained
     assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in cells_before.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
@@ -189,7 +189,7 @@ def test_a_time_budget_stops_between_passes(run, tmp_path):
         starts.append(Starter())
         left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
         assert len(starts) <= 6
-    assert left == [5, 4, 3, 2, 1, 0]  # each command does one pass at least, and here no more
+    assert left == [5, 4, 3, 2, 1, 0]  # each command does at least one pass, and here no more
     assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
@@ -283,7 +283,7 @@ def test_synthetic_acceptance_identifies_an_engine(run, head):
 
 
 def test_speeds_without_times_per_request(run):
-    class Older(FakeEngine):
+    class OldEngine(FakeEngine):
         """Drafts are counted, but not per request; no times."""
 
         async def generate(self, *args):
@@ -291,7 +291,7 @@ def test_speeds_without_times_per_request(run):
 
             return replace(await super().generate(*args), speculation=None, ttft_s=None, latency_s=None)
 
-    report = run(lambda spec, _: Older(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
+    report = run(lambda spec, _: OldEngine(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
     (cell, _) = report["cells"]
     assert (cell["acceptance_length"], cell["ttft_s"], cell["step_s"]) == (2.0, None, None)
     assert cell["output_tokens_per_s"] > 0

@@ -15,7 +15,7 @@ from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.hardware import Hardware
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
-sys.path.insert(0, str(FOLDER))  # where a script finds the others
+sys.path.insert(0, str(FOLDER))  # so that scripts can import each other
 
 import best_k  # noqa: E402
 import block  # noqa: E402
@@ -113,7 +113,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
     running, _ = bench()
     seen: list[int] = []
 
-    def after_pass():  # as a kill -9 at that moment leaves it
+    def after_pass():  # as after kill -9 at that moment
         report = json.loads((tmp_path / "out" / "report.json").read_bytes())
         seen.append(len(report["cells"]))
         assert (tmp_path / "out" / "report.md").exists()

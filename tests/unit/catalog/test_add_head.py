@@ -90,7 +90,7 @@ def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
     assert {row.method for row in cpu if row.max_concurrency} == {"peagle"}
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
-    assert add_head(shipped_head).card.speculation == after.speculation  # said once, however often a head is added
+    assert add_head(shipped_head).card.speculation == after.speculation  # printed once, however often a head is added
 
 
 def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):

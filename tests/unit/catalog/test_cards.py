@@ -151,7 +151,7 @@ def test_a_card_has_the_name_of_its_file(tmp_path):
 
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
-# As the post states them: best P-EAGLE over best EAGLE-3, and over no speculation.
+# As stated in the post: best P-EAGLE relative to best EAGLE-3, and to no speculation.
 PUBLISHED_GAINS = {
     "HumanEval": ([1.22, 1.15, 1.12], [3.97, 4.17, 3.94]),
     "SPEED-Bench, Code": ([1.41, 1.33, 1.24, 1.07, 1.02], [2.97, 3.12, 2.95, 2.59, 2.13]),
@@ -228,7 +228,7 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_break_even_by_hand():
+def test_break_even_matches_hand_calculation():
     assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
 
 

@@ -323,7 +323,7 @@ def test_folder_objects_are_skipped(s3, folder_objects, uri):
         put(Key=name, Body=b"")
     put(Key="data/sub/deep/readme", Body=b"x")
     put(Key="data/a.jsonl", Body=b"x")
-    if uri.endswith("data*"):  # the glob matches no object but the one below
+    if uri.endswith("data*"):  # the glob matches only the object below
         put(Key="data.csv", Body=b"x")
         assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
     elif "**" in uri:

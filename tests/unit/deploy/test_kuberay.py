@@ -147,8 +147,8 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
     head, worker = pods(ray_service["spec"]["rayClusterConfig"])
-    assert "ports" not in head["containers"][0]  # else KubeRay's Service would have none of the others
-    for spec in (head, worker):  # the ingress may land on any of them
+    assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would exclude the other nodes
+    for spec in (head, worker):  # the ingress may run on any of them
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
@@ -200,7 +200,7 @@ def scripts(tmp_path):
     folder.mkdir()
     calls = tmp_path / "calls"
 
-    def stand_in(name, body):
+    def replaced_command(name, body):
         path = folder / name
         path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -208,8 +208,8 @@ def scripts(tmp_path):
     for name in ("run.sh", "stop.sh"):
         text = data[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
         (tmp_path / name).write_text(text)
-    stand_in("ray", "")
-    stand_in("sleep", "/bin/sleep 0.1")
+    replaced_command("ray", "")
+    replaced_command("sleep", "/bin/sleep 0.1")
     env = {
         "PATH": f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin",
         "RAY_CLUSTER_NAME": "job-29400000-x7k2p",
@@ -217,7 +217,7 @@ def scripts(tmp_path):
 
     def start(name, peagle=None):
         if peagle is not None:
-            stand_in("peagle", peagle)
+            replaced_command("peagle", peagle)
         return subprocess.Popen(["sh", str(tmp_path / name)], env=env)
 
     start.calls = lambda: calls.read_text().splitlines() if calls.exists() else []

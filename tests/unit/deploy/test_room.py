@@ -46,7 +46,7 @@ def test_unsupported_precision_is_refused() -> None:
     ("instance_type", "more"),
     [
         ("g7e.2xlarge", {}),
-        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two of them is said elsewhere
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two of them is tested elsewhere
         ("g6.xlarge", {"model": "org/nobody-knows"}),
         ("c7a.large", {"model": "smollm2-135m"}),
     ],

@@ -67,7 +67,7 @@ def test_local_paths_are_refused(tmp_path):
 def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
-    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # of this machine's shell: it is not the others'
+    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # from this machine's shell: must not reach other machines
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "My_run.yaml"
     path.write_text(

@@ -21,7 +21,7 @@ Form = Callable[[AttentionPlan], DocumentPlan]
 
 @pytest.fixture(scope="module")
 def documents():
-    """Several blocks at every depth; a single token; a prompt; no chains."""
+    """Documents with several blocks at every depth, a single token, only a prompt, and no chains."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
@@ -75,7 +75,7 @@ def test_bf16_gradients_equal_float32_within_rounding(documents, form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
     plan = form(parallel_plan(documents))
-    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
+    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # CPUs compute the gradients in float32
     ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
     for own, other in zip(ours, exact, strict=True):
         assert own.dtype == torch.bfloat16

@@ -21,7 +21,7 @@ from peagle.drafter.training import train
 from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
-def _states_by_hand(model, token_ids, layers):
+def _states_layer_by_layer(model, token_ids, layers):
     """Run the layers one by one."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
@@ -41,7 +41,7 @@ def test_states_are_the_inputs_of_the_layers(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
-        aux, last = _states_by_hand(model, sample.token_ids, store.spec.aux_layers)
+        aux, last = _states_layer_by_layer(model, sample.token_ids, store.spec.aux_layers)
         assert document.token_ids_T.tolist() == list(sample.token_ids)
         assert document.loss_mask_T.tolist() == sample.loss_mask
         torch.testing.assert_close(document.aux_TAH.float(), aux, rtol=0.02, atol=0.02)
@@ -91,7 +91,7 @@ def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, mon
 
 
 CONFIG = TrainingConfig(num_steps=8, batch_tokens=40, num_depths=3, learning_rate=3e-3, precision="fp32", seed=5)
-# States have 8 bits; how the target's documents are batched decides which way some of them are rounded.
+# States have 8 bits; the batching of documents affects how some are rounded.
 BATCHING = 0.01
 
 
@@ -110,7 +110,7 @@ def _losses(target, vocabulary, store, folder, config=CONFIG):
 def test_computed_features_train_like_stored_ones(target, half, samples, spec, vocabulary, tmp_path, parts_of):
     config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": parts_of})
     curves = {}
-    for batch_tokens in (1, 4096):  # each document alone, or many at once
+    for batch_tokens in (1, 4096):  # each document separately, or many in a batch
         reader = HiddenStateReader(half, spec.aux_layers)
         folder = tmp_path / str(batch_tokens)
         extract_features(samples, lambda reader=reader: reader, spec, folder / "store", batch_tokens=batch_tokens)  # type: ignore[misc]
@@ -137,7 +137,7 @@ def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec
     assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
 
 
-def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
+def test_documents_are_prefetched_in_batches(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
     alone = computed.documents([0, 1, 2])
@@ -160,7 +160,7 @@ def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_reads_ahead_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
+def test_a_resumed_training_prefetches_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
     def computed():
         reader = HiddenStateReader(half, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)

@@ -127,13 +127,13 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
+def test_a_row_is_accepted_only_with_its_whole_chain(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for either in (head, eagle3):
         torch.manual_seed(1)
         with torch.no_grad():
-            for lm_head in (either.lm_head, either.verifier_lm_head):  # two tokens only: half of the rows are right
+            for lm_head in (either.lm_head, either.verifier_lm_head):  # only two tokens: half of the rows are right
                 row = torch.randn_like(lm_head.weight[0])
                 lm_head.weight.zero_()[:2] = torch.stack([row, -row])
             drafts = (head_states(either, batch) @ either.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
@@ -183,7 +183,7 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
     assert implementation == "peagle_documents"
 
 
-def _draft_one_after_the_other(head, document, known, k):
+def _draft_sequentially(head, document, known, k):
     """EAGLE-3 drafting without a cache."""
     head.config.transformer_layer_config._attn_implementation = "eager"
     token_ids, drafted = document.token_ids_T[1 : known + 1], []
@@ -209,17 +209,17 @@ def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
     drafted = drafted_tokens(head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
     for known in range(start, len(document.token_ids_T)):
-        assert drafted[known - 1].tolist() == _draft_one_after_the_other(head, document, known, 4), known
+        assert drafted[known - 1].tolist() == _draft_sequentially(head, document, known, 4), known
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
     shape, chunks = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
-    at_once = drafted_tokens(head, store[1], 4)
+    unchunked = drafted_tokens(head, store[1], 4)
     monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
     head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunks.append(len(logits)))
-    assert torch.equal(drafted_tokens(head, store[1], 4), at_once)
+    assert torch.equal(drafted_tokens(head, store[1], 4), unchunked)
     assert max(chunks) == 7
 
 

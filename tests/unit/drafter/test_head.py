@@ -48,7 +48,7 @@ def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(targe
 def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
     few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
     for head in (few, many):
-        with torch.no_grad():  # without the embeddings' half, which is noise of another draw
+        with torch.no_grad():  # without the half for embeddings, which is different noise
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
             head.mask_hidden.fill_(1)
@@ -79,7 +79,7 @@ def test_save_and_load_round_trip(tmp_path, target, spec, vocabulary, store, alg
     head = _head(target, spec, vocabulary, algorithm=algorithm)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if not name.startswith("embed_tokens"):  # never saved: the target's stay as they are
+            if not name.startswith("embed_tokens"):  # not saved: the target's embeddings are unchanged
                 parameter.copy_(parameter.to(torch.bfloat16))
     save_head(head, tmp_path, verifier="org/target", num_speculative_tokens=5)
     torch.testing.assert_close(_logits(load_head(tmp_path, target), store), _logits(head, store))
@@ -246,7 +246,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
-def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, message):
+def test_warm_start_falls_back_to_random_if_layers_differ(foreign_target, model_type, init, message):
     folder, heard = foreign_target(model_type), []
     assert init_for(folder, read_architecture(folder), _SHAPE, heard.append) == init
     assert len(heard) == len(message)

@@ -47,7 +47,7 @@ def test_a_frozen_lm_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS + 9])
-def test_confidence_by_hand(num_rows):
+def test_confidence_matches_hand_calculation(num_rows):
     torch.manual_seed(0)
     hidden, weight = torch.randn(num_rows, 16), torch.randn(40, 16)
     targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
@@ -111,7 +111,7 @@ def test_dpace_weights_are_unbiased_under_cod(store, anchor):
     ratio = 0.6
     whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)
-    for num_depths in range(1, 5):  # a chain ends at a depth with the share that is not taken further
+    for num_depths in range(1, 5):  # the share of chains that end at a depth
         share = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
         cut = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
         mean[:num_depths] += share * cut

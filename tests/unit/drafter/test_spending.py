@@ -42,7 +42,7 @@ def test_every_second_is_loading_saved_or_lost(tmp_path):
     clock.pass_(100)
     killed.keep()
     clock.pass_(30)
-    killed.beat()  # and then it is killed
+    killed.beat()  # then it is killed
     clock.pass_(1000)
     with attempt(tmp_path, clock) as second:
         clock.pass_(7)

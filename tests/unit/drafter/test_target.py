@@ -163,7 +163,7 @@ def test_target_distribution_from_its_last_states(foreign_target, model_type, sa
     with torch.no_grad():
         after_norm = head.verifier_norm(last[0])
     targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
-    # Against a head whose logits are zero, the divergence is log V less the target's entropy.
+    # For a head with zero logits, the divergence is log V minus the target's entropy.
     rows = torch.arange(len(after_norm))
     measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
     log_p = states.logits[0].log_softmax(-1)

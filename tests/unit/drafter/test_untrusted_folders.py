@@ -63,7 +63,7 @@ def test_code_in_a_target_is_not_executed(request, mark, kind, read):
     else:
         output = ""
     assert not mark.exists()
-    assert "[y/N]" not in output  # nor is anybody asked whether it may
+    assert "[y/N]" not in output  # and nobody is prompted to trust it
 
 
 def test_pickled_target_weights_are_refused(with_pickle, mark):

@@ -52,7 +52,7 @@ def add_request(folder, session_id, number, end):
 
 @pytest.fixture
 def ledger(tmp_path):
-    """An ended engine, a killed one with a torn line, a batch, and two engines that may still write."""
+    """An ended engine, a killed one with an incomplete line, a batch, and two engines that may still write."""
     write_engine(tmp_path, "a", end=NOW - 7200)
     write_engine(tmp_path, "killed", end=NOW - 2 * DAY_S, ended=False)
     with (tmp_path / "requests-killed.jsonl").open("ab") as file:
@@ -64,7 +64,7 @@ def ledger(tmp_path):
     return tmp_path
 
 
-def said(folder):
+def reader_results(folder):
     """Return the results of all readers of a ledger."""
     sessions = sorted(read_sessions(folder), key=lambda read_session: read_session.session_id)
     return (
@@ -85,11 +85,11 @@ def names(folder):
 
 
 def test_compaction_keeps_the_content(ledger):
-    before = said(ledger)
+    before = reader_results(ledger)
     assert len(before[0]) == 21
     done = compact(ledger, NOW)
     assert (done.num_before, done.num_after) == (13, 11)
-    assert said(ledger) == before
+    assert reader_results(ledger) == before
     assert [name for name in names(ledger) if "merged" not in name] == [
         f"{kind}-{name}.{ending}"
         for kind, ending in (("beats", "jsonl"), ("requests", "jsonl"), ("session", "parquet"))
@@ -100,9 +100,9 @@ def test_compaction_keeps_the_content(ledger):
 
 def test_later_files_join_merged_ones(ledger):
     compact(ledger, NOW)
-    before = said(ledger)
+    before = reader_results(ledger)
     done = compact(ledger, NOW + 2 * DAY_S)
-    assert (done.num_after, said(ledger)) == (5, before)
+    assert (done.num_after, reader_results(ledger)) == (5, before)
 
 
 def steps_of(monkeypatch, kill_at):
@@ -122,7 +122,7 @@ def steps_of(monkeypatch, kill_at):
 
 
 def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkeypatch):
-    before = said(ledger)
+    before = reader_results(ledger)
     with monkeypatch.context() as patch:
         steps = steps_of(patch, None)
         compact(copied(ledger, tmp_path_factory.mktemp("whole")), NOW)
@@ -136,7 +136,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
             steps_of(patch, kill_at)
             with pytest.raises(Killed):
                 compact(folder, NOW)
-        assert said(folder) == before, f"killed before step {kill_at}"
+        assert reader_results(folder) == before, f"killed before step {kill_at}"
         assert sorted([first.request_id, *(record.request_id for record in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
         assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 1
@@ -144,7 +144,7 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
         assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
         assert [record.request_id for record in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
-        assert len(said(folder)[0]) == 22
+        assert len(reader_results(folder)[0]) == 22
         assert len([name for name in names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
 
 
@@ -164,9 +164,9 @@ def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
     assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
-    before = said(ledger)
+    before = reader_results(ledger)
     compact(ledger, NOW + 2 * DAY_S)
-    assert (said(ledger), reader.new(), list(work.new())) == (before, [], [])
+    assert (reader_results(ledger), reader.new(), list(work.new())) == (before, [], [])
 
 
 def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):

@@ -16,7 +16,7 @@ WORK = Work(
 )  # fmt: skip
 
 
-def test_savings_by_hand():
+def test_savings_match_hand_calculation():
     savings = work_savings(WORK, has_drafter=True, baseline=STEPS)
     assert (savings.prompt_usd, savings.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
     assert (savings.undrafted_usd, savings.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
@@ -71,7 +71,7 @@ def test_savings_without_data_are_unknown(work, baseline):
     assert result["speculation"]["unknown_usd"] == result["unsplit_usd"] == 0.12
 
 
-def test_spot_savings_by_hand():
+def test_spot_savings_match_hand_calculation():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour

@@ -18,14 +18,14 @@ def unit(name, start, end, *, tokens=100, busy_s=None):
     return unit_usage(name, num_output_tokens=tokens, busy_s=busy_s, started_at=start, finished_at=end)
 
 
-def made(units, sessions):
+def make_timeline(units, sessions):
     times = UnitTimes()
     total = account(times.keep(units), sessions, PRICE)
     return total, times.timeline(sessions, PRICE)
 
 
 def test_states_of_an_engine_over_time():
-    _, result = made([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
+    _, result = make_timeline([unit("a", 1030, 1050), unit("a", 1045, 1060)], [session(busy=50, idle=20)])
     (engine,) = result["engines"]
     # 35 of the 50 busy seconds are committed; the last 15 are lost.
     assert engine["spans"] == [
@@ -36,7 +36,7 @@ def test_states_of_an_engine_over_time():
 
 def test_timeline_adds_up_to_the_account():
     units = [unit("a", 1030, 1080, tokens=500), unit("b", 1035, 1035, tokens=7)]
-    total, result = made(units, [session(), session("b", 1, at=1005)])
+    total, result = make_timeline(units, [session(), session("b", 1, at=1005)])
     made_tokens = sum(result["tokens_per_s"]) * result["step_s"]
     assert made_tokens == pytest.approx(total.num_output_tokens, abs=0.1)
     assert result["usd"][-1] == pytest.approx(total.total_usd)
@@ -46,7 +46,7 @@ def test_timeline_adds_up_to_the_account():
 
 def test_pauses_are_cut_out():
     units = [unit("a", 1030, 1080), unit("b", 9030, 9080)]
-    _, result = made(units, [session(), session("b", at=9000)])
+    _, result = make_timeline(units, [session(), session("b", at=9000)])
     assert result["total_s"] == 200.0
     assert result["pauses"] == [{"at_s": 100.0, "lasted_s": 7900.0}]
     (engine,) = result["engines"]
@@ -55,8 +55,8 @@ def test_pauses_are_cut_out():
 
 
 def test_a_killed_engine_lives_until_its_last_unit():
-    units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in the order of their numbers
-    _, result = made(units, [session(busy=10, idle=0, ended=False)])
+    units = [unit("a", 1030, 1150), unit("a", 1040, 1060)]  # in numerical order
+    _, result = make_timeline(units, [session(busy=10, idle=0, ended=False)])
     assert result["total_s"] == 150.0
     assert result["engines"][0]["spans"][-1] == ("busy", 30.0, 150.0)
 
@@ -64,12 +64,12 @@ def test_a_killed_engine_lives_until_its_last_unit():
 def test_timeline_size_is_bounded():
     engines = [session(f"s{n}", n, busy=7000, idle=20) for n in range(2 * MAX_ENGINES)]
     units = [unit(item.session_id, 1030 + 7 * n, 1035 + 7 * n) for item in engines for n in range(1000)]
-    _, result = made(units, engines)
+    _, result = make_timeline(units, engines)
     assert result["num_engines"] == 2 * MAX_ENGINES
     assert len(result["engines"]) == MAX_ENGINES
     assert max(len(engine["spans"]) for engine in result["engines"]) <= 500
 
 
 def test_timeline_without_engines():
-    assert made([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
+    assert make_timeline([], [session(load=0, compile_s=0, busy=0, idle=0)])[1] is None
     assert UnitTimes().timeline([], PRICE) is None

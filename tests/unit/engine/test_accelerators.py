@@ -1,4 +1,4 @@
-"""GPUs that vLLM cannot use as they are get one line each, with what would do."""
+"""Each GPU that vLLM cannot use gets a one-line message with a remedy."""
 
 from dataclasses import replace
 

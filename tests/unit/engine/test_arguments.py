@@ -85,7 +85,7 @@ def test_synthetic_acceptance_keeps_the_method() -> None:
 def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
-    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: a dummy, too
+    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: also a dummy
     (tmp_path / "model.safetensors").touch()
     assert engine_args(spec, CPU)["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
@@ -154,7 +154,7 @@ def test_bf16_cache_of_quantised_checkpoints_is_explicit() -> None:
     assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
     assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
     assert engine_args(replace(quantised, kv_cache_precision="fp8"), GPU)["kv_cache_dtype"] == "fp8"
-    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has no other name there
+    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has the same name in vLLM
 
 
 def test_fp8_on_gpu_and_cpu() -> None:
@@ -284,7 +284,7 @@ def test_text_only_by_default() -> None:
 
 @pytest.mark.parametrize(("domains", "given"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
 def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str]) -> None:
-    """vLLM takes an empty list for any domain."""
+    """vLLM treats an empty list as any domain."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "audio": 0, "video": 0}
@@ -295,7 +295,7 @@ def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
 def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
-    """vLLM's own configuration of a tiny vision model, as its engine would have it."""
+    """vLLM's own engine configuration for a tiny vision model."""
     from vllm import AsyncEngineArgs
 
     write_vision_model(tmp_path)
@@ -326,7 +326,7 @@ def test_vllms_loader_fetches_nothing_from_elsewhere(
 
 
 def write_vision_model(folder: Path) -> None:
-    """The configuration of a PaliGemma of no size."""
+    """Write the configuration of a tiny PaliGemma."""
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = {
         "architectures": ["PaliGemmaForConditionalGeneration"],

@@ -12,7 +12,7 @@ CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nfl
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that only this user can change, on all the way; temporary files are somewhere else in it."""
+    """A folder whose whole path only this user can change; temporary files are in a separate subfolder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "place").mkdir(mode=0o700)
@@ -73,7 +73,7 @@ def test_folder_writable_by_others_is_not_used(place: Path, mode: int, capfd: py
 def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
     place.chmod(0o777)
     assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
-    place.chmod(0o1777)  # as /tmp: there only the owner of a name can give it away
+    place.chmod(0o1777)  # like /tmp (sticky): only the owner can rename entries
     assert cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
 
 

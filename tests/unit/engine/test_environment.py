@@ -32,9 +32,9 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Both libraries, wherever this test runs."""
+    """Make both libraries available on any machine."""
     result = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
-    module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
+    module = importlib.import_module("peagle.engine.environment")  # the package attribute of this name is the function
     monkeypatch.setattr(module, "find_preload_libraries", lambda: result)
     monkeypatch.setattr(module, "cache_root", lambda inherited: {"VLLM_CACHE_ROOT": "/cache"})
     return result

@@ -114,7 +114,7 @@ def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
 
 
 def test_fingerprint_has_only_changed_options() -> None:
-    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # the precision names it
+    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # included in the precision
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
         "draft_kv_cache_precision": "bf16",

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.engine.lookup import PromptLookup
 
-LONGEST = 8  # tokens beyond which a longer match says no more
+LONGEST = 8  # tokens beyond which longer matches make no difference
 
 
 def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
@@ -16,8 +16,8 @@ def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
     return lookup
 
 
-def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
-    """The same by its definition: every earlier place is compared with the last tokens."""
+def redraft_slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
+    """Reference implementation: compare every earlier position with the last tokens."""
     text = [*tokens, *drafts[:1]]
     for num_head in range(1, len(drafts)):
         end = len(text)
@@ -26,7 +26,7 @@ def slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tupl
                 n for n in range(LONGEST, -1, -1) if n <= behind and text[behind - n : behind] == text[end - n :]
             )
             for behind in range(1, len(tokens) + 1)
-        }  # of the last tokens, how many agree with those before each place
+        }  # the length of the match before each position
         result = [behind for behind, length in lengths.items() if length == max(lengths.values())]
         if result and lengths[result[-1]] >= min_ngram:
             for behind in range(result[-1], result[-1] + len(drafts) - num_head):
@@ -41,11 +41,11 @@ def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
     chance = random.Random(0)
     num_copied = 0
     for _ in range(300):
-        # Too few tokens for more candidates than are compared.
+        # Few enough tokens that all candidates are compared.
         tokens = [chance.randrange(4) for _ in range(chance.randrange(14))]
         drafts = [chance.randrange(4) for _ in range(chance.randrange(7))]
         result = lookup_of(tokens, min_ngram).redraft(drafts)
-        assert result == slowly(tokens, drafts, min_ngram)
+        assert result == redraft_slowly(tokens, drafts, min_ngram)
         num_copied += result[1] < len(drafts)
     assert num_copied > 20
 
@@ -91,7 +91,7 @@ def test_min_ngram_must_be_positive() -> None:
 
 
 def test_lookup_is_fast_for_any_context() -> None:
-    """The limit is 1 ms of a step; text of one word has the most candidates, and the longest comparisons."""
+    """The limit is 1 ms per step; repeating one word gives the most candidates and the longest comparisons."""
     chance = random.Random(2)
     worst: dict[str, float] = {}
     for name, tokens in (("code", [chance.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):

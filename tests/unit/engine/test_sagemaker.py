@@ -28,7 +28,7 @@ def test_drafter_variable_round_trip() -> None:
             '{"model": "amazon/h", "num_speculative_tokens": 5, "method": "eagle3", "parallel_drafting": true}',
             "amazon/h",
         ),
-        # As AWS's posts print it: the catalog's head for the target.
+        # As in AWS's posts: the catalog's head for the target.
         ('{"method":"eagle3","num_speculative_tokens":5,"parallel_drafting":true}', "peagle"),
         ('{"method":"eagle3","num_speculative_tokens":5}', "eagle3"),
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),

@@ -1,4 +1,4 @@
-"""A self-check: what passes, what is refused and what the user is told, with engines that are made up."""
+"""The self-check with fake engines: what passes, what is refused, and the messages."""
 
 import asyncio
 import dataclasses
@@ -31,19 +31,19 @@ DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model=
 
 
 class Engine:
-    """One whose tokens have given margins below the likeliest, the last of them for all that follow."""
+    """An engine whose tokens have these margins below the likeliest; the last margin applies to all later tokens."""
 
     def __init__(self, *margins: float, max_model_len: int = 512, tokens: int | None = None) -> None:
         self.max_model_len = max_model_len
         self._margins, self._tokens = margins or (0.0,), tokens
-        self.asked: list[tuple[int, int, float]] = []
+        self.requests: list[tuple[int, int, float]] = []
         self.judged: list[int] = []
 
     def prompt(self, text: str) -> list[int]:
         return list(range(100, 100 + len(text.split())))
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
-        self.asked.append((len(prompt), num_tokens, temperature))
+        self.requests.append((len(prompt), num_tokens, temperature))
         return list(range(num_tokens if self._tokens is None else self._tokens))
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
@@ -110,11 +110,11 @@ def test_failed_check_is_found_in_a_ledger() -> None:
 
 
 def test_sampled_request_runs_in_the_same_batch() -> None:
-    engine, alone = Engine(), Engine()
+    engine, single = Engine(), Engine()
     check(engine)
-    check(alone, dataclasses.replace(DRAFTING, max_num_seqs=1))
-    assert [call[1:] for call in engine.asked] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
-    assert [call[1:] for call in alone.asked] == [(NUM_TOKENS, 0.0)]
+    check(single, dataclasses.replace(DRAFTING, max_num_seqs=1))
+    assert [call[1:] for call in engine.requests] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
+    assert [call[1:] for call in single.requests] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
@@ -144,21 +144,21 @@ def test_synthetic_acceptance_is_skipped() -> None:
 
 
 def test_engine_without_logprobs_is_skipped() -> None:
-    class Mute(Engine):
+    class EngineWithoutLogprobs(Engine):
         async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
             raise RequestRefused("max_logprobs is 0")
 
-    assert check(Mute()).seen == "the engine refused it: max_logprobs is 0"
+    assert check(EngineWithoutLogprobs()).seen == "the engine refused it: max_logprobs is 0"
 
 
 def test_check_has_a_time_limit() -> None:
-    class Silent(Engine):
+    class HangingEngine(Engine):
         async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
             await asyncio.sleep(60)
             raise AssertionError
 
     with pytest.raises(EngineError, match=r"did not answer its self-check within 0\.05 s"):
-        check(Silent(), limit_s=0.05)
+        check(HangingEngine(), limit_s=0.05)
 
 
 def test_fake_engine_passes_unless_wrong() -> None:

@@ -1,4 +1,4 @@
-"""A start that takes too long: vLLM's own wait, ended; and what hangs in this process."""
+"""A start that takes too long: in vLLM's own wait, or in this process."""
 
 import multiprocessing
 import signal
@@ -31,7 +31,7 @@ def test_start_within_the_limit(one_second):
 
 
 def test_hanging_child_process_is_killed(one_second):
-    """vLLM waits until its core says that it is up, or dies."""
+    """vLLM waits until its core reports that it is ready, or dies."""
     began = time.monotonic()
 
     def start_as_vllm_does():

@@ -1,4 +1,4 @@
-"""An interrupt while an engine starts. That vLLM swallows one is shown with vLLM's own context."""
+"""Interrupts while an engine starts. A test with vLLM's own code shows that it swallows them."""
 
 import signal
 import threading
@@ -12,14 +12,14 @@ from peagle.signals import interrupted_by_signal
 
 @pytest.fixture(autouse=True)
 def handler():
-    """What Python does with an interrupt, whatever a test before has left."""
+    """Python's default interrupt handler, restored after the test."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
 
 def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
-    """Open the socket that the core says on that it is up, and be interrupted."""
+    """Open the socket on which the core reports that it is ready, and be interrupted."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 

@@ -1,4 +1,4 @@
-"""Grammars on trial, in real processes."""
+"""Trial compilation of grammars, in real processes."""
 
 import asyncio
 import faulthandler
@@ -48,7 +48,7 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def tried(embedded_target):
-    """Whether constraints pass, by one process."""
+    """Return the outcomes of constraints, tried in one process."""
     about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     trials = Trials(lambda: about, cpu_s=1.0)
 
@@ -95,7 +95,7 @@ def test_valid_constraint_passes(tried, given):
 def test_slow_constraint_is_refused(tried, given):
     began = time.monotonic()
     assert "refused" in tried(**given)
-    assert time.monotonic() - began < 60  # a second of processor time, on a slow machine
+    assert time.monotonic() - began < 60  # a second of CPU time, on a slow machine
     assert tried(json=thing(7)) is None
 
 
@@ -168,10 +168,10 @@ def test_failed_process_refuses_nothing_permanently(monkeypatch):
      ("SIGABRT", "large")],
 )  # fmt: skip
 def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
-    """As by a machine without memory: the verdict would hold for everybody who has that schema."""
+    """As when the machine runs out of memory: the cached verdict would affect every user of the schema."""
 
     def die(*_):
-        faulthandler.disable()  # in the child, whose end is wanted
+        faulthandler.disable()  # in the child process, which must end
         os.kill(os.getpid(), getattr(signal, number))
 
     monkeypatch.setattr(trial_process, "_compile", die)
@@ -232,7 +232,7 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     async def scene():
         assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
         assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
-        assert await outcome("mallory", "good 0") is None  # what is known needs no trial
+        assert await outcome("mallory", "good 0") is None  # cached outcomes need no trial
         now[0] = 60.0
         assert await outcome("mallory", "slow 9") is TrialRefused
 
@@ -241,14 +241,14 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     trials.close()
 
 
-class Slow:
-    """A process that answers when a test says so."""
+class ScriptedProcess:
+    """A process that answers when a test lets it."""
 
     def __init__(self):
-        self.asked, self.may = [], None
+        self.requested, self.may = [], None
 
     def ask(self, constraint):
-        self.asked.append(constraint["spec"])
+        self.requested.append(constraint["spec"])
         while not self.may.is_set():
             time.sleep(0.005)
         return {"outcome": "ok"}
@@ -260,7 +260,7 @@ class Slow:
 def shared(monkeypatch):
     import threading
 
-    slow = Slow()
+    slow = ScriptedProcess()
     slow.may = threading.Event()
     monkeypatch.setattr(module, "_Process", lambda settings: slow)
     return Trials(vocabulary, is_shared=True), slow
@@ -272,7 +272,7 @@ async def asks(trials, key, spec):
 
 
 def test_flooding_key_only_delays_itself(monkeypatch):
-    """What it has beyond a few is refused; another key comes after one of its trials."""
+    """Its requests beyond a few are refused; another key waits for at most one of its trials."""
     trials, slow = shared(monkeypatch)
 
     async def scene():
@@ -286,7 +286,7 @@ def test_flooding_key_only_delays_itself(monkeypatch):
 
     num_refused, alices = asyncio.run(scene())
     assert (num_refused, alices) == (50 - 5, None)
-    assert slow.asked.index("a") <= 2
+    assert slow.requested.index("a") <= 2
     trials.close()
 
 
@@ -300,7 +300,7 @@ def test_same_constraint_is_tried_once(monkeypatch):
         await asyncio.gather(*many)
 
     asyncio.run(scene())
-    assert slow.asked == ["same"]
+    assert slow.requested == ["same"]
     trials.close()
 
 
@@ -319,7 +319,7 @@ def test_disconnected_client_keeps_its_trial(monkeypatch):
         return num_busy
 
     assert asyncio.run(scene()) == 25
-    assert len(slow.asked) == 5
+    assert len(slow.requested) == 5
     trials.close()
 
 

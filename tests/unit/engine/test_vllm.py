@@ -1,4 +1,4 @@
-"""What is read out of vLLM, without a running one. The engine itself is tested in tests/integration."""
+"""Interfaces of vLLM that need no running engine. Engines are tested in tests/integration."""
 
 import asyncio
 import os
@@ -84,7 +84,7 @@ def test_several_completions():
     assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
     assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
     assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
-    assert generation.speculation.num_lookup_tokens == 2  # one of each, as the plug-in counts them
+    assert generation.speculation.num_lookup_tokens == 2  # one of each kind, as the plug-in counts them
 
 
 def test_sampled_token_and_most_likely_tokens():
@@ -145,7 +145,7 @@ def test_refusals_of_older_vllm(monkeypatch):
             raise ValueError("the prompt is too long")
             yield
 
-    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in vLLM 0.24
     engine = object.__new__(VllmEngine)
     engine._llm = Refusing()
     with pytest.raises(RequestRefused, match="too long"):
@@ -191,7 +191,7 @@ def test_steps_are_signs_of_life():
 
 
 def test_kill_ends_all_processes():
-    """In a process of its own: all that descends from it is killed. Whether init buries orphans is its own business."""
+    """Runs in a subprocess, because all its descendants are killed."""
     code = """if True:
         import psutil, subprocess, sys, time
         from peagle.engine.vllm import VllmEngine
@@ -306,7 +306,7 @@ def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_kubernetes_variables_are_removed(linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes tells each pod of its namespace where it listens, by a name that vLLM reads a port from."""
+    """Kubernetes sets service variables in each pod, and vLLM would read a port from one of them."""
     from vllm.envs import get_vllm_port
 
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if linked else "29500"})

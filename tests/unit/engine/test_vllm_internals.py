@@ -1,4 +1,4 @@
-"""vLLM's internals are still what `vllm_internals.py` takes them for."""
+"""vLLM's internals still match the assumptions of `vllm_internals.py`."""
 
 import inspect
 import os
@@ -46,7 +46,7 @@ def test_vocabulary(embedded_target: Path) -> None:
 
 
 def test_vllm_still_compiles_schemas_without_a_limit() -> None:
-    """Once this fails, vLLM has mended issue 54003, or takes requests by another call."""
+    """Once this fails, vLLM has fixed issue 54003, or accepts requests through another call."""
     from vllm import AsyncLLMEngine
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
@@ -112,7 +112,7 @@ def test_root_cause_with_time_limit() -> None:
 
 
 def test_vllm_log_line_format() -> None:
-    """In a process of its own, whose output vLLM decorates."""
+    """In a subprocess, because vLLM decorates its output."""
     code = """if True:
         from vllm.logger import init_logger
         from vllm.utils.system_utils import decorate_logs

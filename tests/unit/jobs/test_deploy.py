@@ -1,4 +1,4 @@
-"""`peagle deploy`: its targets write a file, and run a client if told to."""
+"""`peagle deploy`: its targets write a file, and run a client with --apply."""
 
 import json
 import stat

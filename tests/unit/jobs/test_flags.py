@@ -163,7 +163,7 @@ def test_invalid_variable_is_named(served, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name}: .* not '{value}'"):
         served()
-    with pytest.raises(ConfigError, match=r"^port: "):  # what a flag says counts, and is to blame
+    with pytest.raises(ConfigError, match=r"^port: "):  # a flag has priority, and is named in the error
         served("--port", "x", *([] if name == "PEAGLE_PORT" else ["--max-num-seqs", "1"]))
 
 

@@ -30,7 +30,7 @@ def test_closed_pipe_ends_command_silently(argv, unbuffered):
         _, error_text = process.communicate(timeout=120)
     assert process.returncode in (0, SIGPIPE_CODE)
     assert b"roken" not in error_text
-    assert error_text == b"" or "--json" in argv  # what people read is then on standard error
+    assert error_text == b"" or "--json" in argv  # text output then goes to standard error
 
 
 def test_pipe_into_head():

@@ -39,7 +39,7 @@ def test_too_many_engines_are_refused(refused, embedded_target):
 
 def test_port_in_use_is_refused(refused, embedded_target):
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Serve's proxy
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # like Serve's proxy
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
@@ -56,7 +56,7 @@ def test_metrics_port_of_remote_cluster_is_refused(refused, monkeypatch):
 
 
 def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Let Serve listen at a fixed address, whatever it is told."""
+    """Make Serve report a fixed address, whatever the options."""
     from ray import serve
     from ray.serve import context
 
@@ -136,7 +136,7 @@ def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
     ],
 )
 def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, wanted, how):
-    """Otherwise keys would be sent in plain text in spite of --tls-cert."""
+    """Otherwise keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy

@@ -52,7 +52,7 @@ def test_up_chooses_a_free_port(started):
             other.bind(("127.0.0.1", 8000))
             other.listen()
         except OSError:
-            pass  # somebody else has it
+            pass  # the port is in use
         assert cli.run(["up"]) == 0
     assert started.port != 8000
 

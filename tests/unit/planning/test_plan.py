@@ -23,7 +23,7 @@ def plan(sweep, prices):
 
 def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
-    # 400 tokens/s a machine, 8 h less 280 s: 11.4 M tokens each; spot is a quarter of the price, here.
+    # 400 tokens/s per machine, 8 h minus 280 s: 11.4 M tokens each; spot is a quarter of the price here.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -42,7 +42,7 @@ def test_a_latency_limit_chooses_the_drafter(plan):
 
 
 def test_break_even_acceptance_length(plan):
-    # At 1.6 it makes 50 tokens/s, and the best without within 30 ms makes 40.
+    # At 1.6 it reaches 50 tokens/s; without a drafter the best within 30 ms is 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
@@ -66,7 +66,7 @@ def test_sensitivity_names_exceeded_limits(plan):
 
 def test_a_service_has_machines_and_dollars_per_hour(plan):
     result = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
-    assert result["chosen"]["num_machines"] == 3  # 400 a machine
+    assert result["chosen"]["num_machines"] == 3  # 400 per machine
     assert result["chosen"]["usd_per_h"] == 12
     assert result["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
     assert "machines used to 100% of their capacity" in text_plan(result)
@@ -101,7 +101,7 @@ def test_benchmark_reports_are_read(plan, tmp_path):
     "message",
     [
         {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
-        {"notes": ["Not finished: 3 passes are left."]},  # as it was before there was the key
+        {"notes": ["Not finished: 3 passes are left."]},  # a report from before this key existed
     ],
 )
 def test_caveats_of_a_benchmark_are_in_the_plan(message, plan, tmp_path):

@@ -77,8 +77,8 @@ def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
         read_benchmark(path)
 
 
-def test_break_evens_by_hand(cell, cells):
-    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # as 1.6 * 40 / 50
+def test_break_evens_match_hand_calculation(cell, cells):
+    assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # = 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}
     ngram = cell("ngram", 3, 4, 50.0, 1.6)

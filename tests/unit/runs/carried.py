@@ -48,7 +48,7 @@ class Carried:
         return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
 
     def exported(self, output_format):
-        """The rows of an export, and what it set aside, parsed strictly."""
+        """The rows and dead letters of an export, parsed strictly."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
         letters = strict_lines(folder / "errors.jsonl")
@@ -58,7 +58,7 @@ class Carried:
         return strict_lines(folder / "output.jsonl"), letters
 
     def findings(self):
-        """What an audit of the units finds."""
+        """The findings of an audit of the units."""
         schema = expected_schema(self.plan.schema)
         audits = [audit_unit(self.run, unit, schema, {}) for unit in self.plan.units]
         return [finding for audit in audits for finding in audit.findings]
@@ -79,7 +79,7 @@ class Carried:
 
 
 def strict_lines(path):
-    """JSON lines, of which NaN and infinities are none."""
+    """Parse JSON lines; NaN and infinities are errors."""
     return [json.loads(line, parse_constant=_refuse) for line in path.read_bytes().splitlines()]
 
 

@@ -136,7 +136,7 @@ def test_next_driver_completes_a_half_created_directory(tmp_path, local, written
     leftover = run.root / f".{written}.0123abcd.tmp"
     leftover.write_bytes(b"PAR1")
     run.require_own()
-    assert leftover.exists()  # before the lease it may be another driver's, at work
+    assert leftover.exists()  # without the lease, another driver may be writing it
     assert run.create({"schema": 1}, local.plan())
     assert not leftover.exists()
     assert (run.manifest()["schema"], run.plan()) == (1, local.plan())
@@ -282,7 +282,7 @@ def test_stop_signal_reaches_only_the_drivers_own_workers(run):
         run.stop.request(7.5)
         assert worker.stop.grace_s() == 7.5
         assert of_the_next.stop.grace_s() is None
-    with hold(run):  # what a driver that was killed has left is cleared
+    with hold(run):  # leftovers of a killed driver are removed
         assert worker.stop.grace_s() is None
 
 

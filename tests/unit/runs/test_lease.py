@@ -25,7 +25,7 @@ def put(root, lease):
 
 @pytest.fixture
 def foreign(root):
-    """The lease of a driver of another host, which was never given back."""
+    """The lease of a driver on another host, which was never released."""
     with hold(root):
         mine = read_lease(root)
     theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
@@ -50,7 +50,7 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half of what a lease lasts
+    assert time.monotonic() - started < 15  # half the duration of a lease
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
@@ -71,7 +71,7 @@ def test_silent_driver_is_replaced_after_expiry(root, foreign):
     started = time.monotonic()
     with hold(root) as mine:
         assert mine.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not that of the next
+    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not the next one's
 
 
 def test_wrong_clock_does_not_expire_a_lease(root, foreign):
@@ -111,7 +111,7 @@ def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     assert read_lease(root) == theirs
 
 
-def test_one_of_several_simultaneous_drivers_wins(root, foreign):
+def test_exactly_one_of_several_simultaneous_drivers_wins(root, foreign):
     outcomes, all_done = [], threading.Barrier(4)
 
     def drive():

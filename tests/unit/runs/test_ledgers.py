@@ -19,7 +19,7 @@ def spent(result, days=None):
 
 @pytest.fixture
 def month(tmp_path, monkeypatch):
-    """The month of the docs, in the folder from which it is named."""
+    """The example month of the docs, as the current folder."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "serve")
     write_nightly(tmp_path / "nightly")

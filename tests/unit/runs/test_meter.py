@@ -60,7 +60,7 @@ def test_lent_meter_advances_with_billed_seconds():
     meter.start(1)
     meter.bill(2.0)
     meter.finish(1, 7)
-    meter.bill(0.5)  # of a row that was given up
+    meter.bill(0.5)  # of a cancelled row
     result = meter.snapshot()
     assert (result.elapsed_s, result.load_s, result.busy_s, result.idle_s) == (2.5, 0.0, 2.0, 0.5)
     assert (meter.take(1), result.num_output_tokens) == (2.0, 7)

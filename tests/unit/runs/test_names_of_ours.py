@@ -1,4 +1,4 @@
-"""A column of the input may have any name, those of a run's own columns, keys and records included."""
+"""Input columns may have any name, including those of a run's own columns, keys and records."""
 
 import json
 

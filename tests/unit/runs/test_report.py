@@ -11,7 +11,7 @@ def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run.create({"price": price.to_dict(), "run": {"num_engines": 1}, "created_at": 1.0}, one_unit_plan)
-    (run.root / "report.json").mkdir()  # who may write everything cannot write this either
+    (run.root / "report.json").mkdir()  # even root cannot write this
     monkeypatch.setattr(report, "report_dict", lambda *_: {"notes": []})
     with pytest.raises(CapacityError, match=r"cannot be written(.|\n)*peagle status"):
         report.make_report(run)
@@ -32,7 +32,7 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
 
 
 class Run:
-    """A run directory of which a test says how it stands at each look."""
+    """A run directory whose state changes from poll to poll, as a test specifies."""
 
     def __init__(self, *polls):
         self._looks = list(polls)
@@ -55,13 +55,13 @@ class Plan:
     ("polls", "times"),
     [
         ([(Plan(1), {0}), (Plan(1), {0})], 1),
-        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # whoever finishes it makes it
+        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # the process that finishes the run writes the report
         ([(Plan(1), {0}), (Plan(2, 1), {0})], 1),  # a retry was added
-        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and was done
+        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and completed
         ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
     ],
 )
-def test_result_is_made_again_if_the_run_changed(polls, times):
+def test_report_is_rewritten_if_the_run_changed(polls, times):
     results = []
     report.until_settled(Run(*polls), lambda: results.append(1))
     assert len(results) == times

@@ -17,7 +17,7 @@ EVIL = "<script>alert(1)</script>"
 
 @pytest.fixture
 def run(tmp_path, one_unit_plan):
-    """A finished run of the fake engine; its one unit is committed by each test."""
+    """A fake-engine run with one unit, which each test commits."""
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     about = {"model": "fake", "num_engines": 1}

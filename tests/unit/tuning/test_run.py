@@ -1,7 +1,4 @@
-"""The whole tuning with fakes in the place of engines: what is started, kept, resumed, chosen and refused.
-
-A fake's speed is its own token time, far enough apart that a busy machine cannot turn the order.
-"""
+"""The whole tuning with fake engines. Their token times differ enough that a busy machine cannot change the order."""
 
 import json
 
@@ -175,7 +172,7 @@ def test_a_failed_engine_is_excluded(run):
 
 @pytest.mark.parametrize("all_die", [False, True])
 def test_a_crashed_engine_keeps_its_passes(all_die, run):
-    class Crowded(FakeEngine):
+    class CrashingUnderLoad(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -190,7 +187,7 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
     def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (Crowded if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashingUnderLoad if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)

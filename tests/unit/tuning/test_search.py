@@ -100,7 +100,7 @@ def test_a_drafter_must_win_by_two_percent():
 def test_the_budget_is_kept(budget_s):
     surface = Surface(hill, budget_s=budget_s)
     surface.run()
-    # Only the first engine may exceed it: before it nothing is known.
+    # Only the first engine may exceed it, because nothing is known before.
     assert surface.search.spent_s <= budget_s or len(surface.starts) == 1
     assert surface.turns
 

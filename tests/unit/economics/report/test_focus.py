@@ -29,8 +29,8 @@ OF_USAGE = {
     "ListUnitPrice": DECIMAL, "PricingCategory": "Standard|Dynamic|Other", "ResourceId": TEXT, "ResourceType": TEXT,
     "ServiceSubcategory": "Generative AI", "Tags": r"\{.*\}",
 }  # fmt: skip
-MAY_BE_NULL = {"RegionId", "RegionName", "ResourceName", "SubAccountId", "SubAccountName"}
-ONE_IS_NULL_WHERE_THE_OTHER_IS = (("RegionId", "RegionName"), ("SubAccountId", "SubAccountName"))
+NULLABLE = {"RegionId", "RegionName", "ResourceName", "SubAccountId", "SubAccountName"}
+NULL_TOGETHER = (("RegionId", "RegionName"), ("SubAccountId", "SubAccountName"))
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_rows_follow_the_specification(charge, changes):
     assert rows
     for row in rows:
         ours = {name for name in row if name.startswith("x_")}
-        assert row.keys() - ours == MANDATORY.keys() | OF_USAGE.keys() | MAY_BE_NULL
+        assert row.keys() - ours == MANDATORY.keys() | OF_USAGE.keys() | NULLABLE
         assert set(list(row)[-len(ours) :]) == ours, "FOCUS columns come first"
         wrong = {name for name, form in (MANDATORY | OF_USAGE).items() if not re.fullmatch(form, row[name])}
         assert wrong == set()
-        for null_column, other in ONE_IS_NULL_WHERE_THE_OTHER_IS:
+        for null_column, other in NULL_TOGETHER:
             assert (row[null_column] == "") == (row[other] == "")
         assert row["ResourceName"] != row["ResourceId"]
         assert len({row[name] for name in ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost")}) == 1

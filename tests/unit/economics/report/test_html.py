@@ -134,7 +134,7 @@ def test_assumed_costs_are_labelled(make_report):
     assert 'class="caveat"' not in render_html(other)
 
 
-def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
+def test_page_shows_timeline_rows_and_failures(detailed):
     page = render_html(detailed)
     text = " ".join(Balanced(page).text)
     assert "<script" not in page
@@ -167,7 +167,7 @@ STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}
 
 
 def drafted(make_report, steps):
-    """1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
+    """A run of 1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
     return make_report(
         tokens=6000,
         drafter="peagle",
@@ -178,7 +178,7 @@ def drafted(make_report, steps):
     )
 
 
-def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
+def test_headline_compares_with_the_run_without_drafter(make_report):
     panel = headline([drafted(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
     # $0.0072222 with. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is $0.0035556, within

@@ -25,7 +25,7 @@ def a_statement(*, is_priced=True, scale=1.0):
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])
 
 
-def test_text_statement_by_hand():
+def test_text_statement_matches_hand_calculation():
     lines = text_statement(a_statement()).splitlines()
     assert lines[0] == "Spending from 2024-10-04 to 2024-10-05, both included (UTC)"
     heads = "key day requests output tokens attributed loading idle lost total per million tokens"

@@ -1,4 +1,4 @@
-"""Finished runs of the fake engine, made by the parts that Ray moves otherwise."""
+"""Finished fake-engine runs, made without Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ SESSION = engine_session("engine", busy_s=9.0)
 
 
 class FakeRun:
-    """A run of the fake engine that is driven by hand."""
+    """A fake-engine run that is driven step by step."""
 
     def __init__(self, config):
         self.plan = make_plan(config)

@@ -63,7 +63,7 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
     (finished.data / ".unit-00000001.parquet.0.tmp").touch()
     (finished.failed / "unit-00000001.cafe.jsonl").touch()
     with hold_lease(finished.root, expiry_s=30, command=["peagle"], announce=print):
-        assert kinds(finished) == []  # somebody may be writing it now
+        assert kinds(finished) == []  # may still be being written
     assert kinds(finished) == ["leftover", "leftover"]
     finished.remove_leftovers()
     assert kinds(finished) == []
@@ -216,7 +216,7 @@ def test_retry_must_match_dead_letters(start_run):
 
 
 def start_retried(start_run, retry):
-    """A run whose unit 0 failed as a whole, with a retry of our own."""
+    """A run whose unit 0 failed completely, with a retry."""
     run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
     run.add_retries([retry], number=1)
     return run
@@ -231,7 +231,7 @@ def test_repeated_unit_must_skip_retried_rows(start_run):
     audit = audited(run)
     assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
     fake.do(0, refusing={"000000003"})
-    run.remove_leftovers()  # the letters of the file that was deleted
+    run.remove_leftovers()  # the dead letters of the deleted file
     audit = audited(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
     plan_retry(run, plan)
@@ -260,7 +260,7 @@ def test_missing_retried_unit_is_lost(start_run):
     assert kinds(run) == []
     fake.do(2, 3, 4, 5)
     run.unit_path(0).unlink()
-    assert kinds(run) == []  # the report that is there counts no more units than there are
+    assert kinds(run) == []  # the existing report counts no more units than exist
     make_report(run)
     run.unit_path(2).unlink()
     assert the_finding(run).message == "1 units that were committed when report.json was written are gone"

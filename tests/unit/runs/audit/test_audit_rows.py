@@ -89,15 +89,15 @@ def test_sample_is_seeded_without_repetition():
     assert choose({}, 4, seed=1) == {}
 
 
-class Tossing:
+class RandomChoiceEngine:
     """An engine that answers every prompt with one of two tokens that are equally likely."""
 
     def __init__(self, spec, margin):
         self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
-        self.asked = []
+        self.requests = []
 
     async def generate(self, request_id, prompt_token_ids, sampling):
-        self.asked.append(dict(sampling))
+        self.requests.append(dict(sampling))
         top = (("heads", -0.7), ("tails", -0.7 - self.margin))
         completion = CompletionOutput(
             text="heads", finish_reason="length", num_output_tokens=1,
@@ -109,14 +109,14 @@ class Tossing:
         )  # fmt: skip
 
     def shutdown(self):
-        self.asked.append("shutdown")
+        self.requests.append("shutdown")
 
 
 @pytest.fixture
 def real_run(start_run, monkeypatch):
-    """A run that looks as if vLLM had done it; started engines are in the list."""
+    """A run that appears to be vLLM's, and a list of started engines."""
     rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
-    fake = start_run(rows, max_tokens=1, precision="bf16")  # margins are of its rounding
+    fake = start_run(rows, max_tokens=1, precision="bf16")  # tie margins depend on it
     run = fake.do()
     precision = fake.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
@@ -131,12 +131,12 @@ def real_run(start_run, monkeypatch):
 
 @pytest.fixture
 def toss(monkeypatch):
-    """Start engines that toss with this margin; those that were started."""
+    """Return a function that makes engines choose at random with this margin, and the list of started engines."""
     started = []
 
     def with_margin(margin):
         def start(spec, *, engine_index, num_engines_on_node):
-            started.append(Tossing(spec, margin))
+            started.append(RandomChoiceEngine(spec, margin))
             return started[-1]
 
         monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
@@ -161,8 +161,8 @@ def test_target_runs_without_drafter_and_ties_are_accepted(real_run, toss, capsy
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
     assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # with the drafter's slots
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
-    assert [call["logprobs"] for call in engine.asked[:-1]] == [5, 5]
-    assert engine.asked[-1] == "shutdown"
+    assert [call["logprobs"] for call in engine.requests[:-1]] == [5, 5]
+    assert engine.requests[-1] == "shutdown"
 
 
 def test_max_tie_option(real_run, toss, capsys):
