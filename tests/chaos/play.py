@@ -80,7 +80,7 @@ class Player:
                 Attempt(
                     exit_code=driver.wait(60),
                     wall_s=round(time.monotonic() - began, 1),
-                    message=driver.last_words(),
+                    last_words=driver.last_words(),
                 )
             )
         self._played.wall_s = round(time.monotonic() - self._started, 1)

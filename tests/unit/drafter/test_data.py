@@ -63,7 +63,7 @@ def test_messages_in_parts_and_as_json_text(messages):
         ({"response": ""}, "no response"),
         ({"response": None}, "no response"),
         ({"response": 5}, "the response must be text, not int"),
-        ({"messages": "hi"}, "column 'messages' has a str, not a list of messages"),
+        ({"messages": "hi"}, "column 'messages' must be a list of messages, not str"),
         ({"messages": ["hi"]}, "column 'messages', message 0: it needs a role and a content, both text"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None}]},

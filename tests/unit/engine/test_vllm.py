@@ -319,5 +319,5 @@ def test_too_long_temporary_folder_is_refused_by_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_RPC_BASE_PATH": "/" + 70 * "x"})
-    with pytest.raises(ConfigError, match="vLLM can use at most 70"):
+    with pytest.raises(ConfigError, match="the limit for vLLM is 70"):
         start.start_engine(SPEC, HERE)

@@ -56,7 +56,7 @@ def test_missing_column_is_named_with_the_file(columns, keys, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"max_tokens": 9000}, "max_tokens: 9000 is more than the context of 8192"),
+        ({"max_tokens": 9000}, "max_tokens: 9000 exceeds the context of 8192"),
         ({"n": 2}, "n: 2 responses need a temperature above 0"),
     ],
 )
@@ -83,7 +83,7 @@ def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
 @pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
 def test_seed_is_refused_on_cpus(embedded_target):
     config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
-    with pytest.raises(ConfigError, match="vLLM on CPU dies on seeded sampling"):
+    with pytest.raises(ConfigError, match="vLLM on CPU crashes with seeded sampling"):
         resolve_run(config)
     assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
 

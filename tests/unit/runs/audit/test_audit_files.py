@@ -315,7 +315,11 @@ def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--sample", "0"], "--sample 0"), (["--max-tie", "-1"], "--max-tie -1"), ([], "not a run directory")],
+    [
+        (["--sample", "0"], "--sample must be at least 1, got 0"),
+        (["--max-tie", "-1"], "--max-tie must be 0 or more, got -1"),
+        ([], "not a run directory"),
+    ],
 )
 def test_bad_usage_exits_with_2(tmp_path, capsys, flags, message):
     assert cli.run(["audit", str(tmp_path), *flags]) == 2
