@@ -52,8 +52,8 @@ class Scene:
         result = driver.wait(_END_S)
         self.facts.append(f"exit code {result}: {driver.last_words()}")
         self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_words()}")
-        self.expect(words in driver.said(), f"no driver printed {words!r}: {driver.last_words()}")
-        self.expect("Traceback" not in driver.said(), "a driver printed a traceback")
+        self.expect(words in driver.read_output(), f"no driver printed {words!r}: {driver.last_words()}")
+        self.expect("Traceback" not in driver.read_output(), "a driver printed a traceback")
 
     def expect(self, condition: bool, problem: str) -> None:
         if not condition:
@@ -120,7 +120,7 @@ def two_drivers(folder: Path) -> Scene:
     scene.facts.append(f"exit codes {codes}")
     scene.expect(sorted(codes) == [0, 1], f"two drivers ended with {codes}")
     refused = drivers[codes.index(1)] if 1 in codes else drivers[0]
-    scene.expect("is in use by" in refused.said(), f"the second was not refused: {refused.last_words()}")
+    scene.expect("is in use by" in refused.read_output(), f"the second was not refused: {refused.last_words()}")
     scene.audit()
     return scene
 

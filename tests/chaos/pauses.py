@@ -160,7 +160,7 @@ class Stage:
         driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED)
         is_stopped = driver.wait()
         driver.end()
-        assert is_stopped == bool(at), driver.said()
+        assert is_stopped == bool(at), driver.read_output()
 
 
 def _take_turns(drivers: list[Driver]) -> None:
@@ -179,15 +179,15 @@ _REFUSALS = ("is in use by", "was taken over by another driver", "has planned re
 def _wrong_ends(drivers: list[Driver], last: Driver) -> Iterator[str]:
     """Check that each driver finished, or reported that another one is running."""
     for driver in [*drivers, last]:
-        output = driver.said()
+        output = driver.read_output()
         if "Traceback" in output:
             yield f"a traceback: {output[-600:]}"
         elif driver.exit_code not in (0, 1) or (driver.exit_code and not any(words in output for words in _REFUSALS)):
             yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
-        yield f"no driver finished the run: {[driver.said()[-200:] for driver in drivers]}"
+        yield f"no driver finished the run: {[driver.read_output()[-200:] for driver in drivers]}"
     if last.exit_code:
-        yield f"the same command, once more, ended with {last.exit_code}: {last.said()[-600:]}"
+        yield f"the same command, once more, ended with {last.exit_code}: {last.read_output()[-600:]}"
 
 
 def _wrong(output: str) -> list[str]:

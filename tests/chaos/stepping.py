@@ -119,7 +119,7 @@ class Driver:
             while self.wait():
                 pass
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
 

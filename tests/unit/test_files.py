@@ -256,8 +256,8 @@ def test_group_sync_reports_errors_and_recovers(disk, ledger):
 def test_group_sync_with_cancelled_waiter(disk, ledger):
     ledger.sync()
     disk.begun.acquire()
-    gone, stays = ledger.sync(), ledger.sync()
-    assert gone.cancel()
+    cancelled, stays = ledger.sync(), ledger.sync()
+    assert cancelled.cancel()
     for _ in range(2):
         disk.may_end.release()
     stays.result(20)

@@ -82,7 +82,7 @@ HEAD = {
 }
 
 
-def kept(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
+def kept_modules(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
     return {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep))}
 
 
@@ -115,15 +115,15 @@ PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_pro
 
 
 def test_vllm_loads_the_fp8_layers() -> None:
-    config = quantization_config(HEAD, kept(HEAD))
+    config = quantization_config(HEAD, kept_modules(HEAD))
     assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
 
 
 def test_vllm_ignores_kept_layers() -> None:
-    config = quantization_config(HEAD, kept(HEAD, "fc", "lm_head"))
+    config = quantization_config(HEAD, kept_modules(HEAD, "fc", "lm_head"))
     assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
 
 
 def test_vllm_ignores_shared_lm_head() -> None:
     shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
-    assert schemes(quantization_config(shared, kept(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
+    assert schemes(quantization_config(shared, kept_modules(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}

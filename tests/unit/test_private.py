@@ -96,12 +96,12 @@ def test_keep_private_applies_to_children(shared):
 def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
     seen, fsync = [], os.fsync
 
-    def look(descriptor):
+    def record_mode(descriptor):
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", look)
+    monkeypatch.setattr(os, "fsync", record_mode)
     write(tmp_path / "keys.json", b"secret", mode=private.SECRET_MODE)
     assert set(seen) == {0o600}
     assert mode(tmp_path / "keys.json") == 0o600

@@ -86,11 +86,11 @@ def test_ignored_signal_stays_ignored():
 def test_other_threads_do_not_change_handlers():
     seen = []
 
-    def look():
+    def set_handler():
         with interrupted_by_signal(), stop_on_signal(threading.Event(), message=""):
             seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=set_handler)
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]

@@ -151,10 +151,10 @@ def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home,
 def test_an_unknown_target_must_be_stated(tmp_path):
     with pytest.raises(DrafterError, match="does not name its target model") as silent:
         add_head(published_head(tmp_path / "silent"))
-    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as gone:
+    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as raised:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
     assert "--target" in silent.value.hint
-    assert "--target" in gone.value.hint
+    assert "--target" in raised.value.hint
 
 
 def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):

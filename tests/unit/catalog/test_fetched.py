@@ -144,7 +144,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gone", "message"),
+    ("missing_files", "message"),
     [
         ({"config.json"}, "has no config.json"),
         ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
@@ -152,9 +152,9 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
         (None, "has no files; it has only the folders original"),
     ],
 )
-def test_incomplete_folders_are_refused(s3, model, gone, message):
+def test_incomplete_folders_are_refused(s3, model, missing_files, message):
     for path in storage_path(URL).iterdir():
-        if gone is None or path.name in gone:
+        if missing_files is None or path.name in missing_files:
             path.unlink()
     with pytest.raises(CatalogError, match=message):
         find_stored(URL)

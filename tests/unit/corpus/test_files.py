@@ -18,7 +18,7 @@ from peagle.errors import InputError
 from peagle.storage import s3_client
 
 
-def found(uri, input_format="auto"):
+def discovered(uri, input_format="auto"):
     return [(Path(file.path).name, file.format) for file in discover(str(uri), input_format)]
 
 
@@ -26,12 +26,14 @@ def test_discover_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
     everything = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
-    assert found(tmp_path) == everything
-    assert found(tmp_path / "a.jsonl") == everything[:1]
-    assert found(tmp_path / "*js*") == everything[:2]
-    assert found(tmp_path, "csv") == [("c.csv.zst", "csv")]
-    assert found(tmp_path, "text") == [("notes.txt", "text")]
-    assert found(tmp_path, "openai-batch") == [(name, "openai-batch") for name, kind in everything if kind == "jsonl"]
+    assert discovered(tmp_path) == everything
+    assert discovered(tmp_path / "a.jsonl") == everything[:1]
+    assert discovered(tmp_path / "*js*") == everything[:2]
+    assert discovered(tmp_path, "csv") == [("c.csv.zst", "csv")]
+    assert discovered(tmp_path, "text") == [("notes.txt", "text")]
+    assert discovered(tmp_path, "openai-batch") == [
+        (name, "openai-batch") for name, kind in everything if kind == "jsonl"
+    ]
 
 
 def test_suffixes_are_not_case_sensitive(write, tmp_path):
@@ -42,8 +44,8 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
     write("a.JsonL.Zst", pa.compress(b'{"prompt": "a"}\n', codec="zstd", asbytes=True))
     write("E.TXT", b"e\n")
     kinds = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
-    assert found(tmp_path) == list(kinds.items())
-    assert found(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
+    assert discovered(tmp_path) == list(kinds.items())
+    assert discovered(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
     rows = corpus.read_all(discover(str(tmp_path)))
     assert [row["prompt"] for row in rows] == ["b", "a", "c", "d"]
 
@@ -138,11 +140,11 @@ def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
 def test_folder_of_text_files(write, tmp_path):
     write("a.txt", b"x")
     write("b.txt.gz", b"y")
-    assert found(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
+    assert discovered(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
 
 
 def test_input_format_overrides_suffix(write):
-    assert found(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
+    assert discovered(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
 
 
 @pytest.fixture
@@ -303,7 +305,7 @@ MARKERS = (
 def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
     for name in ("part-0.jsonl", "_part-1.jsonl", *MARKERS):
         write(f"out/{name}", b"x")
-    assert found(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
+    assert discovered(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_computed_documents_equal_stored_ones_under_autocast(half, samples, spec
 def test_documents_are_prefetched_in_batches(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
-    alone = computed.documents([0, 1, 2])
+    one_by_one = computed.documents([0, 1, 2])
     shapes: list[int] = []
 
     def read(token_ids_BT):
@@ -152,8 +152,8 @@ def test_documents_are_prefetched_in_batches(model, samples, spec, monkeypatch):
     ahead = [*computed.documents([2]), *computed.documents([1, 0])]
     assert shapes == [3]
     for index, document in zip((2, 1, 0), ahead, strict=True):
-        assert torch.equal(document.token_ids_T, alone[index].token_ids_T)
-        assert torch.equal(document.aux_TAH, alone[index].aux_TAH)
+        assert torch.equal(document.token_ids_T, one_by_one[index].token_ids_T)
+        assert torch.equal(document.aux_TAH, one_by_one[index].aux_TAH)
     computed.read_ahead([1, 1])
     computed.documents([1, 0])
     assert shapes == [3, 1, 1]

@@ -80,10 +80,10 @@ def test_loss_and_gradients_equal_the_librarys(head, store, monkeypatch):
 
     rows = _all_rows(document.loss_mask_T[1:])
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
-    theirs = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
-    theirs.backward()
+    library = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
+    library.backward()
 
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert ours.item() == pytest.approx(library.item(), rel=1e-5)
     assert {"mask_hidden", "fc.weight", "layers.0.self_attn.k_proj.weight"} <= gradients.keys()
     for name, parameter in head.named_parameters():
         if parameter.grad is not None:
@@ -113,9 +113,9 @@ def test_packed_documents_do_not_see_each_other(head, eagle3, store):
     documents = [store[i] for i in (1, 4, 6)]
     for either in (head, eagle3):
         packed = batch_loss(either, _batch(documents), num_depths=NUM_DEPTHS)
-        alone = [batch_loss(either, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
-        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in alone]).sum(0))
-        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in alone]).sum(0))
+        separately = [batch_loss(either, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
+        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in separately]).sum(0))
+        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in separately]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):

@@ -247,10 +247,10 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
     ],
 )
 def test_warm_start_falls_back_to_random_if_layers_differ(foreign_target, model_type, init, message):
-    folder, heard = foreign_target(model_type), []
-    assert init_for(folder, read_architecture(folder), _SHAPE, heard.append) == init
-    assert len(heard) == len(message)
-    assert all(part in sentence for part, sentence in zip(message, heard, strict=True))
+    folder, messages = foreign_target(model_type), []
+    assert init_for(folder, read_architecture(folder), _SHAPE, messages.append) == init
+    assert len(messages) == len(message)
+    assert all(part in sentence for part, sentence in zip(message, messages, strict=True))
 
 
 def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):

@@ -97,14 +97,14 @@ def test_a_weight_is_the_gradient_of_the_expected_length(store, anchor):
 def test_equals_the_librarys_on_a_whole_chain(store, anchor):
     from speculators.losses import dpace_loss_decay
 
-    theirs = dpace_loss_decay(
+    library = dpace_loss_decay(
         torch.arange(4)[None],
         loss_mask=torch.ones(1, 4),
         block_size=4,
         dpace_alpha=0.5,
         elementwise_loss=-CONFIDENCES.log()[None],
     )
-    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), theirs[0])
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), library[0])
 
 
 def test_dpace_weights_are_unbiased_under_cod(store, anchor):

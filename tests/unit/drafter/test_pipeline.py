@@ -62,15 +62,15 @@ class RecordingListener:
 
 
 def test_from_responses_to_a_head_with_its_card(chat_target, responses, tmp_path):
-    heard = RecordingListener()
-    result = train_head(_config(chat_target, responses, tmp_path / "out"), heard.listener)
+    listener = RecordingListener()
+    result = train_head(_config(chat_target, responses, tmp_path / "out"), listener.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
-    assert any("overlaps humaneval: leak" in sentence for sentence in heard.messages)
-    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in heard.messages)
+    assert any("overlaps humaneval: leak" in sentence for sentence in listener.messages)
+    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in listener.messages)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -86,13 +86,13 @@ def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monk
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
     monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: chat_target)
-    heard, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
-    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), heard.listener)
+    listener, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), listener.listener)
     head = str(tmp_path / "out" / "head")
     model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
     assert (model, tokenizer) == (upstream, upstream)
     assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
-    assert not any("--verifier" in sentence for sentence in heard.messages)
+    assert not any("--verifier" in sentence for sentence in listener.messages)
 
 
 def test_a_stopped_training_resumes_without_extraction(chat_target, responses, tmp_path):
@@ -160,13 +160,13 @@ def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, t
 
 
 def test_on_the_fly_training_stores_nothing(chat_target, responses, tmp_path):
-    heard = RecordingListener()
+    listener = RecordingListener()
     config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    train_head(config.model_copy(update={"on_the_fly": True}), heard.listener)
-    assert any("computed in each pass instead of stored" in sentence for sentence in heard.messages)
+    train_head(config.model_copy(update={"on_the_fly": True}), listener.listener)
+    assert any("computed in each pass instead of stored" in sentence for sentence in listener.messages)
     assert not (tmp_path / "out" / "features").exists()
-    assert train_head(config, heard.listener)["finished"] is False
-    assert [step.step for step in heard.steps] == [1, 2]
+    assert train_head(config, listener.listener)["finished"] is False
+    assert [step.step for step in listener.steps] == [1, 2]
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat_target, tmp_path):
@@ -200,10 +200,10 @@ def test_targets_of_other_architectures_get_heads_that_vllm_reads(
 ):
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-    target, heard = foreign_target(model_type), RecordingListener()
-    assert train_head(_config(target, responses, tmp_path / "out"), heard.listener)["finished"]
-    assert sum("starts at random" in sentence for sentence in heard.messages) == (start == "random start")
-    assert heard.steps[-1].loss < heard.steps[0].loss
+    target, listener = foreign_target(model_type), RecordingListener()
+    assert train_head(_config(target, responses, tmp_path / "out"), listener.listener)["finished"]
+    assert sum("starts at random" in sentence for sentence in listener.messages) == (start == "random start")
+    assert listener.steps[-1].loss < listener.steps[0].loss
 
     folder = tmp_path / "out" / "head"
     assert start in (folder / "README.md").read_text()

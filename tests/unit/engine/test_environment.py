@@ -71,8 +71,8 @@ def test_default_media_and_grammar_variables() -> None:
     assert variables["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
     assert int(variables["VLLM_XGRAMMAR_CACHE_MB"]) <= 64
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()
-    theirs = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
-    assert not theirs.keys() & environment(SPEC, GPU, inherited=theirs).keys()
+    user_variables = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "1", "VLLM_XGRAMMAR_CACHE_MB": "512"}
+    assert not user_variables.keys() & environment(SPEC, GPU, inherited=user_variables).keys()
 
 
 @pytest.mark.parametrize(

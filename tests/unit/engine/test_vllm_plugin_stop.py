@@ -128,10 +128,10 @@ def test_answer_is_independent_of_accepted_tokens(
             "skip_special_tokens": draw.choice([True, False]),
             "output_kind": kind,
         }
-        alone = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
+        one_per_step = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
         drafted = answer(tokenizer, tokens, iter(lambda: draw.randint(1, 8), 0), n, **sampling)
-        assert drafted == alone, (stop, sampling)
-        seen.add(alone["choices"][0]["ends"][1])
+        assert drafted == one_per_step, (stop, sampling)
+        seen.add(one_per_step["choices"][0]["ends"][1])
     assert len(seen) > 5, "several stop strings, and none, must have ended an answer"
 
 
@@ -144,10 +144,10 @@ def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeyp
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
     tokens = tokenizer.encode("Repeat\nand so on")
-    alone = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
+    one_per_step = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
     drafted = answer(tokenizer, tokens, itertools.repeat(4), stop=["\n"])["choices"][0]
-    assert drafted["text"] == alone["text"] == "Repeat"
-    assert (len(alone["tokens"]), len(drafted["tokens"])) == (2, 4)
+    assert drafted["text"] == one_per_step["text"] == "Repeat"
+    assert (len(one_per_step["tokens"]), len(drafted["tokens"])) == (2, 4)
 
 
 def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:

@@ -269,8 +269,8 @@ def test_text_names_file_and_precision(plan, sweep, tmp_path):
     where = f"{both[0]} (fp8 weights, fp8 KV cache)"
     assert f"requests at once on each, as measured in {where}; " in text
     assert text.count(where) > 1, "and so do the rows"
-    alone = text_plan(plan(measured=both[:1], instance_types="box-2", within=None))
-    assert "measured in" not in alone
+    single = text_plan(plan(measured=both[:1], instance_types="box-2", within=None))
+    assert "measured in" not in single
 
 
 @pytest.mark.parametrize(

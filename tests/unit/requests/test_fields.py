@@ -63,11 +63,11 @@ def values_of(name):
         "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 1,
         "presence_penalty": 1,
     }  # fmt: skip
-    beside = {
+    other_fields = {
         "top_logprobs": {"logprobs": True}, "tools": {"tool_choice": "none"},
         "continue_final_message": {"add_generation_prompt": False},
     }  # fmt: skip
-    return {name: known.get(name, True), **beside.get(name, {})}
+    return {name: known.get(name, True), **other_fields.get(name, {})}
 
 
 @pytest.mark.parametrize(

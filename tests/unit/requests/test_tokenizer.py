@@ -18,8 +18,15 @@ tokenizer = load_tokenizer({str(embedded_target)!r})
 print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_template, "torch" in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    theirs = AutoTokenizer.from_pretrained(embedded_target)
-    assert done.stdout.strip() == str([type(theirs).__name__, theirs.encode(TEXT), theirs.chat_template, False])
+    transformers_tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    assert done.stdout.strip() == str(
+        [
+            type(transformers_tokenizer).__name__,
+            transformers_tokenizer.encode(TEXT),
+            transformers_tokenizer.chat_template,
+            False,
+        ]
+    )
 
 
 def test_other_tokenizers_use_transformers(chat_target, tmp_path):

@@ -167,8 +167,8 @@ def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     with hold(local) as lost:
         local.hold(lost)
-        theirs = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
-        (local.root / ".lease" / "2.json").write_text(theirs)
+        new_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local.root / ".lease" / "2.json").write_text(new_lease)
         leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
         for path in leftovers:
             path.touch()

@@ -215,10 +215,10 @@ def test_only_incomplete_exports_are_repeated(whole_run):
 def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
     monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # the minimum part size of a store
     folder = whole_run.root / "export" / "jsonl"
-    with atomic_file(folder / "output.jsonl") as theirs:
-        theirs.write(bytes(6 << 20))  # one part has been sent
+    with atomic_file(folder / "output.jsonl") as recent_upload:
+        recent_upload.write(bytes(6 << 20))  # one part has been sent
         export(whole_run, "jsonl")
-        theirs.write(b"the rest")
+        recent_upload.write(b"the rest")
     assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
 
 

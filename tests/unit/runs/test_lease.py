@@ -28,9 +28,9 @@ def foreign(root):
     """The lease of a driver on another host, which was never released."""
     with hold(root):
         mine = read_lease(root)
-    theirs = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(root, theirs)
-    return theirs
+    foreign_lease = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+    put(root, foreign_lease)
+    return foreign_lease
 
 
 def test_lease_describes_driver_and_outcome(root):
@@ -105,10 +105,10 @@ def test_reused_pid_is_not_the_driver(root):
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
-        theirs = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
-        put(root, theirs)
+        new_lease = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, new_lease)
         assert slow.lost.wait(2)
-    assert read_lease(root) == theirs
+    assert read_lease(root) == new_lease
 
 
 def test_exactly_one_of_several_simultaneous_drivers_wins(root, foreign):
@@ -169,14 +169,14 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
     for _ in range(2):
         with hold(root):
             pass
-    with hold(root) as theirs:
+    with hold(root) as second_lease:
         first_look = [None]
         monkeypatch.setattr(
             lease_module, "read_lease", lambda place: first_look.pop() if first_look else read_lease(place)
         )
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
-        theirs.require()
+        second_lease.require()
 
 
 def test_lost_lease_is_noticed_on_check(root):

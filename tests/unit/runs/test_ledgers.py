@@ -107,8 +107,8 @@ def test_engine_facts_come_from_the_manifest(month):
 def test_batch_run_counts_once_with_its_endpoint(month):
     units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
-    alone = find_ledgers(["batches"])
-    assert spent(alone).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    batches_only = find_ledgers(["batches"])
+    assert spent(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
     before = spent(find_ledgers(["serve"]))
     write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
     both = find_ledgers(["serve", "batches"])

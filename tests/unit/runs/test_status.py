@@ -138,18 +138,18 @@ def test_status_of_a_finished_run(run):
     assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_status_while_the_report_is_written(run, monkeypatch, gone):
+@pytest.mark.parametrize("missing_file", [False, True])
+def test_status_while_the_report_is_written(run, monkeypatch, missing_file):
     commit(run, 2)
     commit(run, 3)
     with hold(run):
-        if gone:
+        if missing_file:
             monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
         status = StatusReader(run).read()
     assert status.state == "finished"
     assert "continues the run" not in status.describe()
-    assert ("is writing the report" in status.driver) is not gone
-    assert ("`peagle report` writes a missing report" in status.driver) is gone
+    assert ("is writing the report" in status.driver) is not missing_file
+    assert ("`peagle report` writes a missing report" in status.driver) is missing_file
 
 
 def test_status_shows_an_interrupted_driver(run):

@@ -124,14 +124,14 @@ def test_responsive_event_loop_is_not_killed(watched_loop):
 
 
 def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
-    gone, reasons = threading.Event(), []
+    ended, reasons = threading.Event(), []
 
     def die(why):
         reasons.append(why)
-        gone.set()
+        ended.set()
 
     async def blocks_the_loop(_):
-        assert gone.wait(20)
+        assert ended.wait(20)
 
     assert watched_loop(blocks_the_loop, die) == ["left"]
     assert reasons == ["the event loop has stood still for 0.3 s (--engine-timeout-s)"]

@@ -165,21 +165,21 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(scene, row_timeout_s):
 def test_blocked_event_loop_counts_as_a_crash(scene, monkeypatch):
     monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.06)
     monkeypatch.setattr(watchdog, "_LEAST_STANDSTILL_S", 0.0)
-    run, killed, ends, gone = scene(), [], [], threading.Event()
+    run, killed, ends, ended = scene(), [], [], threading.Event()
 
     class Blocking(FakeEngine):
         async def generate(self, request_id, prompt_token_ids, sampling):
             if b"line 3" in bytes(prompt_token_ids):
-                assert gone.wait(20)
+                assert ended.wait(20)
             return await super().generate(request_id, prompt_token_ids, sampling)
 
         def kill(self):
             killed.append(self)
 
     def leave(code):
-        if not gone.is_set():
+        if not ended.is_set():
             ends.append((code, [json.loads(path.read_bytes()) for path in run.run.suspects.iterdir()]))
-        gone.set()
+        ended.set()
 
     monkeypatch.setattr(worker.os, "_exit", leave)
     asyncio.run(run.call(run.worker(Blocking(), engine_timeout_s=0.4), 0))

@@ -174,10 +174,10 @@ def test_other_errors_are_not_retried(error, code):
 
 def test_batches_use_current_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **given: given["current_key"])
-    (_, alice), (_, gone) = new_key("alice"), new_key("gone")
+    (_, alice), (_, revoked) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
     current_key = ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False))
-    assert (current_key(alice), current_key(gone)) == (alice.without_hash(), None)
+    assert (current_key(alice), current_key(revoked)) == (alice.without_hash(), None)
     endpoint._ring = None
     assert ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False)) is None
 

@@ -333,8 +333,8 @@ def test_long_prompts_do_not_raise_the_output_price():
 def test_shared_price():
     price = price_of(a_request(busy_s=0.55, usd=0.0055))  # with three concurrent requests: a quarter of its 2.2 s
     assert price.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.0055)
-    alone = price_of(a_request())
-    assert alone.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
+    single = price_of(a_request())
+    assert single.shared_price(prompt_tokens=100, output_tokens=40) == pytest.approx(0.022)
     assert TokenPrice().shared_price(prompt_tokens=1, output_tokens=1) is None
 
 

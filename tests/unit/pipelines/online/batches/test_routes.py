@@ -105,9 +105,9 @@ def test_upload_can_be_read_listed_and_deleted(ask):
     assert first.json() == listed.json()["data"][0] == uploaded
     assert content.content == b"x" * 4000
     assert empty.json()["data"] == []
-    deleted, gone = ask(lambda client: client.delete(path), get(path))
+    deleted, missing = ask(lambda client: client.delete(path), get(path))
     assert deleted.json() == {"id": uploaded["id"], "object": "file", "deleted": True}
-    assert error_of(gone) == (404, "file_not_found")
+    assert error_of(missing) == (404, "file_not_found")
 
 
 @pytest.mark.parametrize(

@@ -648,12 +648,12 @@ def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, begun, ma
 
 
 def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, order, clock):
-    used, gone = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
+    used, expired = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
     order(input_file_id=used.id)
     clock.now += 3600
     scheduler.tick()
     assert store.contents_path(used).exists()
-    assert not store.contents_path(gone).exists()
+    assert not store.contents_path(expired).exists()
     assert store.files("alice") == []
 
 

@@ -718,9 +718,9 @@ def test_request_reserves_cost_at_recent_prices(ask, keys, settings):
 
 def test_expired_key_is_refused_on_every_route(ask, settings):
     key, record = new_key("late", expires_at=time.time() + 3600)
-    gone, old = new_key("gone", expires_at=time.time() - 1)
+    expired_key, old = new_key("gone", expires_at=time.time() - 1)
     fixed = {"key_file": None, "fixed_keys": (record, old)}
-    answered, refused, listed = ask(post(key), post(gone), get("/v1/models", gone), **fixed)
+    answered, refused, listed = ask(post(key), post(expired_key), get("/v1/models", expired_key), **fixed)
     assert answered.status_code == 200
     assert error_of(refused) == error_of(listed) == (401, "expired_api_key")
 

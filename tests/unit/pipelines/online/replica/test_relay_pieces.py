@@ -147,15 +147,15 @@ def test_closing_ends_the_source(is_cancelled):
         finally:
             closed.append(True)
 
-    async def listen(pieces, heard):
+    async def listen(pieces, received):
         async for _ in pieces:
-            heard.set()
+            received.set()
 
     async def leave():
-        pieces, heard = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
+        pieces, received = coalesce(source(), Pace(INTERVAL_S)), asyncio.Event()
         if is_cancelled:
-            listener = asyncio.create_task(listen(pieces, heard))
-            await heard.wait()
+            listener = asyncio.create_task(listen(pieces, received))
+            await received.wait()
             listener.cancel()
             await asyncio.wait([listener])
         else:

@@ -110,12 +110,12 @@ def test_drafts_of_all_choices_and_prompts_count(engine, engine_account, tmp_pat
 
 
 def test_concurrent_requests_are_separate(engine, engine_account, tmp_path):
-    def asked(name, n):
+    def request_drafts(name, n):
         answers = relay(engine.answers(name, n=n), begin_of(engine_account, name), shown_usage="last")
         return drain(in_pieces(answers, Pace(0.0)))
 
     async def both():
-        await asyncio.gather(asked("one", 1), asked("two", 2))
+        await asyncio.gather(request_drafts("one", 1), request_drafts("two", 2))
 
     asyncio.run(both())
     result = {name: record.usage.speculation.num_drafts for name, record in records(tmp_path).items()}
