@@ -1,4 +1,4 @@
-"""A clock that tests set, and settings of the process."""
+"""A settable clock, and process-wide settings."""
 
 import os
 

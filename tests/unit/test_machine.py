@@ -1,4 +1,4 @@
-"""The machine's instance type, from replaced firmware tables and a local metadata server."""
+"""Detection of the instance type, with folders as firmware tables and a local metadata server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,15 +25,15 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """Start a metadata server with answers (path -> required header, status, text) that records requests."""
+    """A metadata server with scripted responses: path -> required header, status, text. It records requests."""
     started = []
 
     def start(answers):
-        requests = []
+        calls = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                requests.append(self.path)
+                calls.append(self.path)
                 header, status, text = answers.get(self.path, ("Host", 404, ""))
                 self.send_response(status if self.headers[header] else 403)
                 self.end_headers()
@@ -46,7 +46,7 @@ def metadata():
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         started.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}", requests
+        return f"http://127.0.0.1:{server.server_port}", calls
 
     yield start
     for server, thread in started:

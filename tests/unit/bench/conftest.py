@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_head, write_target
+from config_only import skip_waiting, write_head, write_target
 from usage_records import drafts
 
 from peagle.bench.plan import make_setup
@@ -11,9 +11,9 @@ from peagle.speculation import SpeculationStats
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    """Do not wait for counters; use an empty PEAGLE_HOME."""
-    measure_at_once(monkeypatch)
+def no_waiting(monkeypatch, tmp_path):
+    """No waiting for counters; an empty home."""
+    skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
 

@@ -1,4 +1,4 @@
-"""Refusal of GPUs that vLLM cannot use, each with a hint."""
+"""Each GPU that vLLM cannot use gets a one-line message with a remedy."""
 
 from dataclasses import replace
 

@@ -44,10 +44,10 @@ def test_invalid_training_options(capsys: pytest.CaptureFixture[str], arguments:
 
 @pytest.mark.parametrize("responses", ["given", "regenerate"])
 def test_missing_prompts_are_refused(
-    speaking_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
+    chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
 ) -> None:
     output = tmp_path / "out"
-    source = ["--target", speaking_target, "--prompts", tmp_path / "none", "--responses", responses]
+    source = ["--target", chat_target, "--prompts", tmp_path / "none", "--responses", responses]
     assert _train(*source, *SMALL, "--output", output) == 2
     assert "has no prompts or responses" in capsys.readouterr().err
     assert not output.exists()
@@ -81,7 +81,7 @@ def heads(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_training_is_refused_early(
-    speaking_target: Path,
+    chat_target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -91,7 +91,7 @@ def test_impossible_training_is_refused_early(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("generation started"))
     monkeypatch.chdir(tmp_path)
-    assert _train("--target", speaking_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
+    assert _train("--target", chat_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_only import measure_at_once, write_target
+from config_only import skip_waiting, write_target
 
 from jobs.cli import run
 from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
@@ -26,7 +26,7 @@ def arguments(tmp_path: Path, write_jsonl: Callable[..., Path], monkeypatch: pyt
 
     tune = runner.tune
     monkeypatch.setattr(runner, "tune", with_fakes)
-    measure_at_once(monkeypatch)
+    skip_waiting(monkeypatch)
     data = write_jsonl([{"prompt": f"p{i}"} for i in range(4)])
     options = ["--model", str(write_target(tmp_path / "target")), "--dataset", str(data), "--methods", "none"]
     return ["tune", *options, "--max-num-seqs", "1,2", "--max-tokens", "8", "--output", str(tmp_path / "out")]

@@ -1,7 +1,4 @@
-"""The whole tuning with fake engines.
-
-The token times of the fake engines differ enough that a busy machine does not change their order.
-"""
+"""The whole tuning with fake engines. Their token times differ enough that a busy machine cannot change the order."""
 
 import json
 
@@ -110,15 +107,15 @@ def test_a_killed_tuning_resumes(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
     cells = tmp_path / "out" / "cells"
-    finished_passes = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
-    assert finished_passes
-    spent_s = json.loads((cells / "engine-time.json").read_text())["engine_s"]
-    assert spent_s > 0
-    resumed = Starter(speeds)
-    profile = run(resumed)
+    cells_before = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
+    assert cells_before
+    spent = json.loads((cells / "engine-time.json").read_text())["engine_s"]
+    assert spent > 0
+    again = Starter(speeds)
+    profile = run(again)
     assert profile.engine["num_speculative_tokens"] == 2
-    assert all((cells / name).read_bytes() == data for name, data in finished_passes.items())
-    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent_s
+    assert all((cells / name).read_bytes() == data for name, data in cells_before.items())
+    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent
     last = Starter(speeds)
     assert run(last).measurements == profile.measurements
     assert last.specs == []
@@ -175,7 +172,7 @@ def test_a_failed_engine_is_excluded(run):
 
 @pytest.mark.parametrize("all_die", [False, True])
 def test_a_crashed_engine_keeps_its_passes(all_die, run):
-    class CrashesAtThree(FakeEngine):
+    class CrashingUnderLoad(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -190,7 +187,7 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
     def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (CrashesAtThree if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashingUnderLoad if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)

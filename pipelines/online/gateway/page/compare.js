@@ -152,7 +152,7 @@ function ratio(left, right, [one, two]) {
 
 function difference({ isSame, firstDifference, left, right }, isByLot, isSameTarget) {
   if (isSame) return `The texts are equal, all ${counted(left.numWords, "word")}.`;
-  const marked = `${counted(left.numDifferent, "word")} left and ${right.numDifferent} right are marked`;
+  const marked = `${counted(left.numDifferent, "word")} on the left and ${right.numDifferent} on the right are marked`;
   const where = `The texts differ from word ${firstDifference + 1} on: ${marked}.`;
   if (!isSameTarget) return `${where} These are two different targets.`;
   return isByLot

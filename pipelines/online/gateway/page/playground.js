@@ -53,7 +53,7 @@ export class Playground {
     } catch (error) {
       if (error.name === "AbortError") return turn.end("stopped");
       if (turn.isEmpty) this.#takeBack(asked, turn, message.content);
-      else turn.end("broken off");
+      else turn.end("interrupted");
       if (!this.onError(error)) this.notice.error(error);
     }
   }
