@@ -1,4 +1,4 @@
-"""A settable clock, and process-wide settings."""
+"""A clock that tests set, and settings of the process."""
 
 import os
 

@@ -39,6 +39,6 @@ def test_both_lock_files_are_audited(tmp_path):
     ],
 )
 def test_failed_audit_fails(tmp_path, script, message):
-    done = audit(tmp_path, script)
-    assert done.returncode != 0
-    assert message in done.stderr
+    completed = audit(tmp_path, script)
+    assert completed.returncode != 0
+    assert message in completed.stderr

@@ -76,12 +76,12 @@ def test_command_in_cluster_yaml_runs_dry(chat_target, write_jsonl, tmp_path, mo
     monkeypatch.chdir(ROOT)
     arguments = re.search(r"python -m jobs\.(generate .*)$", TEXT, re.MULTILINE)[1].split()
     corpus = write_jsonl([{"code": "def f(): ..."}] * 10)
-    ours = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
-    assert cli.run([*arguments, *ours, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
-    stdout = capsys.readouterr().out
-    assert "8 x H100 80GB HBM3" in stdout
-    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in stdout
-    assert "budget" in stdout
+    own_flags = ["--input", str(corpus), "--output", str(tmp_path / "run"), "--model", str(chat_target)]
+    assert cli.run([*arguments, *own_flags, "--max-model-len", "500", "--max-tokens", "100", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "8 x H100 80GB HBM3" in output
+    assert "(p5.48xlarge, spot, aws us-east-1; stated)" in output
+    assert "budget" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -119,7 +119,7 @@ def test_instance_credentials_are_not_reachable_from_containers(node_configs):
 
 
 def test_nodes_do_not_use_rays_insecure_defaults(node_configs):
-    """These are: SSH open to the world, full EC2 and S3 permissions, and unencrypted disks."""
+    """Ray's defaults: SSH open to everyone, all rights to EC2 and S3, unencrypted disks."""
     for node in node_configs:
         assert node["SecurityGroupIds"] == ["sg-REPLACE-ME"]
         assert node["IamInstanceProfile"]["Arn"].endswith(("/peagle-head", "/peagle-worker"))

@@ -1,4 +1,4 @@
-"""`deploy/Containerfile`: its sources exist, and its commands are in the wheel and the lock files."""
+"""`deploy/Containerfile`: its sources exist; its commands are in the wheel and the lock files."""
 
 import json
 import re

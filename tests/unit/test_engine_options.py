@@ -100,9 +100,9 @@ def test_baseline_needs_same_hardware():
     def baseline(hardware, head=head):
         return compose_engine(EngineOptions(precision="bf16"), hardware, model, head).baseline(hardware)
 
-    result = baseline(measured_on)
+    matching = baseline(measured_on)
     needed = card.steps[0].break_even("eagle3", 3)
-    assert {step.concurrency: step.break_even for step in result.steps} == pytest.approx(needed)
+    assert {step.concurrency: step.break_even for step in matching.steps} == pytest.approx(needed)
     assert [step.break_even for step in baseline(measured_on, NO_HEAD).steps] == [1.0] * 4
     assert baseline(CPU) is None
     assert baseline(measured_on, replace(head, name="custom head")) is None

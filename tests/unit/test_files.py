@@ -77,7 +77,7 @@ def test_atomic_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- lost responses, as on NFS: the operation succeeds, and its repetition fails
+# --- lost responses, as on NFS: the operation succeeds, and its automatic repetition fails
 
 
 def with_lost_response(operation, error):
@@ -142,15 +142,15 @@ def test_removed_temporary_file_is_rewritten(tmp_path, monkeypatch, write, opera
 
 
 def test_removed_unfinished_file_is_an_error(tmp_path):
-    def write_during_sweep():
+    def write_during_cleanup():
         with files.atomic_file(tmp_path / "a"):
             files.remove_temporaries(tmp_path)
 
     with pytest.raises(FileNotFoundError):
-        write_during_sweep()
+        write_during_cleanup()
 
 
-# --- requirements for file systems
+# --- required features of a file system
 
 
 def test_require_links(tmp_path):
@@ -235,8 +235,8 @@ def test_group_sync_shares_calls(disk, ledger):
     others = [ledger.sync() for _ in range(20)]
     disk.may_end.release()
     first.result(20)
-    disk.begun.acquire()
-    assert not any(other.done() for other in others)  # written after the first sync had started
+    disk.started.acquire()
+    assert not any(other.done() for other in others)  # their lines were written after the first sync started
     disk.may_end.release()
     for other in others:
         other.result(20)
@@ -255,8 +255,8 @@ def test_group_sync_reports_errors_and_recovers(disk, ledger):
 
 def test_group_sync_with_cancelled_waiter(disk, ledger):
     ledger.sync()
-    disk.begun.acquire()
-    cancelled, stays = ledger.sync(), ledger.sync()
+    disk.started.acquire()
+    cancelled, waiting = ledger.sync(), ledger.sync()
     assert cancelled.cancel()
     for _ in range(2):
         disk.may_end.release()

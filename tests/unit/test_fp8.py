@@ -43,7 +43,7 @@ def test_weight_error() -> None:
     original, stored = torch.tensor([[1.0, 2.0, 1e-9]]), torch.tensor([[1.1, 2.0, 0.0]])
     error = weight_error("w", original, stored, torch.tensor([[2 / 448]]))
     assert error.max_relative == pytest.approx(0.1)
-    assert error.mean_relative == pytest.approx(0.05)  # the third is subnormal in FP8
+    assert error.mean_relative == pytest.approx(0.05)  # the third value is subnormal in FP8
     assert error.rms_relative == pytest.approx(0.1 / 5**0.5)
 
 
@@ -82,7 +82,7 @@ HEAD = {
 }
 
 
-def kept_modules(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
+def kept_layers(tensors: dict[str, torch.Tensor], *keep: str) -> dict[str, str]:
     return {name: why for name, tensor in tensors.items() if (why := why_kept(name, tensor, keep))}
 
 
@@ -100,30 +100,30 @@ def schemes(config: dict[str, Any]) -> dict[str, bool]:
         "lm_head": "ParallelLMHead",
         "model.embed_tokens": "VocabParallelEmbedding",
     }
-    result = {}
+    is_fp8 = {}
     for name, kind in layers.items():
         scheme = reader.get_scheme_dict(type(kind, (torch.nn.Module,), {})(), name)
         if scheme is not None:
             assert reader._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
             assert (scheme["weights"].strategy, scheme["input_activations"].strategy) == ("channel", "token")
             assert scheme["format"] == "float-quantized"
-        result[name.rpartition(".")[2]] = scheme is not None
-    return result
+        is_fp8[name.rpartition(".")[2]] = scheme is not None
+    return is_fp8
 
 
 PROJECTIONS = {"qkv_proj": True, "o_proj": True, "gate_up_proj": True, "down_proj": True, "embed_tokens": False}
 
 
 def test_vllm_loads_the_fp8_layers() -> None:
-    config = quantization_config(HEAD, kept_modules(HEAD))
+    config = quantization_config(HEAD, kept_layers(HEAD))
     assert schemes(config) == PROJECTIONS | {"fc": True, "lm_head": True}
 
 
 def test_vllm_ignores_kept_layers() -> None:
-    config = quantization_config(HEAD, kept_modules(HEAD, "fc", "lm_head"))
+    config = quantization_config(HEAD, kept_layers(HEAD, "fc", "lm_head"))
     assert schemes(config) == PROJECTIONS | {"fc": False, "lm_head": False}
 
 
 def test_vllm_ignores_shared_lm_head() -> None:
     shared = {name: tensor for name, tensor in HEAD.items() if name != "lm_head.weight"}
-    assert schemes(quantization_config(shared, kept_modules(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}
+    assert schemes(quantization_config(shared, kept_layers(shared))) == PROJECTIONS | {"fc": True, "lm_head": False}

@@ -142,8 +142,8 @@ def test_cuda_visible_devices(visible: str | None, names: list[str]) -> None:
 
 
 def test_mig_slice() -> None:
-    (result,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
-    assert (result.name, result.is_sliced) == ("H100 80GB HBM3", True)
+    (detected,) = hardware._parse_nvidia_smi(TWO_GPUS.replace("Disabled", "Enabled"), "MIG-4c60d78c-506f")
+    assert (detected.name, detected.is_sliced) == ("H100 80GB HBM3", True)
 
 
 def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,13 @@ def test_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "run", old)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (result,) = hardware._nvidia_smi()
-    assert (result.name, result.capability, result.is_sliced, result.driver) == ("Tesla T4", (0, 0), False, "440.33.01")
+    (detected,) = hardware._nvidia_smi()
+    assert (detected.name, detected.capability, detected.is_sliced, detected.driver) == (
+        "Tesla T4",
+        (0, 0),
+        False,
+        "440.33.01",
+    )
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

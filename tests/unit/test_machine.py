@@ -1,4 +1,4 @@
-"""Detection of the instance type, with folders as firmware tables and a local metadata server."""
+"""The machine's instance type, from replaced firmware tables and a local metadata server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,15 +25,15 @@ def firmware(tmp_path):
 
 @pytest.fixture
 def metadata():
-    """A metadata server with scripted responses: path -> required header, status, text. It records requests."""
+    """Start a metadata server with answers (path -> required header, status, text) that records requests."""
     started = []
 
     def start(answers):
-        calls = []
+        requests = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                calls.append(self.path)
+                requests.append(self.path)
                 header, status, text = answers.get(self.path, ("Host", 404, ""))
                 self.send_response(status if self.headers[header] else 403)
                 self.end_headers()
@@ -46,7 +46,7 @@ def metadata():
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         started.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}", calls
+        return f"http://127.0.0.1:{server.server_port}", requests
 
     yield start
     for server, thread in started:

@@ -1,4 +1,4 @@
-"""After a power cut, everything promised is on disk, and nothing incomplete."""
+"""After a power cut, the disk has everything that was reported as done, and nothing incomplete."""
 
 import contextlib
 import json
@@ -85,14 +85,14 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
     files.remove(path.with_name("gone"))
     for image in images():
         folder = image / "a" / "b"
-        result = {item.name: item.read_bytes() for item in folder.iterdir() if not item.name.endswith(".tmp")}
-        assert result == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
+        contents = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith(".tmp")}
+        assert contents == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
 def test_losing_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
     with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # the winner was stopped before its sync
+        stopped.setattr(files, "sync_folder", lambda _: None)  # the first writer was killed before it
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -145,14 +145,14 @@ def drive_and_cut(disk, images, monkeypatch):
     driven_run, num_checks = DrivenRun(disk.root), 0
 
     def check_images():
-        nonlocal num_looks
-        num_looks += 1
+        nonlocal num_checks
+        num_checks += 1
         for image in images():
             driven_run.check(image)
 
     def cutting(change):
         def cut(*args, **keys):
-            if str(disk.root) in str(args[0]):  # otherwise it would record the images themselves
+            if str(disk.root) in str(args[0]):  # otherwise it changes the images themselves
                 check_images()
             change(*args, **keys)
 
@@ -160,9 +160,9 @@ def drive_and_cut(disk, images, monkeypatch):
 
     for name in ("link", "replace", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, cutting(getattr(os, name)))
-    drive.all()
+    driven_run.all()
     check_images()
-    assert num_looks > 30
+    assert num_checks > 30
 
 
 def test_run_survives_power_cut_at_any_step(disk, images, monkeypatch):

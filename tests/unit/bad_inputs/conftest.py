@@ -14,8 +14,8 @@ from peagle.hardware import Hardware
 from peagle.tables import markdown
 
 PAGE = Path(__file__).parents[3] / "docs" / "bad-inputs.md"
-LONGEST = 160  # characters of a message that the page shows
-# Refusals may name the machine, so the page is written for this one.
+MAX_MESSAGE_LENGTH = 160  # characters that the page shows
+# Refusals may name the machine, so the page always describes this one.
 MACHINE = Hardware(
     platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, cpu_name="a CPU", cpu_flags=frozenset({"avx2"}),
     core_ids=(0, 1, 2, 3),

@@ -65,7 +65,7 @@ def of_file(description, name, good, row, reason, message):
 
 
 CASES = [
-    # not rows
+    # unreadable rows
     Bad("a line that is not JSON", b'{"prompt": "x"', "invalid_row", "a.jsonl line 2: not valid JSON"),
     Bad("a JSON list", [1, 2], "invalid_row", "a JSON list, not an object"),
     Bad("a JSON string", "x", "invalid_row", "a JSON str, not an object"),
@@ -181,15 +181,15 @@ def prepare(case, folder, machine):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Prompts and dead letters of each case."""
-    result = {}
+    by_case = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.batch.resolve.tokenizer_of", lambda model, revision: StrictTokenizer())
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
-            unit = prepared(case, folder, machine)
+            unit = prepare(case, folder, machine)
             letters = [{**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()]
-            result[case.what] = unit.prompts, letters
-    return result
+            by_case[case.description] = unit.prompts, letters
+    return by_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])

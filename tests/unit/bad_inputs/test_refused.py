@@ -17,7 +17,7 @@ import pytest
 from jobs import cli
 from peagle.runs.directory import PLAN_FILE
 
-NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # creates a run directory, and stops before an engine starts
+NOT_STARTED = "--deadline 2020-01-01T00:00:00+00:00"  # creates the run directory and stops before an engine starts
 GOOD = b'{"prompt": "a"}\n'
 MODEL = b'{"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "max_position_embeddings": 64}'
 PIPE = object()
@@ -62,8 +62,8 @@ class Bad:
 
     Attributes:
         flags: replace or extend input, output, price and the fake engine.
-        files: in addition to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
-        says: part of the message.
+        files: next to `prompts.jsonl`, which has one valid row. `PIPE` makes a named pipe, text a symbolic link.
+        message: part of the message.
         code: the exit code.
         has_run: whether the directory already has a run of `prompts.jsonl`.
     """
@@ -273,25 +273,25 @@ def set_up(case, folder):
 @pytest.fixture(scope="module")
 def results(machine, tmp_path_factory):
     """Exit code, message, and the files before and after, of each case."""
-    result = {}
+    by_case = {}
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             patch.chdir(folder)
             set_up(case, folder)
             before = contents(folder)
-            code, message_text = generate(case.flags)
-            message_text = PLAN_FILE.sub("plan.ID.parquet", message_text.replace(f"{folder}/", ""))
-            result[case.what] = (code, message_text, before, contents(folder))
-    return result
+            code, stderr = generate(case.flags)
+            stderr = PLAN_FILE.sub("plan.ID.parquet", stderr.replace(f"{folder}/", ""))
+            by_case[case.description] = (code, stderr, before, contents(folder))
+    return by_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])
 def test_bad_input_is_refused_and_changes_nothing(results, case):
-    code, message, before, after = results[case.what]
-    assert (code, "Traceback" in message) == (case.code, False), message
-    assert case.says in message
-    if code == 3:  # the run exists but has not processed anything
+    code, stderr, before, after = results[case.description]
+    assert (code, "Traceback" in stderr) == (case.code, False), stderr
+    assert case.message in stderr
+    if code == 3:  # the run exists without results
         after = {path: data for path, data in after.items() if "run" not in path.parts}
     assert after == before
 
@@ -299,13 +299,13 @@ def test_bad_input_is_refused_and_changes_nothing(results, case):
 def test_page_lists_every_case(results, check_section, format_message):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
-        code, message_text, *_ = results[case.what]
+        code, stderr, *_ = results[case.description]
         rows.append(
             (
-                case.what,
+                case.description,
                 f"`{case.flags}`" if case.flags else "the same command",
                 str(code),
-                shown(message_of(message_text)),
+                format_message(message_of(stderr)),
             )
         )
     assert len(CASES) >= 40

@@ -11,8 +11,8 @@ from peagle.speculation import SpeculationStats
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch, tmp_path):
-    """No waiting for counters; an empty home."""
+def quick(monkeypatch, tmp_path):
+    """Do not wait for counters; use an empty PEAGLE_HOME."""
     skip_waiting(monkeypatch)
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 

@@ -85,7 +85,7 @@ def test_every_drafter_and_k_is_measured(run, head, tmp_path):
     ]  # fmt: skip
     assert all(engine.is_down and engine.max_running == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
-    # The fake engine accepts only the first token of every draft.
+    # The fake engine accepts only the first token of each draft.
     assert [(c["drafter"], c["k"], c["acceptance_length"]) for c in report["cells"]] == [
         ("a/head", 2, 2.0), ("a/head", 4, 2.0), ("b/head", 2, 2.0), ("b/head", 4, 2.0),
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_cell_metrics_match_hand_calculation():
     assert cell["by_category"]["code"]["acceptance_length"] == 2.0
 
 
-class CrashingStarter(Starter):
+class FailingStarter(Starter):
     """Its second engine fails."""
 
     def __init__(self, error):
@@ -161,9 +161,9 @@ class CrashingStarter(Starter):
 
 
 def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
-    dying, again = CrashingStarter(EngineError("the vLLM engine process died")), Starter()
-    report = run(dying, drafter=str(head()), num_speculative_tokens="2,3,4")
-    assert all(engine.is_down for engine in dying.engines)
+    failing, retry = FailingStarter(EngineError("the vLLM engine process died")), Starter()
+    report = run(failing, drafter=str(head()), num_speculative_tokens="2,3,4")
+    assert all(engine.is_down for engine in failing.engines)
     assert [cell["k"] for cell in report["cells"]] == [2, 4]
     assert report["failed"] == {"head K=3": "the vLLM engine process died"}
     note = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
@@ -176,14 +176,14 @@ def test_a_crashed_engine_is_skipped_and_reported(run, head, tmp_path):
 
 def test_an_interrupt_leaves_a_report(run, head, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(CrashingStarter(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
-    left = json.loads((tmp_path / "out" / "report.json").read_bytes())
-    assert [cell["k"] for cell in left["cells"]] == [2]
-    assert left["notes"] == ["Not finished: 1 cells remain."]
+        run(FailingStarter(KeyboardInterrupt()), drafter=str(head()), num_speculative_tokens="2,3")
+    report = json.loads((tmp_path / "out" / "report.json").read_bytes())
+    assert [cell["k"] for cell in report["cells"]] == [2]
+    assert report["notes"] == ["Not finished: 1 cells remain."]
 
 
 def test_acceptance_without_drafts_per_request(run, head):
-    class OldEngine(FakeEngine):
+    class WithoutRequestDrafts(FakeEngine):
         """Like vLLM 0.24: drafts are counted, but not per request."""
 
         async def generate(self, *args):
@@ -194,7 +194,7 @@ def test_acceptance_without_drafts_per_request(run, head):
     start = Starter()
     by_request = run(start, drafter=str(head()), num_speculative_tokens=3)
     by_engine = run(
-        lambda *_: OldEngine(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3
+        lambda *_: WithoutRequestDrafts(num_speculative_tokens=3), drafter=str(head("older")), num_speculative_tokens=3
     )
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
         assert by_engine["cells"][0][name] == by_request["cells"][0][name]
@@ -255,12 +255,12 @@ def report():
     }  # fmt: skip
 
 
-def test_text_table_matches_hand_calculation(report):
+def test_text_table(report):
     lines = text_report(report).splitlines()
-    head, k1, three = (line.split() for line in lines[2:5])
+    head, k1, k3 = (line.split() for line in lines[2:5])
     assert head[5:] == ["1", "2", "3", "drafted/s", "accepted/s", "output/s"]
     assert k1 == ["mine", "1", "1.50", "16", "50%", "8.0", "4.0", "10.5"]
-    assert three == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
+    assert k3 == ["mine", "3", "1.88", "16", "50%", "25%", "12%", "24.0", "7.0", "10.5"]
     assert len({len(line) for line in lines[2:6]}) == 1
     assert lines[0].startswith("tiny; 164 prompts of humaneval; greedy; at most 256 tokens; concurrency 1; bf16")
 
@@ -281,7 +281,7 @@ def test_length_plot_has_a_line_per_drafter(report):
     lines = [line.attrib["points"].split() for line in root.iter(f"{SVG}polyline")]
     assert [len(points) for points in lines] == [2, 1]
     assert lines[0][1] == lines[1][0]
-    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # larger values are higher
+    assert float(lines[0][0].split(",")[1]) > float(lines[0][1].split(",")[1])  # longer is higher
 
 
 def test_position_plot_uses_the_largest_k(report):

@@ -36,15 +36,17 @@ def failing(*lines):
     ],
 )
 def test_the_cause_is_from_this_start(lines, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # set by a start; restored after the test
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # a start sets it; monkeypatch restores it
     log = tmp_path / "none-k0.log"
-    for start, cause in (
+    for start, expected in (
         (failing("ValueError: the KV cache is too small"), "vLLM did not start: ValueError: the KV cache is too small"),
         (failing(*lines), message),
     ):
         with pytest.raises(EngineError) as failed:
-            with_engine(EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("it is not up"))
-        assert failed.value.message == cause
+            with_engine(
+                EngineSpec(model="m"), hardware.detect(), start, log, lambda *_: pytest.fail("the engine did not start")
+            )
+        assert failed.value.message == expected
     assert "KV cache" in log.read_text(), "earlier prints are kept"
 
 
@@ -73,7 +75,7 @@ def test_a_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd)
     is_wrong = True
     with pytest.raises(EngineError, match="failed its self-check"):
         outcome()
-    assert [check.outcome for check in ended] == ["passed", "failed"], "it is shut down all the same"
+    assert [check.outcome for check in checks] == ["passed", "failed"], "a failed engine is shut down, too"
     stderr = capfd.readouterr().err
     assert "peagle: self-check failed: token 1 of its greedy answer is '0'" in log.read_text() + stderr
     assert stderr.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
@@ -126,7 +128,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": 20}
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def quick(monkeypatch):
     monkeypatch.setattr(bench_engine, "_COUNTERS_SETTLE_S", 0.0)
 
 
@@ -136,7 +138,7 @@ class RecordingEngine(FakeEngine):
     def __init__(self, refused=""):
         super().__init__(num_speculative_tokens=2)
         self.requests: list[tuple[str, int]] = []
-        self.most_running = self._running = 0
+        self.max_running = self._running = 0
         self._refused = refused
 
     async def generate(self, request_id, prompt, sampling):
@@ -167,9 +169,9 @@ def run(engine, concurrency=2, num_warm_up=1):
 
 
 def test_the_loop_keeps_the_concurrency():
-    engine = Watched()
-    loop, seen = run(engine, concurrency=3)
-    assert engine.most_running == 3
+    engine = RecordingEngine()
+    loop, progress = run(engine, concurrency=3)
+    assert engine.max_running == 3
     assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
     assert len(loop.responses) == 6
     assert progress == [(i, 6) for i in range(1, 7)]

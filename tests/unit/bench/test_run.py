@@ -85,7 +85,7 @@ def test_engine_costs_are_in_the_ledger(run, tmp_path):
     assert all(session.ended for session in ledger.sessions)
     life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
-    # Wall-clock times are exact to a quarter of a microsecond, and these engines live less than a second.
+    # Unix times are exact to a quarter of a microsecond, and these engines run for less than a second.
     assert total_usd == pytest.approx(life_s * 0.001, abs=1e-8)
     busy_s = sum(session.busy_s for session in ledger.sessions)
     assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
@@ -109,7 +109,7 @@ def fail_to_start(*_):
 def test_rounds_and_figures_of_a_benchmark(run):
     start = Starter()
     report = run(start)
-    assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 stays up between rounds
+    assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 is the last of the first round and the first of the second
     assert all(engine.is_down and max(engine.widths) == 3 for engine in start.engines)
     assert {spec.max_num_seqs for spec in start.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
@@ -117,9 +117,9 @@ def test_rounds_and_figures_of_a_benchmark(run):
     ]
     none, k2 = report["cells"][0], report["cells"][2]
     assert (none["acceptance_length"], none["num_drafts"]) == (None, 0)
-    # The fake engine accepts only the first token of every draft.
-    assert (two["acceptance_length"], two["acceptance_rates"]) == (2.0, [1.0, 0.0])
-    assert two["num_responses"] == 12
+    # The fake engine accepts only the first token of each draft.
+    assert (k2["acceptance_length"], k2["acceptance_rates"]) == (2.0, [1.0, 0.0])
+    assert k2["num_responses"] == 12
     assert none["tokens_per_usd"] == pytest.approx(none["output_tokens_per_s"] * 1000)
     assert 0 < none["ttft_s"]["p50"] <= none["ttft_s"]["p99"]
     assert none["tpot_s"]["p50"] >= 0.0005
@@ -128,7 +128,7 @@ def test_rounds_and_figures_of_a_benchmark(run):
 
 
 def test_a_stopped_benchmark_resumes(run, tmp_path):
-    stopped, again, last = Starter(dies_in_engine=1, of=KeyboardInterrupt), Starter(), Starter()
+    stopped, resumed, last = Starter(failing_engine=1, error=KeyboardInterrupt), Starter(), Starter()
     messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run(stopped, messages)
@@ -137,24 +137,24 @@ def test_a_stopped_benchmark_resumes(run, tmp_path):
     assert [(c["method"], c["concurrency"], c["repeats"]) for c in partial["cells"]] == [
         ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
     ]  # fmt: skip
-    assert (left["num_passes_left"], left["failed"]) == (9, {})
+    assert (partial["num_passes_left"], partial["failed"]) == (9, {})
     assert messages[-1] == f"report of the finished passes: {tmp_path / 'out' / 'report.md'}"
-    cells_before = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
-    assert sorted(name.split("-k")[1] for name in cells_before) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
-    report = run(again)
-    assert again.ks == [2, 4, 2, 0]
-    assert len(again.engines[0].widths) == 3 + 6  # its warm-up and its prompts: only concurrency 3 remained
-    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in cells_before.items())
+    finished_cells = {file.name: file.read_bytes() for file in (tmp_path / "out" / "cells").iterdir()}
+    assert sorted(name.split("-k")[1] for name in finished_cells) == ["0-c1-r0.json", "0-c3-r0.json", "2-c1-r0.json"]
+    report = run(resumed)
+    assert resumed.ks == [2, 4, 2, 0]
+    assert len(resumed.engines[0].widths) == 3 + 6  # warm-up and prompts of the remaining concurrency 3
+    assert all((tmp_path / "out" / "cells" / name).read_bytes() == data for name, data in finished_cells.items())
     assert run(last)["cells"] == report["cells"]
     assert last.specs == []
 
 
 def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
-    dying, again = Starter(dies_in_engine=1), Starter()
+    failing, retry = Starter(failing_engine=1), Starter()
     messages: list[str] = []
-    report = run(dying, messages)
-    assert dying.ks == [0, 2, 4, 0], "the engine that died is not started again in the second round"
-    assert all(engine.is_down for engine in dying.engines)
+    report = run(failing, messages)
+    assert failing.ks == [0, 2, 4, 0], "a failed engine is not restarted in the second round"
+    assert all(engine.is_down for engine in failing.engines)
     assert [(c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (0, 1, 2), (0, 3, 2), (2, 1, 1), (4, 1, 2), (4, 3, 2),
     ]  # fmt: skip
@@ -162,10 +162,10 @@ def test_a_failed_engine_is_reported_and_retried(run, tmp_path):
     assert report["num_passes_left"] == 3
     assert "  skipping P-EAGLE K=2: the vLLM engine process died" in messages
     assert "left" not in messages[-1]
-    words = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
-    assert words in (tmp_path / "out" / "report.md").read_text()
-    after = run(again)
-    assert again.ks == [2]
+    note = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
+    assert note in (tmp_path / "out" / "report.md").read_text()
+    after = run(retry)
+    assert retry.ks == [2]
     assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
 
 
@@ -189,7 +189,7 @@ def test_a_time_budget_stops_between_passes(run, tmp_path):
         starts.append(Starter())
         num_left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
         assert len(starts) <= 6
-    assert left == [5, 4, 3, 2, 1, 0]  # each command does at least one pass, and here no more
+    assert num_left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
     assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(Starter(), repeats=2, time_budget_s=1e-6)
@@ -236,12 +236,12 @@ def test_report_names_the_model_runners(run, tmp_path):
             return engine
 
     messages: list[str] = []
-    report = run(OnRunners(), repeats=1)
+    report = run(StarterWithRunners(), repeats=1)
     assert [setup["model_runner"] for setup in report["setups"]] == ["V2", "V1", "V1"]
-    words = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
-    assert words in (tmp_path / "out" / "report.md").read_text()
+    note = "vLLM used different model runners: V1 ran P-EAGLE; V2 ran no speculation."
+    assert note in (tmp_path / "out" / "report.md").read_text()
     run(Starter(), messages, repeats=1)
-    assert any(words in line for line in messages)
+    assert any(note in line for line in messages)
 
 
 def test_progress_has_the_remaining_time(run):
@@ -257,11 +257,11 @@ def test_progress_has_the_remaining_time(run):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    result = Hardware(
+    h100 = Hardware(
         platform="cuda", accelerator="H100", num_accelerators=1, compute_capability=(9, 0), memory_gib=80,
         free_memory_gib=80, num_cpus=8,
     )  # fmt: skip
-    monkeypatch.setattr("peagle.hardware.detect", lambda: result)
+    monkeypatch.setattr("peagle.hardware.detect", lambda: h100)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -283,7 +283,7 @@ def test_synthetic_acceptance_identifies_an_engine(run, head):
 
 
 def test_speeds_without_times_per_request(run):
-    class OldEngine(FakeEngine):
+    class WithoutRequestTimes(FakeEngine):
         """Drafts are counted, but not per request; no times."""
 
         async def generate(self, *args):
@@ -291,7 +291,9 @@ def test_speeds_without_times_per_request(run):
 
             return replace(await super().generate(*args), speculation=None, ttft_s=None, latency_s=None)
 
-    report = run(lambda spec, _: OldEngine(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2")
+    report = run(
+        lambda spec, _: WithoutRequestTimes(num_speculative_tokens=2), methods="peagle", num_speculative_tokens="2"
+    )
     (cell, _) = report["cells"]
     assert (cell["acceptance_length"], cell["ttft_s"], cell["step_s"]) == (2.0, None, None)
     assert cell["output_tokens_per_s"] > 0

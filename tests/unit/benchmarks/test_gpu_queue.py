@@ -15,7 +15,7 @@ from peagle.engine.fake import ByteTokenizer, FakeEngine, FakeTraits
 from peagle.hardware import Hardware
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
-sys.path.insert(0, str(FOLDER))  # so that scripts can import each other
+sys.path.insert(0, str(FOLDER))  # where the scripts import each other from
 
 import best_k  # noqa: E402
 import block  # noqa: E402
@@ -35,7 +35,7 @@ def passes(keys):
     """Engine and concurrency of each pass, in order."""
     config = BenchConfig(**keys)
     plan = make_plan(config, H200, resolve_model(config.model))
-    return [(bench_pass.setup.label, bench_pass.concurrency) for bench_pass in plan.passes]
+    return [(planned.setup.label, planned.concurrency) for planned in plan.passes]
 
 
 @pytest.mark.parametrize(("module", "k"), [(headline, 7), (best_k, 11)])
@@ -59,9 +59,9 @@ def test_other_items_measure_peagle_first(shapes):
 
 
 def test_trainings_fit_the_block():
-    result = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
-    assert list(result) == ["peagle-5", "peagle-3", "eagle3-1"]
-    for words in result.values():
+    commands = train_heads.commands(Path("runs/heads"), 480.0, tiny=False)
+    assert list(commands) == ["peagle-5", "peagle-3", "eagle3-1"]
+    for words in commands.values():
         assert words[words.index("--time-budget-s") + 1] == "480"
         assert sum(word == "--prompts" for word in words) == 5
 
@@ -113,7 +113,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
     running, _ = bench()
     seen: list[int] = []
 
-    def after_pass():  # as after kill -9 at that moment
+    def after_pass():  # what a kill -9 would leave
         report = json.loads((tmp_path / "out" / "report.json").read_bytes())
         seen.append(len(report["cells"]))
         assert (tmp_path / "out" / "report.md").exists()
@@ -125,7 +125,7 @@ def test_an_interrupted_block_has_a_report(bench, tmp_path):
 
 @pytest.mark.parametrize("module", [headline, best_k])
 def test_items_1_and_2_compare_after_every_pass(module, tmp_path, monkeypatch, capsys):
-    cells = [timed for k in (7, 11) for method in ("peagle", "eagle3") for timed in cell(method, k, 300)]
+    cells = [row for k in (7, 11) for method in ("peagle", "eagle3") for row in cell(method, k, 300)]
     (tmp_path / "report.json").write_text(json.dumps({"cells": [*cells, *cell("none", 0, 100)]}))
 
     def run_block(args, benches, then):
@@ -163,9 +163,9 @@ def test_speed_ups_are_next_to_the_published_ones(tmp_path, capsys):
 
 
 def test_vllm_has_the_timed_scopes():
-    result = importlib.util.find_spec("vllm")
-    assert result is not None
-    assert result.origin is not None
-    source = (Path(result.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "v1" / "worker" / "gpu_model_runner.py").read_text()  # importing it is slow
     for part in ("preprocess", "forward", "postprocess", "sample", "draft"):
         assert f'record_function_or_nullcontext("gpu_model_runner: {part}")' in source

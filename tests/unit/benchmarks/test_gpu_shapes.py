@@ -87,5 +87,7 @@ def test_the_tokenizer_covers_the_prompts(shapes):
     prompts = [json.loads(line)["prompt"] for line in (shapes / "prompts.jsonl").read_text().splitlines()]
     ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     assert len(ids) == 128
-    assert all(100 <= len(tokens) <= 250 and 0 not in tokens for tokens in ids), "each word is known"
+    assert all(100 <= len(prompt_ids) <= 250 and 0 not in prompt_ids for prompt_ids in ids), (
+        "all words are in the vocabulary"
+    )
     assert tokenizer.decode(ids[0]) == prompts[0]

@@ -90,7 +90,7 @@ def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
     assert {row.method for row in cpu if row.max_concurrency} == {"peagle"}
     assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
-    assert add_head(shipped_head).card.speculation == after.speculation  # printed once, however often a head is added
+    assert add_head(shipped_head).card.speculation == after.speculation  # not repeated for a second head
 
 
 def test_k_and_maximum_concurrency_can_be_set(peagle_home, shipped_head):
@@ -151,10 +151,10 @@ def test_a_head_that_does_not_fit_changes_nothing(tmp_path, target, peagle_home,
 def test_an_unknown_target_must_be_stated(tmp_path):
     with pytest.raises(DrafterError, match="does not name its target model") as unstated:
         add_head(published_head(tmp_path / "silent"))
-    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as raised:
+    with pytest.raises(CatalogError, match="is for /gone/model: no such model folder") as missing:
         add_head(published_head(tmp_path / "gone", base_model="/gone/model"))
-    assert "--target" in silent.value.hint
-    assert "--target" in raised.value.hint
+    assert "--target" in unstated.value.hint
+    assert "--target" in missing.value.hint
 
 
 def test_sizes_missing_on_the_card_are_read_from_the_target(tmp_path, target, monkeypatch, shipped_head):

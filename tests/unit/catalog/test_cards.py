@@ -65,9 +65,9 @@ CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7)
     ],
 )
 def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expected):
-    result = CARD.speculation_for(concurrency, platform)
-    assert result is not None
-    assert (result.method, result.num_speculative_tokens) == expected
+    speculation = CARD.speculation_for(concurrency, platform)
+    assert speculation is not None
+    assert (speculation.method, speculation.num_speculative_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_card_has_the_name_of_its_file(tmp_path):
 
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
-# As stated in the post: best P-EAGLE relative to best EAGLE-3, and to no speculation.
+# From AWS's post: speedups of the best P-EAGLE over the best EAGLE-3, and over no speculation.
 PUBLISHED_GAINS = {
     "HumanEval": ([1.22, 1.15, 1.12], [3.97, 4.17, 3.94]),
     "SPEED-Bench, Code": ([1.41, 1.33, 1.24, 1.07, 1.02], [2.97, 3.12, 2.95, 2.59, 2.13]),
@@ -193,7 +193,7 @@ def published():
 
 
 @pytest.mark.parametrize(("card", "table"), published(), ids=lambda value: getattr(value, "dataset", ""))
-def test_k_on_the_card_is_the_published_best(card, table):
+def test_recommended_k_is_the_best_published(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         advice = card.speculation_for(concurrency, "cuda")
         assert advice is not None
@@ -228,7 +228,7 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_break_even_matches_hand_calculation():
+def test_break_even_is_a_ratio_of_step_times():
     assert StepTable(**TABLE).break_even("peagle", 3) == {1: 1.5, 8: 2.0}
 
 

@@ -91,7 +91,7 @@ def break_the_manifest(folder):
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_a_file, break_the_manifest])
 def test_a_damaged_target_is_converted_again(converter, damage):
     folder = ensure_embedded(NAME)
-    ensure_embedded(NAME)  # records the files as valid
+    ensure_embedded(NAME)  # records the verified files
     damage(folder)
     assert not is_embedded_ready(NAME)
     assert (ensure_embedded(NAME) / "model.safetensors").read_bytes() == GGUF * 100

@@ -37,17 +37,17 @@ def files_of(folder):
 
 
 def test_a_folder_is_fetched_once(s3, model):
-    calls = []
+    messages = []
     stored = find_stored(URL)
     assert stored.fingerprint() == folder_fingerprint(model)
     assert stored.weights_bytes == 256_000 + 70_000
-    folder = fetch(stored, weights=True, announce=calls.append)
+    folder = fetch(stored, weights=True, announce=messages.append)
     assert folder == peagle_home() / "fetched" / f"mine-{stored.revision}"
     assert files_of(folder) == files_of(model)
-    assert calls[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
-    assert calls[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
+    assert messages[0].startswith(f"fetching {URL} into {folder}: 0.00 GB")
+    assert messages[-1].startswith(f"fetching {URL}: 0.00 GB of 0.00 GB after ")
     num_requests = len(s3.requests)
-    assert ensure_fetched(URL, stored.revision, weights=True, announce=calls.append) == folder
+    assert ensure_fetched(URL, stored.revision, weights=True, announce=messages.append) == folder
     assert len(s3.requests) == num_requests
 
 
@@ -71,26 +71,26 @@ def test_the_tokenizer_does_not_wait_for_weights(s3, model):
 
 def test_concurrent_processes_fetch_once(s3, model):
     stored = find_stored(URL)
-    calls = []
+    messages = []
     path = peagle_home() / "fetched" / f".mine-{stored.revision}.weights.lock"
     path.parent.mkdir(parents=True)
     is_waiting = threading.Event()
 
     def announce(message):
-        calls.append(message)
-        waits.set()
+        messages.append(message)
+        is_waiting.set()
 
     with locked(path):
         other = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
         other.start()
-        assert waits.wait(10)
-        assert calls == [f"{URL}: waiting for another process of this node that is fetching it"]
+        assert is_waiting.wait(10)
+        assert messages == [f"{URL}: waiting for another process of this node that is fetching it"]
         fetched._fetch(
             stored.at, list(stored.files), other_folder := peagle_home() / "fetched" / f"mine-{stored.revision}"
         )
         s3.requests.clear()
     other.join(10)
-    assert calls[1:] == []
+    assert messages[1:] == []
     assert s3.requests == []
     assert files_of(other_folder) == files_of(model)
 
@@ -101,22 +101,22 @@ def test_a_killed_fetch_resumes(s3, model, monkeypatch, num_bytes):
     stored = find_stored(URL)
     folder = fetch(stored)
     file = next(file for file in stored.files if file.name == "model-1.safetensors")
-    damaged = model.joinpath(file.name).read_bytes()[: left - left % 50_000] + bytes(left % 50_000)
+    damaged = model.joinpath(file.name).read_bytes()[: num_bytes - num_bytes % 50_000] + bytes(num_bytes % 50_000)
     s3_folder.copy_path(file, folder).write_bytes(damaged)
     s3.requests.clear()
-    calls = []
-    fetch(stored, weights=True, announce=calls.append)
+    messages = []
+    fetch(stored, weights=True, announce=messages.append)
     assert files_of(folder) == files_of(model)
-    begun_at = max(0, left - 1) // 50_000
-    assert s3.count("GET", "model-1.safetensors") == 6 - begun_at
-    assert "0.00 GB are already here" in calls[0]
+    first_piece = max(0, num_bytes - 1) // 50_000
+    assert s3.count("GET", "model-1.safetensors") == 6 - first_piece
+    assert "0.00 GB are already here" in messages[0]
     assert not list(folder.glob("*.part"))
 
 
 def test_failed_requests_are_retried(s3, model):
     stored = find_stored(URL)
-    for how in (500, "cut", "half"):
-        s3.fail(how, method="GET", path=".safetensors")
+    for fault in (500, "cut", "half"):
+        s3.fail(fault, method="GET", path=".safetensors")
     assert files_of(fetch(stored, weights=True)) == files_of(model)
 
 
@@ -128,7 +128,7 @@ def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
         write_atomic(at, b"y" * 256_000)
     else:
         at.unlink()
-    for ask in (stored.fingerprint, lambda: fetch(stored, weights=True)):
+    for read in (stored.fingerprint, lambda: fetch(stored, weights=True)):
         with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
             read()
     with pytest.raises(CatalogError, match=r"been replaced|missing files"):
@@ -144,7 +144,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing_files", "message"),
+    ("removed", "message"),
     [
         ({"config.json"}, "has no config.json"),
         ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
@@ -152,9 +152,9 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
         (None, "has no files; it has only the folders original"),
     ],
 )
-def test_incomplete_folders_are_refused(s3, model, missing_files, message):
+def test_incomplete_folders_are_refused(s3, model, removed, message):
     for path in storage_path(URL).iterdir():
-        if missing_files is None or path.name in missing_files:
+        if removed is None or path.name in removed:
             path.unlink()
     with pytest.raises(CatalogError, match=message):
         find_stored(URL)

@@ -49,15 +49,15 @@ def test_a_failed_conversion_names_the_weight(tmp_path, peagle_home):
 
 
 def test_a_hub_model_is_read_from_the_cache(target, peagle_home, monkeypatch):
-    calls = []
+    downloads = []
 
     def download(model_id, **options):
-        calls.append((model_id, options["revision"]))
+        downloads.append((model_id, options["revision"]))
         return str(target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     folder = ensure_int8("org/model", "v1")
-    assert calls == [("org/model", "v1")]
+    assert downloads == [("org/model", "v1")]
     assert folder.name.startswith("model-int8-")
 
 

@@ -26,7 +26,7 @@ def test_a_node_loads_the_commit_of_the_spec(moving_hub):
         moving_hub.push("org/model-of-this-test", commit, CONFIG)
     spec = EngineSpec(model="org/model-of-this-test", revision=FIRST)
     assert local_spec(spec) == spec
-    assert moving_hub.requests == [("org/model-of-this-test", FIRST)]
+    assert moving_hub.asked == [("org/model-of-this-test", FIRST)]
 
 
 def test_a_node_converts_a_target_in_int8_once(target, tmp_path, monkeypatch, capfd):
@@ -106,10 +106,10 @@ def test_a_tokenizer_in_a_store_needs_no_weights(s3, chat_target):
 
 def test_fetched_model_has_the_weights(s3, target):
     upload(target, "models/mine")
-    calls = []
-    model = fetched_model(resolve_model("s3://bucket/models/mine"), calls.append)
+    messages = []
+    model = fetched_model(resolve_model("s3://bucket/models/mine"), messages.append)
     assert (model.revision, folder_fingerprint(Path(model.path))) == (None, model.fingerprint)
-    assert calls
+    assert messages
     shutil.rmtree(model.path)
     local = resolve_model(str(target))
-    assert fetched_model(local, calls.append) is local
+    assert fetched_model(local, messages.append) is local

@@ -1,4 +1,4 @@
-"""A short version of `make chaos`: drivers are stopped while another driver does the work."""
+"""A short version of `make chaos`: drivers are stopped while another one does the work."""
 
 import pytest
 
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.timeout(300)
         pytest.param("finish", 16, marks=pytest.mark.soak),
     ],
 )
-def test_resumed_driver_does_not_disturb_its_replacement(tmp_path, scene, every):
-    result = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
-    assert result["problems"] == []
-    assert all(plays["num_plays"] for plays in result["plays"])
-    assert all(plays["steps"] for plays in result["plays"])
+def test_a_driver_that_goes_on_after_another_one_hurts_nothing(tmp_path, scene, every):
+    found = pauses.run(scene, tmp_path / "plays", ["--every", str(every), "--crossed", "1"])
+    assert found["problems"] == []
+    assert all(plays["num_plays"] for plays in found["plays"])
+    assert all(plays["steps"] for plays in found["plays"])
 
 
 @pytest.mark.soak
-def test_driver_that_replaces_the_plan_is_detected(tmp_path, monkeypatch):
+def test_a_driver_that_replaces_the_plan_is_caught(tmp_path, monkeypatch):
     """The plays detect their original bug: a resumed driver replaces the other's plan."""
     (tmp_path / "faulty").mkdir()
     (tmp_path / "faulty" / "sitecustomize.py").write_text(
@@ -40,5 +40,5 @@ def test_driver_that_replaces_the_plan_is_detected(tmp_path, monkeypatch):
         "directory.RunDirectory.create = create\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'faulty'}:{pauses.ROOT}")
-    result = pauses.run("start", tmp_path / "plays", ["--first", "17", "--last", "22"])
-    assert result["problems"]
+    found = pauses.run("start", tmp_path / "plays", ["--first", "17", "--last", "22"])
+    assert found["problems"]

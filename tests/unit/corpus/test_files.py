@@ -25,14 +25,14 @@ def discovered(uri, input_format="auto"):
 def test_discover_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
-    everything = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
-    assert discovered(tmp_path) == everything
-    assert discovered(tmp_path / "a.jsonl") == everything[:1]
-    assert discovered(tmp_path / "*js*") == everything[:2]
+    all_files = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
+    assert discovered(tmp_path) == all_files
+    assert discovered(tmp_path / "a.jsonl") == all_files[:1]
+    assert discovered(tmp_path / "*js*") == all_files[:2]
     assert discovered(tmp_path, "csv") == [("c.csv.zst", "csv")]
     assert discovered(tmp_path, "text") == [("notes.txt", "text")]
     assert discovered(tmp_path, "openai-batch") == [
-        (name, "openai-batch") for name, kind in everything if kind == "jsonl"
+        (name, "openai-batch") for name, kind in all_files if kind == "jsonl"
     ]
 
 
@@ -71,9 +71,9 @@ UNKNOWN = (
 def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, notes):
     for name in names:
         write(name, b"x")
-    messages = []
-    assert len(discover(str(tmp_path), input_format, announce=messages.append)) == 1
-    assert [note.replace(str(tmp_path), "FOLDER") for note in messages] == [f"input FOLDER: {note}" for note in notes]
+    announced = []
+    assert len(discover(str(tmp_path), input_format, announce=announced.append)) == 1
+    assert [note.replace(str(tmp_path), "FOLDER") for note in announced] == [f"input FOLDER: {note}" for note in notes]
 
 
 def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
@@ -216,9 +216,9 @@ def test_s3_glob_skips_hidden_objects(bucket, pattern, names):
 def test_ignored_objects_of_an_s3_folder_are_announced(bucket):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         bucket(f"prompts/{name}", b"x")
-    messages = []
-    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=messages.append)
-    assert messages == [
+    announced = []
+    discover("s3://prompts/set", outside="s3://prompts/set/run", announce=announced.append)
+    assert announced == [
         f"input s3://prompts/set: b.json {UNKNOWN}",
         "input s3://prompts/set: y=1/ ignored: subfolders need a glob such as 's3://prompts/set/**/*.parquet'",
     ]
@@ -327,7 +327,7 @@ def test_folder_objects_are_skipped(s3, folder_objects, uri):
         put(Key=name, Body=b"")
     put(Key="data/sub/deep/readme", Body=b"x")
     put(Key="data/a.jsonl", Body=b"x")
-    if uri.endswith("data*"):  # the glob matches only the object below
+    if uri.endswith("data*"):  # the glob matches only this object
         put(Key="data.csv", Body=b"x")
         assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
     elif "**" in uri:

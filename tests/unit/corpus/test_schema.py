@@ -95,7 +95,7 @@ NEVER = datetime.datetime(9999, 12, 31)
 
 
 @pytest.mark.parametrize(
-    ("first", "other", "expected"),
+    ("first", "second", "expected"),
     [
         (pa.array([Decimal("1.50")]), pa.array([1.25]), ['"1.50"', "1.25"]),
         (pa.array([Decimal("1.50")]), pa.array(["x"]), ['"1.50"', "x"]),
@@ -116,9 +116,9 @@ NEVER = datetime.datetime(9999, 12, 31)
     ],
     ids=str,
 )
-def test_conflicting_parquet_types_lose_nothing(tmp_path, first, other, expected):
+def test_conflicting_parquet_types_lose_nothing(tmp_path, first, second, expected):
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
-    for file, values in zip(files, (first, other), strict=True):
+    for file, values in zip(files, (first, second), strict=True):
         pq.write_table(pa.table({"prompt": ["p"], "x": values}), file)
     assert [row["x"] for row in round_trip(*files)] == expected
 

@@ -13,10 +13,10 @@ S3 = "input: s3://b/in\noutput: s3://b/out\n"
 
 
 def engine_node_type(workload):
-    result = yaml.safe_load(cluster_file(workload, AwsNames(), config="run.yaml", output="c.yaml"))
-    assert result == cluster(workload, AwsNames())
-    jsonschema.validate(result, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
-    return result["available_node_types"]["engines"]
+    file = yaml.safe_load(cluster_file(workload, AwsNames(), config="run.yaml", output="c.yaml"))
+    assert file == cluster(workload, AwsNames())
+    jsonschema.validate(file, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
+    return file["available_node_types"]["engines"]
 
 
 def test_minimum_workers_without_accelerator_request(workload):
@@ -25,25 +25,22 @@ def test_minimum_workers_without_accelerator_request(workload):
     assert (engines["min_workers"], engines["max_workers"]) == (2, 5)
     assert "accelerator_type" not in str(engines["resources"])
     assert "InstanceMarketOptions" not in engines["node_config"]
-    with_accelerator_request = engine_node_type(
+    with_request = engine_node_type(
         workload(f"{keys}accelerator_type: RTX-PRO-6000\ncluster_wait_s: 900\nmarket: spot\n")
     )
-    assert (
-        with_accelerator_request["min_workers"],
-        with_accelerator_request["resources"]["accelerator_type:RTX-PRO-6000"],
-    ) == (0, 1)
-    assert with_accelerator_request["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    assert (with_request["min_workers"], with_request["resources"]["accelerator_type:RTX-PRO-6000"]) == (0, 1)
+    assert with_request["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
 
 
 @pytest.mark.parametrize(("machine", "lock"), [("g7e.2xlarge", "cuda"), ("c7a.large", "cpu")])
 def test_machine_type_selects_vllm_build(workload, machine, lock):
-    setup_commands = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
-    assert f"make setup LOCK={lock} PYTHON=python3.12" in setup_commands[-1]
+    set_up = cluster(workload(f"{S3}instance_type: {machine}\n"), AwsNames())["setup_commands"]
+    assert f"make setup LOCK={lock} PYTHON=python3.12" in set_up[-1]
 
 
 def test_job_stop_waits_for_grace_period(workload):
-    result = cluster(workload(f"{S3}instance_type: g7e.2xlarge\ngrace_s: 300\n"), AwsNames())
-    for commands in (result["head_start_ray_commands"], result["worker_start_ray_commands"]):
+    settings = cluster(workload(f"{S3}instance_type: g7e.2xlarge\ngrace_s: 300\n"), AwsNames())
+    for commands in (settings["head_start_ray_commands"], settings["worker_start_ray_commands"]):
         assert "RAY_JOB_STOP_WAIT_TIME_S=360; " in commands[-1]
 
 
@@ -63,7 +60,7 @@ def test_unsupported_configurations_are_refused(workload, text, message):
 def test_account_names_are_inserted(workload):
     names = AwsNames(image="ami-1", security_group="sg-1", head_profile="arn:h", worker_profile="arn:w")
     assert (names.missing, len(AwsNames().missing)) == ([], 4)
-    result = cluster(workload(f"{S3}instance_type: g7e.2xlarge\n"), names)["available_node_types"]
-    assert result["head"]["node_config"]["IamInstanceProfile"] == {"Arn": "arn:h"}
-    assert result["engines"]["node_config"]["IamInstanceProfile"] == {"Arn": "arn:w"}
-    assert "REPLACE-ME" not in str(result)
+    settings = cluster(workload(f"{S3}instance_type: g7e.2xlarge\n"), names)["available_node_types"]
+    assert settings["head"]["node_config"]["IamInstanceProfile"] == {"Arn": "arn:h"}
+    assert settings["engines"]["node_config"]["IamInstanceProfile"] == {"Arn": "arn:w"}
+    assert "REPLACE-ME" not in str(settings)

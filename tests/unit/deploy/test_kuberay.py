@@ -44,13 +44,13 @@ def service(**options):
     return make_objects(ROOT / "examples/serve.yaml", **options)
 
 
-def check(resource):
-    jsonschema.validate(resource, {"$ref": f"#/$defs/{resource['kind']}", "$defs": CRDS["$defs"]})
+def validate(item):
+    jsonschema.validate(item, {"$ref": f"#/$defs/{item['kind']}", "$defs": CRDS["$defs"]})
 
 
 def test_objects_match_kuberay_schemas():
     for item in [*job()[1:], *job(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service()]:
-        check(item)
+        validate(item)
 
 
 def pods(cluster):
@@ -89,13 +89,13 @@ def test_pods_have_shared_memory_volume_and_few_privileges():
 
 
 def test_secrets_are_referenced_but_not_written(tmp_path):
-    for item in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
-        assert item["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
-        assert pods(item)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
+    for cluster in (job()[1]["spec"]["rayClusterSpec"], service()[0]["spec"]["rayClusterConfig"]):
+        assert cluster["authOptions"] == {"mode": "token", "secretName": "peagle-ray"}
+        assert pods(cluster)[1]["containers"][0]["envFrom"] == [{"secretRef": {"name": "peagle-aws"}}]
     workload = read_workload(ROOT / "examples/serve.yaml", None, max_name_length=MAX_NAME_LENGTH)
-    secrets = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
-    assert [command.split()[6] for command in secrets] == ["peagle-ray", "peagle-keys", "peagle-aws"]
-    assert all("-n team" in command for command in secrets)
+    commands = secrets_of(workload, KubeRayOptions(pods=POD_OPTIONS, env={}, namespace="team"))
+    assert [command.split()[6] for command in commands] == ["peagle-ray", "peagle-keys", "peagle-aws"]
+    assert all("-n team" in command for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
     assert (str(config.keys), str(config.state)) == ("/etc/peagle-keys/keys.json", "/mnt/peagle/peagle-serve")
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
     head, worker = pods(ray_service["spec"]["rayClusterConfig"])
-    assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would exclude the other nodes
-    for spec in (head, worker):  # the ingress may run on any of them
+    assert "ports" not in head["containers"][0]  # otherwise KubeRay's Service would have no other ports
+    for spec in (head, worker):  # the ingress may run on either
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
@@ -173,7 +173,7 @@ def test_endpoint_is_a_serve_config_with_keys_from_a_secret():
 def test_local_paths_and_missing_keys_are_refused(tmp_path, text, message):
     (tmp_path / "some.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        made(tmp_path / "some.yaml")
+        make_objects(tmp_path / "some.yaml")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def scripts(tmp_path):
     folder.mkdir()
     calls = tmp_path / "calls"
 
-    def replaced_command(name, body):
+    def replace_command(name, body):
         path = folder / name
         path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -208,8 +208,8 @@ def scripts(tmp_path):
     for name in ("run.sh", "stop.sh"):
         text = data[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
         (tmp_path / name).write_text(text)
-    replaced_command("ray", "")
-    replaced_command("sleep", "/bin/sleep 0.1")
+    replace_command("ray", "")
+    replace_command("sleep", "/bin/sleep 0.1")
     env = {
         "PATH": f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin",
         "RAY_CLUSTER_NAME": "job-29400000-x7k2p",
@@ -217,7 +217,7 @@ def scripts(tmp_path):
 
     def start(name, peagle=None):
         if peagle is not None:
-            replaced_command("peagle", peagle)
+            replace_command("peagle", peagle)
         return subprocess.Popen(["sh", str(tmp_path / name)], env=env)
 
     start.calls = lambda: calls.read_text().splitlines() if calls.exists() else []

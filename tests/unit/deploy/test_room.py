@@ -12,9 +12,9 @@ MODEL = "qwen3-coder-30b-a3b-instruct"
 
 
 def offer(instance_type: str) -> Offer:
-    result = PriceTable.load().offer(instance_type)
-    assert result is not None
-    return result
+    offer_of_type = PriceTable.load().offer(instance_type)
+    assert offer_of_type is not None
+    return offer_of_type
 
 
 def keys(**options: object) -> TargetOptions:
@@ -46,7 +46,7 @@ def test_unsupported_precision_is_refused() -> None:
     ("instance_type", "options"),
     [
         ("g7e.2xlarge", {}),
-        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two of them is tested elsewhere
+        ("g6.xlarge", {"tensor_parallel_size": 2}),  # that no machine has two is checked elsewhere
         ("g6.xlarge", {"model": "org/nobody-knows"}),
         ("c7a.large", {"model": "smollm2-135m"}),
     ],

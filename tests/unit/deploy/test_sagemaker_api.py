@@ -53,12 +53,12 @@ def sagemaker(messages: list[str] | None = None, clock: Clock | None = None) -> 
 
 def existing_kinds(aws: Any) -> list[str]:
     """Return the kinds of resource that exist."""
-    result = {
+    resources = {
         "model": aws.list_models()["Models"],
         "endpoint configuration": aws.list_endpoint_configs()["EndpointConfigs"],
         "endpoint": aws.list_endpoints()["Endpoints"],
     }
-    return [kind for kind in KINDS if result[kind]]
+    return [kind for kind in KINDS if resources[kind]]
 
 
 def patch_client(monkeypatch: pytest.MonkeyPatch, api: SageMaker, **methods: Any) -> None:
@@ -87,8 +87,8 @@ def test_create_and_remove_endpoint(aws: Any) -> None:
     assert set(removed.kinds) == set(KINDS)
     assert (removed.usd_per_hour, removed.lifetime_s is not None) == (2.0, True)
     assert removed.remains == (
-        "the image i, billed per GB-month",
-        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, billed per GB-month",
+        "the image i, billed by GB and month",
+        f"the log /aws/sagemaker/Endpoints/{NAME} in CloudWatch, billed by GB and month",
     )
 
 
@@ -99,8 +99,8 @@ def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch
     describe = api._api.describe_endpoint
 
     def slow(**name: Any) -> Any:
-        result = describe(**name)
-        return result | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
+        description = describe(**name)
+        return description | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
 
     patch_client(monkeypatch, api, describe_endpoint=slow)
     api.create(requests())
@@ -110,7 +110,7 @@ def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
 def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     api = sagemaker()
-    patch_client(monkeypatch, api, **{step: refusing("ResourceLimitExceeded", "the limit is 0 Instances")})
+    patch_client(monkeypatch, api, **{step: raise_client_error("ResourceLimitExceeded", "the limit is 0 Instances")})
     with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
         api.create(requests())
     assert "Service Quotas" in error.value.hint
@@ -158,7 +158,7 @@ def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.Mon
     patch_client(monkeypatch, api, delete_endpoint=busy)
     api.remove(NAME)
     assert existing_kinds(aws) == []
-    assert messages[-1] == f"endpoint {NAME}: cannot be deleted until it has been created; waiting"
+    assert messages[-1] == f"endpoint {NAME}: SageMaker deletes it only after its creation; waiting"
     assert clock.now == 45
 
 
@@ -167,8 +167,8 @@ def test_failed_rollback_names_the_command(aws: Any, monkeypatch: pytest.MonkeyP
     patch_client(
         monkeypatch,
         api,
-        create_endpoint=refusing("ValidationException", "no such type here"),
-        delete_model=refusing("AccessDeniedException", "not you"),
+        create_endpoint=raise_client_error("ValidationException", "no such type here"),
+        delete_model=raise_client_error("AccessDeniedException", "not you"),
     )
     with pytest.raises(EngineError, match="still has its model, which may cost money") as error:
         api.create(requests())
@@ -218,8 +218,8 @@ def test_aws_errors_are_converted_with_a_hint(
     aws: Any, monkeypatch: pytest.MonkeyPatch, code: str, kind: type[PeagleError], words: str
 ) -> None:
     api = sagemaker()
-    patch_client(monkeypatch, api, describe_model=refusing(code, "told"))
-    with pytest.raises(kind, match=rf"told \({code}\)") as error:
+    patch_client(monkeypatch, api, describe_model=raise_client_error(code, "the reason"))
+    with pytest.raises(kind, match=rf"the reason \({code}\)") as error:
         api.create(requests())
     assert words in error.value.hint
     assert existing_kinds(aws) == []

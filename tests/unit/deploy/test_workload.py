@@ -35,8 +35,8 @@ def test_cpu_engine_needs_its_own_machine():
 
 
 def test_machine_of_a_configuration(tmp_path):
-    result = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
-    assert (result.region, result.num_accelerators) == ("us-east-2", 8)
+    workload = offer_of(PriceOptions(instance_type="p5.48xlarge", region="us-east-2", market="spot"))
+    assert (workload.region, workload.num_accelerators) == ("us-east-2", 8)
     with pytest.raises(ConfigError, match="has no instance_type") as error:
         offer_of(PriceOptions())
     assert "p5.48xlarge" in error.value.hint
@@ -67,22 +67,22 @@ def test_local_paths_are_refused(tmp_path):
 def test_workload_has_configured_and_profile_keys(tmp_path, monkeypatch, profile):  # noqa: F811
     from peagle.profiles.profile import write_profile
 
-    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # from this machine's shell: must not reach other machines
+    monkeypatch.setenv("PEAGLE_TOP_K", "3")  # variables of this shell do not apply to other machines
     write_profile(tmp_path / "profile.yaml", profile)
     path = tmp_path / "My_run.yaml"
     path.write_text(
         "input: s3://b/in\noutput: s3://b/out\nmax_tokens: 5\nengines: 3:9\ninstance_type: g7e.12xlarge\n"
         f"grace_s: 40\nprofile: {tmp_path / 'profile.yaml'}\n"
     )
-    result = read_workload(path, None, max_name_length=20)
-    assert (result.name, result.command, result.num_machines, result.grace_s) == (
+    workload = read_workload(path, None, max_name_length=20)
+    assert (workload.name, workload.command, workload.num_machines, workload.grace_s) == (
         "peagle-my-run",
         "generate",
         (2, 5),
         100,
     )
-    assert (result.keys["max_num_seqs"], result.keys["max_tokens"]) == (4, 5)
-    assert {"top_k", "profile"}.isdisjoint(result.keys)
+    assert (workload.keys["max_num_seqs"], workload.keys["max_tokens"]) == (4, 5)
+    assert {"top_k", "profile"}.isdisjoint(workload.keys)
 
 
 def test_endpoint_has_machines_for_all_models(tmp_path):

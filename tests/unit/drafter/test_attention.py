@@ -21,7 +21,7 @@ PlanTransform = Callable[[AttentionPlan], DocumentPlan]
 
 @pytest.fixture(scope="module")
 def documents():
-    """Documents with several blocks at every depth, a single token, only a prompt, and no chains."""
+    """Several blocks at every depth; a single token; a prompt; no chains."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]
@@ -74,12 +74,12 @@ def test_parallel_gradients_equal_one_full_mask(documents, to_form):
 def test_bf16_gradients_equal_float32_within_rounding(documents, to_form):
     narrow = [tensor.bfloat16().requires_grad_() for tensor in _tensors(sum(map(len, documents)))]
     wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
-    plan = form(parallel_plan(documents))
-    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # CPUs compute the gradients in float32
-    ours, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
-    for own, other in zip(ours, exact, strict=True):
-        assert own.dtype == torch.bfloat16
-        assert float((own.float() - other).norm() / other.norm()) < bound
+    plan = to_form(parallel_plan(documents))
+    bound = 2**-8 if isinstance(plan, AttentionPlan) else 2**-7  # a CPU computes its gradients in float32
+    gradients, exact = (_gradients(document_attention(None, *side, plan)[0].float(), side) for side in (narrow, wide))
+    for gradient, other in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert float((gradient.float() - other).norm() / other.norm()) < bound
 
 
 def test_sequential_gradients_reach_earlier_depths(documents, to_form):
@@ -97,10 +97,10 @@ def test_sequential_gradients_reach_earlier_depths(documents, to_form):
 def test_no_block_is_saved_for_the_gradient():
     rows = sample_rows(torch.ones(2000).bool(), num_depths=4, ratio=0.9)
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(len(rows)))
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    saved_sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_sizes.append(t.numel()) or t, lambda t: t):
         document_attention(None, query, key, value, parallel_plan([rows]))
-    assert sum(saved) == query.numel() + key.numel() + value.numel()
+    assert sum(saved_sizes) == query.numel() + key.numel() + value.numel()
 
 
 def test_sequential_attention_equals_one_full_mask(documents, to_form):

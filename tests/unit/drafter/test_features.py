@@ -21,7 +21,7 @@ from peagle.drafter.training import train
 from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
-def _states_layer_by_layer(model, token_ids, layers):
+def _reference_states(model, token_ids, layers):
     """Run the layers one by one."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
@@ -41,7 +41,7 @@ def test_states_are_the_inputs_of_the_layers(model, store, samples):
     assert len(store) == len(samples)
     for index, sample in enumerate(samples):
         document = store[index]
-        aux, last = _states_layer_by_layer(model, sample.token_ids, store.spec.aux_layers)
+        aux, last = _reference_states(model, sample.token_ids, store.spec.aux_layers)
         assert document.token_ids_T.tolist() == list(sample.token_ids)
         assert document.loss_mask_T.tolist() == sample.loss_mask
         torch.testing.assert_close(document.aux_TAH.float(), aux, rtol=0.02, atol=0.02)
@@ -91,8 +91,8 @@ def test_a_full_disk_is_an_error_before_work(tmp_path, model, samples, spec, mon
 
 
 CONFIG = TrainingConfig(num_steps=8, batch_tokens=40, num_depths=3, learning_rate=3e-3, precision="fp32", seed=5)
-# States have 8 bits; the batching of documents affects how some are rounded.
-BATCHING = 0.01
+# States have 8 bits of precision, and the batch size changes how some of them are rounded.
+BATCHING_TOLERANCE = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def test_computed_features_train_like_stored_ones(
 ):
     config = TrainingConfig(**{**asdict(CONFIG), "micro_batch_tokens": micro_batch_tokens})
     curves = {}
-    for batch_tokens in (1, 4096):  # each document separately, or many in a batch
-        reader = HiddenStateReader(half, spec.aux_layers)
+    for batch_tokens in (1, 4096):  # single documents, or all documents in one batch
+        reader = HiddenStateReader(bf16_model, spec.aux_layers)
         folder = tmp_path / str(batch_tokens)
         extract_features(samples, lambda reader=reader: reader, spec, folder / "store", batch_tokens=batch_tokens)  # type: ignore[misc]
         computed = ComputedFeatures(samples, lambda reader=reader: reader, spec, batch_tokens=batch_tokens)  # type: ignore[misc]
@@ -131,18 +131,18 @@ def test_computed_documents_equal_stored_ones_under_autocast(bf16_model, samples
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
     all_indices = range(len(samples))
     with torch.autocast("cpu", torch.bfloat16):
-        result = computed.documents(everything)
-    for document, other in zip(result, stored.documents(everything), strict=True):
+        computed_documents = computed.documents(all_indices)
+    for document, other in zip(computed_documents, stored.documents(all_indices), strict=True):
         for name in ("token_ids_T", "loss_mask_T", "aux_TAH", "last_TH"):
             assert torch.equal(getattr(document, name), getattr(other, name))
             assert getattr(document, name).dtype == getattr(other, name).dtype
-    assert [computed.num_tokens(i) for i in everything] == [stored.num_tokens(i) for i in everything]
+    assert [computed.num_tokens(i) for i in all_indices] == [stored.num_tokens(i) for i in all_indices]
 
 
-def test_documents_are_prefetched_in_batches(model, samples, spec, monkeypatch):
+def test_documents_are_read_ahead_together(model, samples, spec, monkeypatch):
     reader = HiddenStateReader(model, spec.aux_layers)
     computed = ComputedFeatures(samples, lambda: reader, spec)
-    one_by_one = computed.documents([0, 1, 2])
+    separate = computed.documents([0, 1, 2])
     shapes: list[int] = []
 
     def read(token_ids_BT):
@@ -154,15 +154,17 @@ def test_documents_are_prefetched_in_batches(model, samples, spec, monkeypatch):
     ahead = [*computed.documents([2]), *computed.documents([1, 0])]
     assert shapes == [3]
     for index, document in zip((2, 1, 0), ahead, strict=True):
-        assert torch.equal(document.token_ids_T, one_by_one[index].token_ids_T)
-        assert torch.equal(document.aux_TAH, one_by_one[index].aux_TAH)
+        assert torch.equal(document.token_ids_T, separate[index].token_ids_T)
+        assert torch.equal(document.aux_TAH, separate[index].aux_TAH)
     computed.read_ahead([1, 1])
     computed.documents([1, 0])
     assert shapes == [3, 1, 1]
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_resumed_training_prefetches_identically(target, half, samples, spec, vocabulary, tmp_path, steps_before):
+def test_a_resumed_training_reads_ahead_identically(
+    target, bf16_model, samples, spec, vocabulary, tmp_path, steps_before
+):
     def computed():
         reader = HiddenStateReader(bf16_model, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)

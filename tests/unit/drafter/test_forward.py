@@ -80,10 +80,10 @@ def test_loss_and_gradients_equal_those_of_speculators(head, store, monkeypatch)
 
     rows = _all_rows(document.loss_mask_T[1:])
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (rows.anchor_S, rows.depth_S))
-    library = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
-    library.backward()
+    reference = _library_loss(head, document, monkeypatch, num_depths=NUM_DEPTHS)
+    reference.backward()
 
-    assert ours.item() == pytest.approx(library.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
     assert {"mask_hidden", "fc.weight", "layers.0.self_attn.k_proj.weight"} <= gradients.keys()
     for name, parameter in head.named_parameters():
         if parameter.grad is not None:
@@ -111,11 +111,11 @@ def test_eagle3_gradients_reach_earlier_depths(eagle3, store):
 
 def test_packed_documents_do_not_attend_to_each_other(head, eagle3, store):
     documents = [store[i] for i in (1, 4, 6)]
-    for either in (head, eagle3):
-        packed = batch_loss(either, _batch(documents), num_depths=NUM_DEPTHS)
-        separately = [batch_loss(either, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
-        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in separately]).sum(0))
-        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in separately]).sum(0))
+    for model in (head, eagle3):
+        packed = batch_loss(model, _batch(documents), num_depths=NUM_DEPTHS)
+        separate = [batch_loss(model, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
+        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in separate]).sum(0))
+        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in separate]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
@@ -127,13 +127,13 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_only_with_its_whole_chain(head, eagle3, store):
+def test_a_row_is_accepted_with_its_whole_chain(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for model in (head, eagle3):
         torch.manual_seed(1)
         with torch.no_grad():
-            for lm_head in (either.lm_head, either.verifier_lm_head):  # only two tokens: half of the rows are right
+            for lm_head in (model.lm_head, model.verifier_lm_head):  # with two tokens, half of the rows are correct
                 row = torch.randn_like(lm_head.weight[0])
                 lm_head.weight.zero_()[:2] = torch.stack([row, -row])
             drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
@@ -187,7 +187,7 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layers, store):
     assert implementation == "peagle_documents"
 
 
-def _draft_sequentially(head, document, known, k):
+def _draft_sequentially(head, document, num_known, k):
     """EAGLE-3 drafting without a cache."""
     head.config.transformer_layer_config._attn_implementation = "eager"
     token_ids, drafted = document.token_ids_T[1 : num_known + 1], []
@@ -212,19 +212,19 @@ def test_eagle3_drafts_follow_its_own_tokens(target, spec, vocabulary, store):
     head, document = build_head(target, shape, vocabulary).eval(), store[1]
     drafted = drafted_tokens(head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
-    for known in range(start, len(document.token_ids_T)):
-        assert drafted[known - 1].tolist() == _draft_sequentially(head, document, known, 4), known
+    for num_known in range(start, len(document.token_ids_T)):
+        assert drafted[num_known - 1].tolist() == _draft_sequentially(head, document, num_known, 4), num_known
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
-    shape, chunks = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    shape, chunk_sizes = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
     head = build_head(target, shape, vocabulary).eval()
-    unchunked = drafted_tokens(head, store[1], 4)
+    expected = drafted_tokens(head, store[1], 4)
     monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
-    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunks.append(len(logits)))
-    assert torch.equal(drafted_tokens(head, store[1], 4), unchunked)
-    assert max(chunks) == 7
+    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunk_sizes.append(len(logits)))
+    assert torch.equal(drafted_tokens(head, store[1], 4), expected)
+    assert max(chunk_sizes) == 7
 
 
 def test_docstring_example():

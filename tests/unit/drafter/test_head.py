@@ -48,7 +48,7 @@ def test_a_warm_start_passes_the_last_aux_state_through_the_targets_layers(targe
 def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
     few, many = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
     for head in (few, many):
-        with torch.no_grad():  # without the half for embeddings, which is different noise
+        with torch.no_grad():  # the half for embeddings starts with different noise
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
             head.mask_hidden.fill_(1)
@@ -229,7 +229,7 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
 
 
 @pytest.mark.parametrize(
-    ("model_type", "init", "message"),
+    ("model_type", "init", "messages"),
     [
         ("mistral", "warm", []),
         ("qwen2", "warm", ["without their bias of q_proj, bias of k_proj, bias of v_proj"]),
@@ -244,11 +244,11 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, a head's silu"]),
     ],
 )
-def test_warm_start_falls_back_to_random_if_layers_differ(foreign_target, model_type, init, message):
-    folder, messages = foreign_target(model_type), []
-    assert init_for(folder, read_architecture(folder), _SHAPE, messages.append) == init
-    assert len(messages) == len(message)
-    assert all(part in sentence for part, sentence in zip(message, messages, strict=True))
+def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, messages):
+    folder, announced = foreign_target(model_type), []
+    assert init_for(folder, read_architecture(folder), _SHAPE, announced.append) == init
+    assert len(announced) == len(messages)
+    assert all(part in sentence for part, sentence in zip(messages, announced, strict=True))
 
 
 def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):

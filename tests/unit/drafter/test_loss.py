@@ -47,7 +47,7 @@ def test_a_frozen_lm_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize("num_rows", [7, CHUNK_ROWS + 9])
-def test_confidence_matches_hand_calculation(num_rows):
+def test_confidence_equals_the_plain_computation(num_rows):
     torch.manual_seed(0)
     hidden, weight = torch.randn(num_rows, 16), torch.randn(40, 16)
     targets = Targets(torch.randn(12, 16), torch.randn(40, 16))
@@ -97,21 +97,21 @@ def test_a_weight_is_the_gradient_of_the_expected_length(store, anchor):
 def test_dpace_weights_equal_those_of_speculators(store, anchor):
     from speculators.losses import dpace_loss_decay
 
-    library = dpace_loss_decay(
+    reference = dpace_loss_decay(
         torch.arange(4)[None],
         loss_mask=torch.ones(1, 4),
         block_size=4,
         dpace_alpha=0.5,
         elementwise_loss=-CONFIDENCES.log()[None],
     )
-    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), library[0])
+    torch.testing.assert_close(_chain_weights(_batch(store, anchor, 4), anchor, DPACE), reference[0])
 
 
 def test_dpace_weights_are_unbiased_under_cod(store, anchor):
     ratio = 0.6
     whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)
-    for num_depths in range(1, 5):  # the share of chains that end at a depth
+    for num_depths in range(1, 5):  # the probability that a chain ends at this depth
         share = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
         cut = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
         mean[:num_depths] += share * cut

@@ -18,7 +18,7 @@ STEP = TrainingProgress(
 )
 
 
-def test_metrics_reader_ignores_incomplete_lines(tmp_path):
+def test_only_complete_lines_are_read(tmp_path):
     metrics = Metrics(tmp_path)
     assert metrics.read() == ([], 0)
     metrics.append(STEP)

@@ -62,15 +62,15 @@ class RecordingListener:
 
 
 def test_from_responses_to_a_head_with_its_card(chat_target, responses, tmp_path):
-    listener = RecordingListener()
-    result = train_head(_config(chat_target, responses, tmp_path / "out"), listener.listener)
+    recorder = RecordingListener()
+    result = train_head(_config(chat_target, responses, tmp_path / "out"), recorder.listener)
 
     assert result["finished"]
     assert (result["documents"], result["held_out_documents"]) == (10, 2)
     assert [(drop["id"], drop["evaluation_set"]) for drop in result["dropped"]] == [("leak", "humaneval")]
     assert result["rejected"] == [{"id": "mute", "reason": "no response"}]
-    assert any("overlaps humaneval: leak" in sentence for sentence in listener.messages)
-    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in listener.messages)
+    assert any("overlaps humaneval: leak" in sentence for sentence in recorder.messages)
+    assert any("name 'tiny' as its target; `vllm serve HEAD`" in sentence for sentence in recorder.messages)
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == result
 
     head = tmp_path / "out" / "head"
@@ -86,13 +86,13 @@ def test_vllm_loads_a_head_and_its_target(chat_target, responses, tmp_path, monk
     from vllm.transformers_utils.config import maybe_override_with_speculators
 
     monkeypatch.setattr("peagle.catalog.targets.ensure_embedded", lambda _name, announce: chat_target)
-    listener, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
-    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), listener.listener)
+    recorder, upstream = RecordingListener(), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    train_head(_config(Path("smollm2-135m"), responses, tmp_path / "out", time_budget_s=1e-9), recorder.listener)
     head = str(tmp_path / "out" / "head")
     model, tokenizer, drafting = maybe_override_with_speculators(head, None, trust_remote_code=False)
     assert (model, tokenizer) == (upstream, upstream)
     assert drafting == {"method": "eagle3", "model": head, "num_speculative_tokens": 3, "parallel_drafting": True}
-    assert not any("--verifier" in sentence for sentence in listener.messages)
+    assert not any("--verifier" in sentence for sentence in recorder.messages)
 
 
 def test_a_stopped_training_resumes_without_extraction(chat_target, responses, tmp_path):
@@ -115,7 +115,7 @@ def test_a_stopped_training_resumes_without_extraction(chat_target, responses, t
 def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     output = tmp_path / "out"
     first = _config(chat_target, responses, output, time_budget_s=1e-9, usd_per_hour=3.6)
-    began = time.time()
+    started_at = time.time()
     train_head(first, Listener())
     train_head(first.model_copy(update={"time_budget_s": None}), Listener())
     elapsed_s = time.time() - started_at
@@ -123,10 +123,10 @@ def test_every_attempt_is_in_the_ledger_once(chat_target, responses, tmp_path):
     (ledger,) = find_ledgers([str(output)]).ledgers
     assert len(ledger.sessions) == 2
     assert all(session.ended for session in ledger.sessions)
-    whole = sum((charge.spend for charge in charges(ledger, Days())), Spend())
-    assert whole.attributed_usd > 0
-    assert whole.loading_usd > 0
-    assert whole.lost_usd == pytest.approx(0, abs=1e-12)
+    total = sum((charge.spend for charge in charges(ledger, Days())), Spend())
+    assert total.attributed_usd > 0
+    assert total.loading_usd > 0
+    assert total.lost_usd == pytest.approx(0, abs=1e-12)
     life_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     assert life_s <= elapsed_s
     assert total.attributed_usd + total.loading_usd == pytest.approx(life_s * 3.6 / 3600, rel=1e-3)
@@ -138,10 +138,7 @@ def _not_finite(*arguments, **options):
 
 
 def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, tmp_path, monkeypatch):
-    config, head = (
-        _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9),
-        tmp_path / "out" / "head",
-    )
+    config, head = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9), tmp_path / "out" / "head"
     with monkeypatch.context() as patch:
         patch.setattr("peagle.drafter.training.batch_loss", _not_finite)
         with pytest.raises(DivergedError, match=r"step 0: the loss is not finite; .*\n  there is no checkpoint yet"):
@@ -160,13 +157,13 @@ def test_a_diverged_training_saves_its_last_checkpoint(chat_target, responses, t
 
 
 def test_on_the_fly_training_stores_nothing(chat_target, responses, tmp_path):
-    listener = RecordingListener()
+    recorder = RecordingListener()
     config = _config(chat_target, responses, tmp_path / "out", time_budget_s=1e-9)
-    train_head(config.model_copy(update={"on_the_fly": True}), listener.listener)
-    assert any("computed in each pass instead of stored" in sentence for sentence in listener.messages)
+    train_head(config.model_copy(update={"on_the_fly": True}), recorder.listener)
+    assert any("computed in each pass instead of stored" in sentence for sentence in recorder.messages)
     assert not (tmp_path / "out" / "features").exists()
-    assert train_head(config, listener.listener)["finished"] is False
-    assert [step.step for step in listener.steps] == [1, 2]
+    assert train_head(config, recorder.listener)["finished"] is False
+    assert [step.step for step in recorder.steps] == [1, 2]
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_states_are_computed(chat_target, tmp_path):
@@ -198,10 +195,10 @@ def test_responses_without_a_document_are_refused_with_the_first_reason(chat_tar
 def test_heads_of_other_architectures_are_readable_by_vllm(foreign_target, responses, tmp_path, model_type, start):
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
-    target, listener = foreign_target(model_type), RecordingListener()
-    assert train_head(_config(target, responses, tmp_path / "out"), listener.listener)["finished"]
-    assert sum("starts at random" in sentence for sentence in listener.messages) == (start == "random start")
-    assert listener.steps[-1].loss < listener.steps[0].loss
+    target, recorder = foreign_target(model_type), RecordingListener()
+    assert train_head(_config(target, responses, tmp_path / "out"), recorder.listener)["finished"]
+    assert sum("starts at random" in sentence for sentence in recorder.messages) == (start == "random start")
+    assert recorder.steps[-1].loss < recorder.steps[0].loss
 
     folder = tmp_path / "out" / "head"
     assert start in (folder / "README.md").read_text()

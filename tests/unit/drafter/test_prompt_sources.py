@@ -38,13 +38,13 @@ def test_prompts_of_files_and_runs(write_jsonl, tmp_path):
 
 
 def test_a_limit_is_divided_among_sources(write_jsonl):
-    mine = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
+    own_file = write_jsonl([{"id": f"mine-{number}", "prompt": "a"} for number in range(50)])
     num_available = len(source_materials("package:json")) * len(FORMS)
     for limit, num_json, num_mine in ((40, 20, 20), (num_available + 49, num_available - 1, 50)):
         messages: list[str] = []
-        ids = [row["id"] for row in _read("package:json", mine, limit=limit, exclude="none", messages=messages)]
+        ids = [row["id"] for row in _read("package:json", own_file, limit=limit, exclude="none", messages=messages)]
         assert ids[num_json:] == [f"mine-{number}" for number in range(num_mine)]
-        assert messages[1:] == [f"  {num_json} from package:json", f"  {num_mine} from {mine}"]
+        assert messages[1:] == [f"  {num_json} from package:json", f"  {num_mine} from {own_file}"]
 
 
 @pytest.mark.parametrize(
@@ -78,19 +78,19 @@ def test_rows_may_mix_text_and_messages(write_jsonl):
 def test_evaluation_problems_are_dropped_and_reported(write_jsonl):
     problem = humaneval_references()[0]
     leaks = [{"id": "plain", "prompt": problem}, {"id": "chat", "messages": [{"role": "user", "content": problem}]}]
-    reports: list[str] = []
-    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, *leaks]), messages=reports)
+    messages: list[str] = []
+    rows = _read(write_jsonl([{"id": "fine", "prompt": "a"}, *leaks]), messages=messages)
     assert [row["id"] for row in rows] == ["fine"]
-    assert reports[0] == "1 prompts, 2 dropped for overlap"
-    assert [sentence.split(":")[1] for sentence in reports[1:]] == [" plain", " chat"]
+    assert messages[0] == "1 prompts, 2 dropped for overlap"
+    assert [sentence.split(":")[1] for sentence in messages[1:]] == [" plain", " chat"]
     assert len(_read(write_jsonl(leaks), exclude="none")) == 2
     with pytest.raises(InputError, match="no prompts left; all 2 overlap humaneval"):
         _read(write_jsonl(leaks))
 
 
-def test_prompts_overlapping_custom_evaluation_set_are_dropped(write_jsonl):
+def test_prompts_overlapping_a_custom_evaluation_set_are_dropped(write_jsonl):
     evaluation_set = write_jsonl(
-        [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "evaluation.jsonl"
+        [{"task": "Say in one sentence why the sky looks blue at noon and red at dusk."}], "held.jsonl"
     )
     leak = "say in one sentence why the SKY looks blue at noon: and then why the sea does"
     rows = write_jsonl([{"id": "fine", "prompt": "a"}, {"id": "own", "prompt": leak}, {"prompt": _problem()}])

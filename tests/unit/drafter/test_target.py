@@ -22,18 +22,18 @@ def _ignore_message(_):
 
 def test_missing_aux_layers_are_refused(chat_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
-        load_target(str(chat_target), [1, 4, 9], _silent)
+        load_target(str(chat_target), [1, 4, 9], _ignore_message)
 
 
 def test_aux_layers_are_sorted_and_unique(chat_target):
-    assert load_target(str(chat_target), [3, 0], _silent).aux_layers == (0, 3)
+    assert load_target(str(chat_target), [3, 0], _ignore_message).aux_layers == (0, 3)
     with pytest.raises(ConfigError, match=r"aux layers \[1\] are repeated"):
-        load_target(str(chat_target), [1, 3, 1], _silent)
+        load_target(str(chat_target), [1, 3, 1], _ignore_message)
 
 
 def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(chat_target):
-    target = load_target(str(chat_target), None, _silent)
-    fitting, foreign = (
+    target = load_target(str(chat_target), None, _ignore_message)
+    valid, invalid = (
         Sample(id=name, token_ids=(5, last), num_prompt_tokens=1) for name, last in [("a", 95), ("b", 96)]
     )
     target.require_tokens([valid])
@@ -81,20 +81,20 @@ def _without_eos(folder):
         (_without_eos, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_incomplete_targets_are_refused(chat_target, tmp_path, spoil, message):
+def test_incomplete_targets_are_refused(chat_target, tmp_path, damage, message):
     folder = tmp_path / "target"
     shutil.copytree(chat_target, folder)
-    spoil(folder)
+    damage(folder)
     with pytest.raises(ConfigError, match=message):
         load_target(str(folder), None, _ignore_message)
 
 
-@pytest.mark.parametrize("stated", [[7, 95], None])
-def test_end_of_text_tokens_of_targets(chat_target, tmp_path, stated):
+@pytest.mark.parametrize("eos_tokens", [[7, 95], None])
+def test_end_of_text_tokens_of_targets(chat_target, tmp_path, eos_tokens):
     folder = tmp_path / "target"
     shutil.copytree(chat_target, folder)
-    _state_ends(folder, config=None, generation_config=stated)
-    assert load_target(str(folder), None, _silent).tokenizer.eos_token_id == 95
+    _set_eos(folder, config=None, generation_config=eos_tokens)
+    assert load_target(str(folder), None, _ignore_message).tokenizer.eos_token_id == 95
 
 
 def _split(target, folder, prefix, *without):
@@ -163,7 +163,7 @@ def test_last_states_give_the_target_distribution(foreign_target, model_type, sa
     with torch.no_grad():
         after_norm = head.verifier_norm(last[0])
     targets = Targets(after_norm, head.verifier_lm_head.weight, head.verifier_softcap)
-    # For a head with zero logits, the divergence is log V minus the target's entropy.
+    # Against a head whose logits are zero, the divergence is log V less the target's entropy.
     rows = torch.arange(len(after_norm))
     measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
     log_p = states.logits[0].log_softmax(-1)
@@ -179,7 +179,7 @@ def _write_config(folder, target, **changes):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("rope_parameters", "expected"),
     [
         ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         (
@@ -192,8 +192,8 @@ def _write_config(folder, target, **changes):
         ),
     ],
 )
-def test_rotary_embedding_of_a_head(tmp_path, target, given, expected):
-    folder = _changed(tmp_path, target, rope_parameters=given)
+def test_rotary_embedding_of_a_head(tmp_path, target, rope_parameters, expected):
+    folder = _write_config(tmp_path, target, rope_parameters=rope_parameters)
     assert read_architecture(folder).rope_parameters == expected
 
 

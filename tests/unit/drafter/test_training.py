@@ -58,7 +58,7 @@ def test_training_lowers_the_loss(head, store, tmp_path):
 
 
 def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabulary, store, tmp_path):
-    class BroadcastingGroup(SingleProcess):
+    class BroadcastWorkers(SingleProcess):
         def broadcast_(self, tensors):
             first = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
             with torch.no_grad():
@@ -67,7 +67,7 @@ def test_workers_start_with_the_first_workers_weights(head, target, spec, vocabu
 
     _train(head, store, tmp_path / "first")
     other = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3, init="random"), vocabulary, seed=2)
-    _train(other, store, tmp_path / "other", workers=BroadcastingGroup())
+    _train(other, store, tmp_path / "other", workers=BroadcastWorkers())
     assert _curve(tmp_path / "other") == _curve(tmp_path / "first")
 
 
@@ -86,7 +86,7 @@ def test_a_killed_training_repeats_the_uninterrupted_curve(
 
     with pytest.raises(KilledError):
         _train(fresh, store, tmp_path / "cut", every_step, progress=kill)
-    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step beyond the checkpoint, which is repeated
+    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # one step after the checkpoint, which is repeated
     _train(resumed, store, tmp_path / "cut", every_step)
 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
@@ -113,17 +113,17 @@ def test_micro_batches_repeat_the_curve(head, target, spec, vocabulary, store, t
 def test_denormals_are_flushed_only_during_a_step(head, store, tmp_path):
     within, outside = [], []
 
-    class RecordingGroup(SingleProcess):
+    class RecordingWorkers(SingleProcess):
         def sum_(self, tensors):
-            within.append(_denormals_enabled())
+            within.append(_keeps_denormals())
 
-    _train(head, store, tmp_path, workers=RecordingGroup(), progress=lambda _: outside.append(_denormals_enabled()))
+    _train(head, store, tmp_path, workers=RecordingWorkers(), progress=lambda _: outside.append(_keeps_denormals()))
     assert within
     assert not any(within)
     assert outside == [True] * CONFIG.num_steps
 
 
-def _denormals_enabled():
+def _keeps_denormals():
     return bool((torch.full((8,), 1e-40) * torch.ones(8)).any())
 
 
@@ -221,7 +221,7 @@ def test_optimizer_state_round_trip(parameters, optimizer):
     step(parameters, first)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     second = make(copies, optimizer=optimizer)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))  # like a checkpoint file
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # as a file would
     torch.manual_seed(1)
     moved = step(parameters, first)
     torch.manual_seed(1)
@@ -338,7 +338,7 @@ def test_long_documents_are_split(store):
     (whole,) = micro_batches(store, [longest], ONE_STEP, step=1)
     parts = list(micro_batches(store, [longest], config, step=1))
     assert len(parts) == 3
-    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # stored once, however many parts are pending
+    assert len({batch.aux_TAH.data_ptr() for batch in parts}) == 1  # stored once for all parts
     assert torch.equal(parts[0].aux_TAH, whole.aux_TAH)
     assert sum(batch.num_loss_rows for batch in parts) == whole.num_loss_rows
 

@@ -29,23 +29,21 @@ def marker(tmp_path):
 
 
 @pytest.fixture
-def with_code(chat_target, mark, tmp_path):
+def with_code(chat_target, marker, tmp_path):
     """A target with custom code."""
     folder = shutil.copytree(chat_target, tmp_path / "with-code")
-    (folder / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Own: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text())
         names = ("AutoConfig", "AutoModelForCausalLM") if name == "config.json" else ("AutoTokenizer",)
-        auto_map = {
-            class_name: ["own.Own", None] if class_name == "AutoTokenizer" else "own.Own" for class_name in names
-        }
+        auto_map = {name: ["own.Own", None] if name == "AutoTokenizer" else "own.Own" for name in names}
         values |= {"auto_map": auto_map, "model_type": "own", "tokenizer_class": "Own", "architectures": ["Own"]}
         (folder / name).write_text(json.dumps(values))
     return folder
 
 
 @pytest.fixture
-def with_pickle(chat_target, mark, tmp_path):
+def with_pickle(chat_target, marker, tmp_path):
     folder = shutil.copytree(chat_target, tmp_path / "with-pickle")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_PickleWithCode(marker)))
@@ -59,11 +57,11 @@ def test_code_in_a_target_is_not_executed(request, marker, kind, read):
     try:
         read(folder)
     except Exception as error:
-        output = str(error)
+        message = str(error)
     else:
-        output = ""
-    assert not mark.exists()
-    assert "[y/N]" not in output  # and nobody is prompted to trust it
+        message = ""
+    assert not marker.exists()
+    assert "[y/N]" not in message  # transformers' prompt for permission
 
 
 def test_pickled_target_weights_are_refused(with_pickle, marker):

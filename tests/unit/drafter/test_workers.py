@@ -29,9 +29,9 @@ def test_process_group_sums_and_broadcasts(tmp_path):
         for process in processes:
             stack.callback(process.kill)  # if one fails, the other would wait forever
         for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=120)
+            stdout, _ = process.communicate(timeout=120)
             assert process.returncode == 0
-            assert json.loads(output.splitlines()[-1]) == [
+            assert json.loads(stdout.splitlines()[-1]) == [
                 [[3.0, 4.0], [[3]]],
                 [[1.0, 1.0], [[0.0, 0.0]]],
                 False,

@@ -24,7 +24,7 @@ def session(session_id="a", *, states, tokens, **values):
     return engine_session(session_id, num_output_tokens=tokens, **values)
 
 
-def test_example_in_the_docstring():
+def test_the_worked_example_of_the_docstring():
     result = account([unit(busy_s=50.0, tokens=1500)], [session(states=(20.0, 10.0, 60.0, 10.0), tokens=1800)], PRICE)
     assert result.device_s == Shares(load=40, compile=20, busy=100, idle=20, lost=20)
     assert result.total_usd == pytest.approx(200 / 3600 * 0.10)
@@ -39,7 +39,7 @@ def test_example_in_the_docstring():
 
 
 def test_duplicate_work_is_lost_once():
-    # Both engines generated the same unit; only the usage of the first commit exists.
+    # Both engines did the same unit; one commit won, so only its usage exists.
     winner = session("a", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
     loser = session("b", states=(10.0, 0.0, 50.0, 0.0), tokens=1500)
     result = account([unit("a", busy_s=50.0, tokens=1500)], [winner, loser], PRICE)
@@ -90,9 +90,9 @@ def test_shares_add_up_to_the_duration_of_sessions():
             units += [unit(name, busy_s=part, tokens=rng.randint(0, 1000), finished_at=1030.0) for part in parts]
             sessions.append(life)
         result = account(units, sessions, PRICE)
-        lived = sum(item.num_devices * (item.last_seen_at - item.started_at) for item in sessions)
-        assert result.device_s.total == pytest.approx(lived)
-        assert result.total_usd == pytest.approx(lived * PRICE.usd_per_device_s)
+        total_device_s = sum(life.num_devices * (life.last_seen_at - life.started_at) for life in sessions)
+        assert result.device_s.total == pytest.approx(total_device_s)
+        assert result.total_usd == pytest.approx(total_device_s * PRICE.usd_per_device_s)
         assert min(dataclasses.astuple(result.device_s)) >= 0
         assert result.num_output_tokens + result.num_lost_tokens == 10_000 * len(sessions)
 
@@ -127,7 +127,7 @@ def test_a_price_of_another_device_is_refused():
         account([], [life], PRICE)
 
 
-def test_example_of_periods():
+def test_the_worked_example_of_periods():
     """A day ends 10 s into a unit that takes 30 s and is committed the day after."""
     whole = session(states=(0.0, 0.0, 30.0, 0.0), tokens=1)
     at_midnight = dataclasses.replace(whole, last_seen_at=whole.started_at + 10, busy_s=10.0)

@@ -52,7 +52,7 @@ def add_request(folder, session_id, number, end):
 
 @pytest.fixture
 def ledger(tmp_path):
-    """An ended engine, a killed one with an incomplete line, a batch, and two engines that may still write."""
+    """An ended engine, a killed one with a torn line, a batch, and two engines that may still write."""
     write_engine(tmp_path, "a", end=NOW - 7200)
     write_engine(tmp_path, "killed", end=NOW - 2 * DAY_S, ended=False)
     with (tmp_path / "requests-killed.jsonl").open("ab") as file:
@@ -64,14 +64,14 @@ def ledger(tmp_path):
     return tmp_path
 
 
-def reader_results(folder):
+def contents(folder):
     """Return the results of all readers of a ledger."""
-    sessions = sorted(read_sessions(folder), key=lambda read_session: read_session.session_id)
+    sessions = sorted(read_sessions(folder), key=lambda session: session.session_id)
     return (
-        sorted(record.request_id for record in RequestReader(folder).new()),
+        sorted(request.request_id for request in RequestReader(folder).new()),
         read_work(folder),
         sessions,
-        sorted(SessionReader(folder).all(), key=lambda read_session: read_session.session_id),
+        sorted(SessionReader(folder).all(), key=lambda session: session.session_id),
         [
             session_at_time(folder, session, session.last_seen_at - seconds)
             for session in sessions
@@ -85,11 +85,11 @@ def names(folder):
 
 
 def test_compaction_keeps_the_content(ledger):
-    before = reader_results(ledger)
+    before = contents(ledger)
     assert len(before[0]) == 21
-    done = compact(ledger, NOW)
-    assert (done.num_before, done.num_after) == (13, 11)
-    assert reader_results(ledger) == before
+    result = compact(ledger, NOW)
+    assert (result.num_before, result.num_after) == (13, 11)
+    assert contents(ledger) == before
     assert [name for name in names(ledger) if "merged" not in name] == [
         f"{kind}-{name}.{ending}"
         for kind, ending in (("beats", "jsonl"), ("requests", "jsonl"), ("session", "parquet"))
@@ -100,9 +100,9 @@ def test_compaction_keeps_the_content(ledger):
 
 def test_later_files_are_merged_into_existing_ones(ledger):
     compact(ledger, NOW)
-    before = reader_results(ledger)
-    done = compact(ledger, NOW + 2 * DAY_S)
-    assert (done.num_after, reader_results(ledger)) == (5, before)
+    before = contents(ledger)
+    result = compact(ledger, NOW + 2 * DAY_S)
+    assert (result.num_after, contents(ledger)) == (5, before)
 
 
 def record_steps(monkeypatch, kill_at):
@@ -122,7 +122,7 @@ def record_steps(monkeypatch, kill_at):
 
 
 def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkeypatch):
-    before = reader_results(ledger)
+    before = contents(ledger)
     with monkeypatch.context() as patch:
         steps = record_steps(patch, None)
         compact(copy_ledger(ledger, tmp_path_factory.mktemp("whole")), NOW)
@@ -131,20 +131,20 @@ def test_compaction_can_be_killed_at_every_step(ledger, tmp_path_factory, monkey
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
         reader, work = RequestReader(folder), WorkReader(folder)
         first = next(reader.each())
-        assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 21
+        assert sum(counted.num_requests for _, counted in work.new()) == 21
         with monkeypatch.context() as patch:
             record_steps(patch, kill_at)
             with pytest.raises(Killed):
                 compact(folder, NOW)
-        assert reader_results(folder) == before, f"killed before step {kill_at}"
-        assert sorted([first.request_id, *(record.request_id for record in reader.new())]) == before[0]
+        assert contents(folder) == before, f"killed before step {kill_at}"
+        assert sorted([first.request_id, *(request.request_id for request in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
-        assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 1
+        assert sum(counted.num_requests for _, counted in work.new()) == 1
         restarted = RequestReader(folder)
-        assert restarted.resume(reader.marks()), "the checkpoint of an endpoint holds"
-        assert [record.request_id for record in restarted.new()] == ["silent-99"]
+        assert restarted.resume(reader.marks()), "an endpoint's checkpoint is valid"
+        assert [request.request_id for request in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
-        assert len(reader_results(folder)[0]) == 22
+        assert len(contents(folder)[0]) == 22
         assert len([name for name in names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
 
 
@@ -157,16 +157,16 @@ def copy_ledger(ledger, folder):
 def test_a_process_that_writes_after_compaction_loses_nothing(ledger):
     compact(ledger, NOW)
     reader, work = RequestReader(ledger), WorkReader(ledger)
-    assert (len(reader.new()), sum(work_of_session.num_requests for _, work_of_session in work.new())) == (21, 21)
+    assert (len(reader.new()), sum(counted.num_requests for _, counted in work.new())) == (21, 21)
     for number in range(20, 22):
         add_request(ledger, "killed", number, NOW)
-    assert [record.request_id for record in reader.new()] == ["killed-20", "killed-21"]
-    assert sum(work_of_session.num_requests for _, work_of_session in work.new()) == 2
+    assert [request.request_id for request in reader.new()] == ["killed-20", "killed-21"]
+    assert sum(counted.num_requests for _, counted in work.new()) == 2
     write_session(ledger, a_session("killed", end=NOW, life_s=200.0, ended=False))
     assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
-    before = reader_results(ledger)
+    before = contents(ledger)
     compact(ledger, NOW + 2 * DAY_S)
-    assert (reader_results(ledger), reader.new(), list(work.new())) == (before, [], [])
+    assert (contents(ledger), reader.new(), list(work.new())) == (before, [], [])
 
 
 def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_file_that_grows_during_compaction_stays(ledger, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_concurrent_readers_read_each_line_once(tmp_path, seed):
-    random, stop, result = Random(seed), threading.Event(), []
+    random, stop, request_ids = Random(seed), threading.Event(), []
     reader, work, num_work = RequestReader(tmp_path), WorkReader(tmp_path), 0
 
     def compact_often():
@@ -202,17 +202,15 @@ def test_concurrent_readers_read_each_line_once(tmp_path, seed):
     thread.start()
     for number in range(12):
         write_engine(tmp_path, f"s{number}", end=NOW - 7200, num_requests=random.randrange(4))
-        result += [record.request_id for record in reader.new()]
-        num_work += sum(work_of_session.num_requests for _, work_of_session in work.new())
+        request_ids += [request.request_id for request in reader.new()]
+        num_work += sum(counted.num_requests for _, counted in work.new())
         assert len(read_sessions(tmp_path)) == number + 2
     stop.set()
     thread.join()
-    result += [record.request_id for record in reader.new()]
-    assert sorted(result) == sorted(record.request_id for record in RequestReader(tmp_path).new())
+    request_ids += [request.request_id for request in reader.new()]
+    assert sorted(request_ids) == sorted(request.request_id for request in RequestReader(tmp_path).new())
     assert (
-        len(set(result))
-        == len(result)
-        == num_work + sum(work_of_session.num_requests for _, work_of_session in work.new())
+        len(set(request_ids)) == len(request_ids) == num_work + sum(counted.num_requests for _, counted in work.new())
     )
 
 

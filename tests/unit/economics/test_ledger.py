@@ -56,7 +56,7 @@ def test_a_full_disk_loses_only_one_record(tmp_path, nearly_full, room):
         nearly_full(None)
     append_request(tmp_path, request("3"))
     append_beat(tmp_path, replace(SESSION, last_seen_at=1120.0, busy_s=120.0))
-    assert [item.request_id for item in RequestReader(tmp_path).new()] == ["1", "3"]
+    assert [record.request_id for record in RequestReader(tmp_path).new()] == ["1", "3"]
     (since,) = SessionReader(tmp_path).since(1120.0)
     assert since.busy_s == pytest.approx(60)
 
@@ -137,9 +137,11 @@ def test_is_billed_by_another_process(tmp_path):
         return is_billed(tmp_path, request_id, since=time.time(), session_id="own")
 
     free = replace(request("free", "one"), usd=0.0, outcome="failed")
-    for item in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
-        append_request(tmp_path, item)
-    assert [is_there(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [False] * 5
+    for record in (request("r", "one"), free, request("other", "two"), request("mine", "own")):
+        append_request(tmp_path, record)
+    assert [is_billed_elsewhere(name) for name in ("r", "other", "free", "mine", "", "k", "torn")] == [True, True] + [
+        False
+    ] * 5
     with (tmp_path / "requests-one.jsonl").open("ab") as file:
         file.write(request("torn", "one").to_json())
     assert not is_billed_elsewhere("torn")

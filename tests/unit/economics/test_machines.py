@@ -12,19 +12,27 @@ def machine(accelerator=None, **keys):
 
 
 def test_instance_type_determines_hardware_and_price():
-    result = named(instance_type="p5.48xlarge")
-    assert (result.platform, result.accelerator, result.num_accelerators) == ("cuda", "H100 80GB HBM3", 8)
-    assert (result.compute_capability, result.num_cpus, round(result.memory_gib)) == ((9, 0), 192, 80)
-    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), result)
+    hardware_of_type = machine(instance_type="p5.48xlarge")
+    assert (hardware_of_type.platform, hardware_of_type.accelerator, hardware_of_type.num_accelerators) == (
+        "cuda",
+        "H100 80GB HBM3",
+        8,
+    )
+    assert (hardware_of_type.compute_capability, hardware_of_type.num_cpus, round(hardware_of_type.memory_gib)) == (
+        (9, 0),
+        192,
+        80,
+    )
+    price = resolve_price(PriceOptions(instance_type="p5.48xlarge"), hardware_of_type)
     assert (price.num_devices, price.basis) == (8, "stated")
 
 
 @pytest.mark.parametrize("keys", [{}, {"instance_type": "c7a.large"}, {"instance_type": "mine", "usd_per_hour": 1}])
-def test_without_an_accelerator_it_is_this_machine(keys):
-    assert named(**keys) is None
-    assert named("any", **keys) is None
-    result, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
-    assert (result.num_cpus, is_here) == (hardware.detect().num_cpus, True)
+def test_default_machine_is_this_one(keys):
+    assert machine(**keys) is None
+    assert machine("any", **keys) is None
+    detected, is_here = machine_for(PriceOptions(**keys), None, num_accelerators=1)
+    assert (detected.num_cpus, is_here) == (hardware.detect().num_cpus, True)
 
 
 OFFERS = {offer.instance_type: offer for offer in PriceTable.load().offers if offer.accelerator}

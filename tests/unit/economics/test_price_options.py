@@ -22,7 +22,7 @@ def gpus(number, name="H100"):
     [
         ({}, CPU, (), ("c7a.large", "assumed")),
         ({}, CPU, ("m7i.large",), ("m7i.large", "detected")),
-        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # its price is unknown
+        ({}, CPU, ("m7i.xlarge",), ("c7a.large", "assumed")),  # it has no known price
         ({}, CPU, ("g5.xlarge",), ("c7a.large", "assumed")),  # engines on the CPUs of a machine with a GPU
         ({"instance_type": "c7a.large"}, CPU, ("m7i.large",), ("c7a.large", "stated")),
         ({"usd_per_hour": 1}, CPU, ("m7i.large",), ("custom", "stated")),
@@ -75,8 +75,8 @@ def test_machines_to_be_added_need_a_price(keys, accelerator, reason):
         require_price(PriceOptions(**keys), accelerator)
 
 
-def continued(before, first, keys, here):
-    """Start with `before` on hardware `first`; continue with `keys` on `here`."""
+def require_continuable(before, first, keys, now):
+    """Start with the price options `before` on `first`; continue with `keys` on `now`."""
     require_same_price(
         keys,
         resolve_price(keys, now),
@@ -94,11 +94,15 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
     ("before", "first", "keys", "now"),
     [
         (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=8), gpus(8)),
-        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same by the accelerator
-        (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # also stated for added machines
-        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # nothing is stated: unchanged
-        # another accelerator is detected
-        (PriceOptions(), CPU, PriceOptions(), replace(CPU, machine_names=("m7i.large",))),
+        (PriceOptions(usd_per_hour=8), gpus(8), PriceOptions(usd_per_hour=1), gpus(1)),  # the same per accelerator
+        (H100_SPOT, gpus(8), H100_SPOT, gpus(8, "H200")),  # the price is stated
+        (PriceOptions(usd_per_hour=1), CPU, PriceOptions(), CPU),  # without a stated price, the earlier one is kept
+        (
+            PriceOptions(),
+            CPU,
+            PriceOptions(),
+            replace(CPU, machine_names=("m7i.large",)),
+        ),  # a detected machine changes nothing
     ],
 )
 def test_a_run_continues_at_the_same_price(before, first, keys, now):

@@ -16,7 +16,7 @@ WORK = Work(
 )  # fmt: skip
 
 
-def test_savings_match_hand_calculation():
+def test_savings_of_a_drafter():
     savings = work_savings(WORK, has_drafter=True, baseline=STEPS)
     assert (savings.prompt_usd, savings.generation_usd) == (pytest.approx(0.02), pytest.approx(0.10))
     assert (savings.undrafted_usd, savings.saved_usd) == (pytest.approx(0.125), pytest.approx(0.025))
@@ -65,20 +65,20 @@ def test_savings_without_a_drafter():
     ids=["no baseline", "unknown concurrency", "no busy seconds", "no draft counts"],
 )
 def test_savings_without_data_are_unknown(work, baseline):
-    result = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
-    assert result["speculation"]["usd"] is None
-    assert result["prompt_usd"] is result["generation_usd"] is None
-    assert result["speculation"]["unknown_usd"] == result["unsplit_usd"] == 0.12
+    savings = work_savings(work, has_drafter=True, baseline=baseline).to_dict()
+    assert savings["speculation"]["usd"] is None
+    assert savings["prompt_usd"] is savings["generation_usd"] is None
+    assert savings["speculation"]["unknown_usd"] == savings["unsplit_usd"] == 0.12
 
 
-def test_spot_savings_match_hand_calculation():
+def test_spot_savings():
     spot = PriceTable.load().price("p5.48xlarge", market="spot", region="us-east-1")
     assert spot.on_demand_usd_per_hour is not None
     ratio = spot.on_demand_usd_per_hour / spot.usd_per_hour
-    result = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
-    assert result["spot_usd"] == 10.0
-    assert result["on_demand_usd"] == pytest.approx(9.0 * ratio)
-    assert result["usd"] == pytest.approx(9.0 * ratio - 10.0)
+    savings = spot_savings(spot, kept_usd=9.0, lost_usd=1.0).to_dict()["spot"]
+    assert savings["spot_usd"] == 10.0
+    assert savings["on_demand_usd"] == pytest.approx(9.0 * ratio)
+    assert savings["usd"] == pytest.approx(9.0 * ratio - 10.0)
 
 
 def test_spot_savings_without_an_on_demand_price():

@@ -45,8 +45,8 @@ def ledger(sessions, work, then=lambda session, moment: session_at(moment, None,
     return Ledger(run="r", sessions=sessions, work=work, then=then)
 
 
-def spent(ledger_, days=ALL):
-    return sum((charge.spend for charge in charges(ledger_, days)), Spend())
+def total_spend(ledger, days=ALL):
+    return sum((charge.spend for charge in charges(ledger, days)), Spend())
 
 
 @st.composite
@@ -56,15 +56,13 @@ def ledgers(draw):
     for number in range(draw(st.integers(1, 4))):
         seconds = st.floats(0, 2 * DAY_S, allow_subnormal=False)
         states = {name: draw(seconds) for name in ("load_s", "compile_s", "busy_s", "idle_s")}
-        drawn_session = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
-        sessions.append(replace(drawn_session, last_seen_at=drawn_session.started_at + sum(states.values())))
+        engine = session(f"s{number}", started_at=draw(st.floats(0, 3 * DAY_S)), **states)
+        sessions.append(replace(engine, last_seen_at=engine.started_at + sum(states.values())))
         for _ in range(draw(st.integers(0, 4))):
-            finished_at = drawn_session.started_at + draw(st.floats(0, 1)) * (
-                drawn_session.last_seen_at - drawn_session.started_at
-            )
-            busy_s = draw(st.floats(0, 1)) * drawn_session.busy_s / draw(st.integers(1, 4))
+            finished_at = engine.started_at + draw(st.floats(0, 1)) * (engine.last_seen_at - engine.started_at)
+            busy_s = draw(st.floats(0, 1)) * engine.busy_s / draw(st.integers(1, 4))
             times = {"busy_s": busy_s, "started_at": 0.0, "finished_at": finished_at}
-            units.append(unit_usage(drawn_session.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
+            units.append(unit_usage(engine.session_id, num_output_tokens=draw(st.integers(0, 99)), **times))
     return sessions, units
 
 
@@ -91,31 +89,31 @@ def test_charges_add_up_to_the_account(drawn):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), cuts=st.sets(st.integers(-1, 13), max_size=4))
 def test_any_periods_add_up_to_the_total(drawn, cuts):
-    whole_ledger = of_units(*drawn)
+    drawn_ledger = ledger_of(*drawn)
     ends = sorted(cuts)
     periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
-    parts, whole = [spent(whole_ledger, days) for days in periods], spent(whole_ledger)
+    parts, whole = [total_spend(drawn_ledger, days) for days in periods], total_spend(drawn_ledger)
     for name in KINDS:
         assert sum(getattr(part, name) for part in parts) == pytest.approx(getattr(whole, name), abs=1e-6)
-    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(whole_ledger, Days()) for name in KINDS)
+    assert all(getattr(charge.spend, name) >= -1e-9 for charge in charges(drawn_ledger, Days()) for name in KINDS)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(drawn=ledgers(), random=st.randoms(use_true_random=False))
 def test_any_order_and_grouping_give_the_same_totals(drawn, random):
     sessions, units = drawn
-    ledger_ = of_units(sessions, units)
-    all_charges = list(charges(ledger_, Days()))
-    by_day_and_key = statement(all_charges, ("day", "key"), Days())
-    random.shuffle(all_charges)
-    again = statement(all_charges, ("day", "key"), Days())
-    for row, other in zip(by_day_and_key["rows"], again["rows"], strict=True):
+    drawn_ledger = ledger_of(sessions, units)
+    by_day = list(charges(drawn_ledger, Days()))
+    by_day_and_key = statement(by_day, ("day", "key"), Days())
+    random.shuffle(by_day)
+    shuffled = statement(by_day, ("day", "key"), Days())
+    for row, other in zip(by_day_and_key["rows"], shuffled["rows"], strict=True):
         assert (row["day"], row["key"], row["num_output_tokens"]) == (
             other["day"], other["key"], other["num_output_tokens"],
         )  # fmt: skip
         for kind, usd in row["usd"].items():
             assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)
-    for result in (by_day_and_key, again, statement(all_charges, (), Days())):
+    for result in (by_day_and_key, shuffled, statement(by_day, (), Days())):
         units_of = defaultdict(int)
         for row in result["rows"]:
             for kind, usd in row["usd"].items():
@@ -124,8 +122,8 @@ def test_any_order_and_grouping_give_the_same_totals(drawn, random):
         total = result["total"]["usd"]
         parts = sum(round(total[kind] * 1e9) for kind in ("attributed", "overhead", "lost"))
         assert parts == round(total["total"] * 1e9)
-        assert total["total"] == pytest.approx(spent(ledger_).attributed_usd + sum(
-            getattr(spent(ledger_), name) for name in KINDS[1:]
+        assert total["total"] == pytest.approx(total_spend(drawn_ledger).attributed_usd + sum(
+            getattr(total_spend(drawn_ledger), name) for name in KINDS[1:]
         ), abs=1e-6)  # fmt: skip
 
 
@@ -133,18 +131,18 @@ def test_work_counts_on_its_commit_day():
     """A unit of 30 s is committed 20 s after midnight."""
     engine = session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
-    result = list(charges(ledger([engine], committed), Days()))
-    assert [(charge.day, charge.spend.attributed_usd) for charge in result] == [(1, 0.6)]
+    by_day = list(charges(ledger([engine], committed), Days()))
+    assert [(charge.day, charge.spend.attributed_usd) for charge in by_day] == [(1, 0.6)]
     lost = list(charges(ledger([engine], {}), Days()))
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
 def test_compile_time_over_midnight_is_counted_once():
     """Until an engine is ready, its seconds count as load: 100 s at midnight, of which 60 s become compile later."""
-    loading_engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
-    loading = replace(loading_engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    result = list(charges(ledger([loading_engine], {}, then=lambda *_: loading), Days()))
-    assert [(charge.day, charge.spend.loading_usd) for charge in result] == [
+    engine = session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
+    loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
+    by_day = list(charges(ledger([engine], {}, then=lambda *_: loading), Days()))
+    assert [(charge.day, charge.spend.loading_usd) for charge in by_day] == [
         (0, pytest.approx(2.0)),
         (1, pytest.approx(1.0)),
     ]

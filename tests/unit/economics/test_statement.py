@@ -25,12 +25,12 @@ def test_thirds_of_a_cent_add_up():
 @pytest.mark.parametrize("digits", [0, 2, 9])
 def test_rounding_keeps_the_sum(digits):
     amounts = [[0.1 * number + 0.005, 1 / (number + 1), 0.0] for number in range(50)]
-    result = rounded(amounts, digits)
+    units_by_row = rounded(amounts, digits)
     scale = 10**digits
-    assert sum(map(sum, result)) == round(sum(map(sum, amounts)) * scale)
+    assert sum(map(sum, units_by_row)) == round(sum(map(sum, amounts)) * scale)
     assert all(
         abs(unit - amount * scale) < 1 + 1e-6
-        for units, row in zip(result, amounts, strict=True)
+        for units, row in zip(units_by_row, amounts, strict=True)
         for unit, amount in zip(units, row, strict=True)
     )
 
@@ -41,8 +41,8 @@ def test_groups_by_tags():
     ]  # fmt: skip
     by_team = {row["tag:team"]: row["usd"]["total"] for row in statement(charges, ("tag:team",), Days())["rows"]}
     assert by_team == {"": 4.0, "a": 3.0}
-    every = {row["tag"]: row["usd"]["total"] for row in statement(charges, ("tag",), Days())["rows"]}
-    assert every == {"": 4.0, "project=x, team=a": 2.0, "team=a": 1.0}
+    by_tags = {row["tag"]: row["usd"]["total"] for row in statement(charges, ("tag",), Days())["rows"]}
+    assert by_tags == {"": 4.0, "project=x, team=a": 2.0, "team=a": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each GPU that vLLM cannot use gets a one-line message with a remedy."""
+"""Refusal of GPUs that vLLM cannot use, each with a hint."""
 
 from dataclasses import replace
 

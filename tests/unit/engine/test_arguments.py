@@ -52,8 +52,8 @@ def test_head_classes_support_local_argmax() -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 
-    for item in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
-        assert callable(getattr(item, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
+    for head_class in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
+        assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
 
 
 def test_head_has_its_own_revision() -> None:
@@ -85,7 +85,9 @@ def test_synthetic_acceptance_keeps_the_method() -> None:
 def test_dummy_target_uses_a_real_head(tmp_path: Path) -> None:
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
-    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # no weights: also a dummy
+    assert (
+        "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]
+    )  # without weights, the head is a dummy, too
     (tmp_path / "model.safetensors").touch()
     assert engine_args(spec, CPU)["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
@@ -154,7 +156,7 @@ def test_bf16_cache_of_quantised_checkpoints_is_explicit() -> None:
     assert engine_args(quantised, GPU)["kv_cache_dtype"] == "bfloat16"
     assert engine_args(replace(quantised, precision="float16"), GPU)["kv_cache_dtype"] == "float16"
     assert engine_args(replace(quantised, kv_cache_precision="fp8"), GPU)["kv_cache_dtype"] == "fp8"
-    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # which has the same name in vLLM
+    assert engine_args(quantised, CPU)["kv_cache_dtype"] == "auto"  # vLLM has no other name for it on CPUs
 
 
 def test_fp8_on_gpu_and_cpu() -> None:
@@ -258,10 +260,10 @@ def test_dynamic_k_is_refused(extra: dict[str, object]) -> None:
 
 
 def test_all_arguments_exist_in_vllm() -> None:
-    result = importlib.util.find_spec("vllm")
-    if result is None or result.origin is None:
+    spec_of_vllm = importlib.util.find_spec("vllm")
+    if spec_of_vllm is None or spec_of_vllm.origin is None:
         pytest.skip("vLLM is not installed")
-    source = ast.parse((Path(result.origin).parent / "engine/arg_utils.py").read_text())
+    source = ast.parse((Path(spec_of_vllm.origin).parent / "engine/arg_utils.py").read_text())
     engine = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {n.target.id for n in engine.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     spec = EngineSpec(model="org/m", drafter=head(), precision="fp8", max_model_len=8, kv_cache_gib=1)
@@ -282,9 +284,9 @@ def test_text_only_by_default() -> None:
     assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
 
 
-@pytest.mark.parametrize(("domains", "given"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
-def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str]) -> None:
-    """vLLM treats an empty list as any domain."""
+@pytest.mark.parametrize(("domains", "expected"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
+def test_media_domains_must_be_allowed(domains: tuple[str, ...], expected: list[str]) -> None:
+    """For vLLM, an empty list allows any domain."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "audio": 0, "video": 0}
@@ -295,7 +297,7 @@ def test_media_domains_must_be_allowed(domains: tuple[str, ...], given: list[str
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
 def test_vllm_accepts_media_limits(tmp_path: Path, media: dict[str, int], limits: list[int]) -> None:
-    """vLLM's own engine configuration for a tiny vision model."""
+    """vLLM's configuration for a tiny vision model."""
     from vllm import AsyncEngineArgs
 
     write_vision_model(tmp_path)
@@ -326,7 +328,7 @@ def test_vllms_loader_fetches_only_from_allowed_domains(
 
 
 def write_vision_model(folder: Path) -> None:
-    """Write the configuration of a tiny PaliGemma."""
+    """Write the configuration of a minimal PaliGemma."""
     size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = {
         "architectures": ["PaliGemmaForConditionalGeneration"],

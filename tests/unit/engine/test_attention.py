@@ -27,9 +27,9 @@ def engine(kv_cache: str = "fp8", k: int = 0, *, extra: dict[str, Any] | None = 
         (gpu(12, 0), engine(), "TRITON_ATTN", None),
         (gpu(12, 0), engine(k=7), "TRITON_ATTN", "TRITON_ATTN"),
         (gpu(12, 0), engine("bf16", k=7), None, None),
-        (gpu(8, 9), engine(), None, None),  # only reported with speculation
+        (gpu(8, 9), engine(), None, None),  # reported only for speculation
         (gpu(8, 9), engine(k=1), "TRITON_ATTN", "TRITON_ATTN"),
-        (gpu(9, 0), engine(k=7), None, None),  # vLLM chooses FlashAttention 3
+        (gpu(9, 0), engine(k=7), None, None),  # vLLM uses FlashAttention 3
         (gpu(10, 0), engine(k=7), None, None),
         (gpu(12, 0), engine(k=7, kv_cache_precision="bf16"), "TRITON_ATTN", None),
         (gpu(12, 0), engine("bf16", k=7, kv_cache_precision="fp8"), None, "TRITON_ATTN"),

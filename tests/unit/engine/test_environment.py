@@ -32,12 +32,12 @@ GPU = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Make both libraries available on any machine."""
-    result = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
-    module = importlib.import_module("peagle.engine.environment")  # the package attribute of this name is the function
-    monkeypatch.setattr(module, "find_preload_libraries", lambda: result)
+    """Both libraries are installed."""
+    paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
+    module = importlib.import_module("peagle.engine.environment")  # the package's attribute is the function
+    monkeypatch.setattr(module, "find_preload_libraries", lambda: paths)
     monkeypatch.setattr(module, "cache_root", lambda inherited: {"VLLM_CACHE_ROOT": "/cache"})
-    return result
+    return paths
 
 
 def test_usage_statistics_are_off() -> None:
@@ -63,11 +63,11 @@ def test_ninja_is_found_without_activation() -> None:
 
 def test_lookup_variable_is_always_set() -> None:
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, lookup=True)
-    variables = [
+    values = [
         environment(EngineSpec(model="org/m", drafter=drafter), GPU, inherited={})[LOOKUP]
         for drafter in (head, replace(head, method="eagle3"), replace(head, lookup=False), None)
     ]
-    assert variables == ["2", "5", "", ""]
+    assert values == ["2", "5", "", ""]
 
 
 def test_default_media_and_grammar_variables() -> None:

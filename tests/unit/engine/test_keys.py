@@ -88,8 +88,8 @@ def test_arguments_become_spec_fields() -> None:
 
 def test_head_has_its_own_cache_and_attention() -> None:
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_attention_backend="flash_attn")
-    result = drafter_with(HEAD, keys, GPU)
-    assert (result.kv_cache_precision, result.attention_backend) == ("bf16", "FLASH_ATTN")
+    drafter = drafter_with(HEAD, keys, GPU)
+    assert (drafter.kv_cache_precision, drafter.attention_backend) == ("bf16", "FLASH_ATTN")
     assert drafter_with(HEAD, TargetOptions(), CPU) == HEAD
     assert drafter_with(NGRAM, keys, CPU) == NGRAM
 
@@ -114,7 +114,7 @@ def test_lookup_on_gpus_needs_synchronous_scheduling() -> None:
 
 
 def test_fingerprint_has_only_changed_options() -> None:
-    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # included in the precision
+    assert stated(TargetOptions(kv_cache_precision="fp8")) == {}  # part of the precision
     keys = TargetOptions(draft_kv_cache_precision="bf16", draft_lookup="on", engine_args={"block_size": 32})
     assert stated(keys) == {
         "draft_kv_cache_precision": "bf16",

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.engine.lookup import PromptLookup
 
-LONGEST = 8  # tokens beyond which longer matches make no difference
+MAX_MATCH = 8  # longer matches are not compared
 
 
 def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
@@ -16,8 +16,8 @@ def lookup_of(tokens: Sequence[int], min_ngram: int) -> PromptLookup:
     return lookup
 
 
-def redraft_slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
-    """Reference implementation: compare every earlier position with the last tokens."""
+def reference_redraft(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int) -> tuple[list[int], int]:
+    """Redraft by the definition: compare every earlier position with the last tokens."""
     text = [*tokens, *drafts[:1]]
     for num_head in range(1, len(drafts)):
         end = len(text)
@@ -27,12 +27,12 @@ def redraft_slowly(tokens: Sequence[int], drafts: Sequence[int], min_ngram: int)
                 for n in range(MAX_MATCH, -1, -1)
                 if n <= position and text[position - n : position] == text[end - n :]
             )
-            for behind in range(1, len(tokens) + 1)
-        }  # the length of the match before each position
-        result = [behind for behind, length in lengths.items() if length == max(lengths.values())]
-        if result and lengths[result[-1]] >= min_ngram:
-            for behind in range(result[-1], result[-1] + len(drafts) - num_head):
-                text.append(text[behind])
+            for position in range(1, len(tokens) + 1)
+        }  # for each position, how many tokens before it equal the last tokens
+        longest = [position for position, length in lengths.items() if length == max(lengths.values())]
+        if longest and lengths[longest[-1]] >= min_ngram:
+            for position in range(longest[-1], longest[-1] + len(drafts) - num_head):
+                text.append(text[position])
             return text[len(tokens) :], num_head
         text.append(drafts[num_head])
     return list(drafts), len(drafts)
@@ -43,12 +43,12 @@ def test_copies_from_the_latest_longest_match(min_ngram: int) -> None:
     rng = random.Random(0)
     num_copied = 0
     for _ in range(300):
-        # Few enough tokens that all candidates are compared.
-        tokens = [chance.randrange(4) for _ in range(chance.randrange(14))]
-        drafts = [chance.randrange(4) for _ in range(chance.randrange(7))]
-        result = lookup_of(tokens, min_ngram).redraft(drafts)
-        assert result == redraft_slowly(tokens, drafts, min_ngram)
-        num_copied += result[1] < len(drafts)
+        # Few tokens, so that all candidates are compared.
+        tokens = [rng.randrange(4) for _ in range(rng.randrange(14))]
+        drafts = [rng.randrange(4) for _ in range(rng.randrange(7))]
+        drafts_and_source = lookup_of(tokens, min_ngram).redraft(drafts)
+        assert drafts_and_source == reference_redraft(tokens, drafts, min_ngram)
+        num_copied += drafts_and_source[1] < len(drafts)
     assert num_copied > 20
 
 
@@ -93,8 +93,8 @@ def test_min_ngram_must_be_positive() -> None:
 
 
 def test_lookup_is_fast_for_any_context() -> None:
-    """The limit is 1 ms per step; repeating one word gives the most candidates and the longest comparisons."""
-    chance = random.Random(2)
+    """The limit is 1 ms per step; text of one repeated word has the most candidates and the longest comparisons."""
+    rng = random.Random(2)
     worst: dict[str, float] = {}
     for name, tokens in (("code", [rng.randrange(300) for _ in range(16_384)]), ("one word", [7] * 16_384)):
         lookup = lookup_of(tokens, 2)

@@ -9,9 +9,9 @@ from peagle.engine.precision import Precision
 END = "<end>"
 
 
-def target(*places, finish_reason="stop"):
-    """A response as a list of positions, each with its likely tokens and log-probabilities, likeliest first."""
-    logprobs = tuple(TokenLogprob(token=top[0][0], logprob=top[0][1], top=tuple(top)) for top in places)
+def target(*positions, finish_reason="stop"):
+    """A response with the most likely tokens and log-probabilities of each position, most likely first."""
+    logprobs = tuple(TokenLogprob(token=top[0][0], logprob=top[0][1], top=tuple(top)) for top in positions)
     text = "".join(token.token for token in logprobs).removesuffix(END)
     return CompletionOutput(text=text, finish_reason=finish_reason, num_output_tokens=len(logprobs), logprobs=logprobs)
 
@@ -43,7 +43,7 @@ def test_equal_text_is_same():
         ("a cow", "different", 1, " cow", 1.0),
         ("the dog", "different", 0, "the", 2.9),
         ("a dogs", "different", 2, "s", 2.5),
-        ("a horse", "different", 1, None, 1.0),  # not among the listed tokens: at least as unlikely as the last
+        ("a horse", "different", 1, None, 1.0),  # not among the likely tokens: at least the last one's margin
         ("", "different", 0, None, 2.9),
     ],
 )

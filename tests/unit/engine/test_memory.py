@@ -113,10 +113,7 @@ def test_default_cache_includes_the_drafter(tmp_path: Path, layers: int) -> None
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_default_cache_in_float32(tmp_path: Path, method: str) -> None:
-    """The head's layers have 9 KV heads and the target's 3.
-
-    VLLM allocates 17,280 elements per token with the former.
-    """
+    """The heads' layers have 9 KV heads, the target's have 3: vLLM needs 17,280 elements per token for P-EAGLE."""
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
     layer = json.loads((SHIPPED[method] / "config.json").read_text())["transformer_layer_config"]
@@ -243,13 +240,13 @@ def test_global_layers_with_other_heads() -> None:
 
 
 def test_gpu_cache_is_whole_blocks(tmp_path: Path) -> None:
-    """Otherwise vLLM refused recommended contexts because one block was missing."""
+    """Otherwise vLLM refuses the recommended context for lack of one block."""
     spec = EngineSpec(model=make_model(tmp_path / "m"), precision="bf16", max_model_len=1000)
-    result = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
-    assert result * GIB == pytest.approx((63 + 1) * 16 * 23_040)
-    check_capacity(replace(spec, kv_cache_gib=result), gpu())
+    needed_gib = gpu_need(spec, gpu(), read_footprint(spec.model)).kv_cache_gib  # type: ignore[arg-type]
+    assert needed_gib * GIB == pytest.approx((63 + 1) * 16 * 23_040)
+    check_capacity(replace(spec, kv_cache_gib=needed_gib), gpu())
     with pytest.raises(CapacityError):
-        check_capacity(replace(spec, kv_cache_gib=result - 16 * 23_040 / GIB), gpu())
+        check_capacity(replace(spec, kv_cache_gib=needed_gib - 16 * 23_040 / GIB), gpu())
 
 
 def test_small_gpu_lists_what_fits(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
     ],
 )
 def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, expected: Precision) -> None:
-    result = resolve_precision(requested, hardware)
-    assert result == expected
-    assert resolve_precision(result.name, hardware, kv_cache=result.kv_cache_name) == expected
+    precision = resolve_precision(requested, hardware)
+    assert precision == expected
+    assert resolve_precision(precision.name, hardware, kv_cache=precision.kv_cache_name) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_every_precision_on_every_hardware(requested: str, hardware: Hardware, e
 def test_auto_uses_an_fp8_cache_for_long_contexts(
     capability: tuple[int, int], context_tokens: int | None, kv_cache: str
 ) -> None:
-    result = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
-    assert (result.weights, result.kv_cache) == ("fp8", kv_cache)
+    precision = resolve_precision("auto", gpu(capability), context_tokens=context_tokens)
+    assert (precision.weights, precision.kv_cache) == ("fp8", kv_cache)
     assert resolve_precision("fp8", gpu(capability), context_tokens=context_tokens).kv_cache == "fp8"
     assert resolve_precision("bf16", gpu(capability), context_tokens=context_tokens).kv_cache == "bf16"
 

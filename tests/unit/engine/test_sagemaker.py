@@ -103,9 +103,9 @@ def test_invalid_drafter_variable_is_explained(text: str, reason: str) -> None:
         ('{"a": 1} and more', '{"a": 1} and more'),
     ],
 )
-def test_values_follow_awss_rules(text: str, value: object) -> None:
-    result = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
-    assert result == ({} if value is None else {"some_argument": value})
+def test_values_follow_the_rules_of_aws(text: str, value: object) -> None:
+    arguments = vllm_arguments({"SM_VLLM_SOME_ARGUMENT": text, "OTHER": "x"})
+    assert arguments == ({} if value is None else {"some_argument": value})
 
 
 def test_jumpstart_variables_make_an_endpoint() -> None:

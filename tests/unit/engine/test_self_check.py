@@ -1,4 +1,4 @@
-"""The self-check with fake engines: what passes, what is refused, and the messages."""
+"""The self-check with simulated engines: outcomes, refusals and messages."""
 
 import asyncio
 import dataclasses
@@ -31,7 +31,7 @@ DRAFTING = dataclasses.replace(SPEC, drafter=DrafterSpec(method="peagle", model=
 
 
 class Engine:
-    """An engine whose tokens have these margins below the likeliest; the last margin applies to all later tokens."""
+    """An engine whose tokens have given margins below the most likely one; the last margin applies to the rest."""
 
     def __init__(self, *margins: float, max_model_len: int = 512, tokens: int | None = None) -> None:
         self.max_model_len = max_model_len
@@ -110,11 +110,11 @@ def test_failed_check_is_found_in_a_ledger() -> None:
 
 
 def test_sampled_request_runs_in_the_same_batch() -> None:
-    engine, single = Engine(), Engine()
+    engine, unbatched = Engine(), Engine()
     check(engine)
-    check(single, dataclasses.replace(DRAFTING, max_num_seqs=1))
-    assert [call[1:] for call in engine.requests] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
-    assert [call[1:] for call in single.requests] == [(NUM_TOKENS, 0.0)]
+    check(unbatched, dataclasses.replace(DRAFTING, max_num_seqs=1))
+    assert [request[1:] for request in engine.requests] == [(NUM_TOKENS, 0.0), (NUM_TOKENS // 4, 1.0)]
+    assert [request[1:] for request in unbatched.requests] == [(NUM_TOKENS, 0.0)]
     assert engine.judged[-NUM_TOKENS:] == list(range(NUM_TOKENS)), "the greedy answer is judged"
 
 
@@ -124,7 +124,7 @@ def test_short_context_has_a_short_check(max_model_len: int, num_tokens: int) ->
     result = check(engine)
     assert result.num_tokens == num_tokens
     assert result.outcome == ("passed" if num_tokens else "skipped")
-    assert len(engine.judged) < max_model_len, "a token is generated behind what is judged"
+    assert len(engine.judged) < max_model_len, "judging generates one more token"
 
 
 def test_engine_without_drafts_checks_fewer_tokens() -> None:
@@ -137,28 +137,28 @@ def test_empty_answer_is_an_error() -> None:
 
 
 def test_synthetic_acceptance_is_skipped() -> None:
-    lot = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
-    result = check(Engine(8.0), dataclasses.replace(SPEC, drafter=lot))
+    synthetic = DrafterSpec(method="peagle", model="h", num_speculative_tokens=1, synthetic_rates=(0.5,))
+    result = check(Engine(8.0), dataclasses.replace(SPEC, drafter=synthetic))
     assert result.outcome == "skipped"
     require_passed(result)
 
 
 def test_engine_without_logprobs_is_skipped() -> None:
-    class EngineWithoutLogprobs(Engine):
+    class WithoutLogprobs(Engine):
         async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
             raise RequestRefused("max_logprobs is 0")
 
-    assert check(EngineWithoutLogprobs()).seen == "the engine refused it: max_logprobs is 0"
+    assert check(WithoutLogprobs()).seen == "the engine refused it: max_logprobs is 0"
 
 
 def test_check_has_a_time_limit() -> None:
-    class HangingEngine(Engine):
+    class Hanging(Engine):
         async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:
             await asyncio.sleep(60)
             raise AssertionError
 
     with pytest.raises(EngineError, match=r"did not answer its self-check within 0\.05 s"):
-        check(HangingEngine(), limit_s=0.05)
+        check(Hanging(), limit_s=0.05)
 
 
 def test_fake_engine_passes_unless_wrong() -> None:
@@ -168,5 +168,5 @@ def test_fake_engine_passes_unless_wrong() -> None:
 
 
 def test_outcomes_are_counted() -> None:
-    records = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
-    assert counted([*records, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}
+    outcomes = [SelfCheck(outcome=outcome).to_json() for outcome in ("passed", "passed", "skipped")]
+    assert counted([*outcomes, ""]) == {"passed": 2, "failed": 0, "skipped": 1, "unchecked": 1}

@@ -1,4 +1,4 @@
-"""Interrupts while an engine starts. A test with vLLM's own code shows that it swallows them."""
+"""Interrupts while an engine starts. vLLM's own context manager swallows them."""
 
 import signal
 import threading
@@ -12,14 +12,14 @@ from peagle.signals import interrupted_by_signal
 
 @pytest.fixture(autouse=True)
 def handler():
-    """Python's default interrupt handler, restored after the test."""
+    """Python's default handler, regardless of earlier tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
 
-def start_as_vllm_does(address: str, number: int = signal.SIGINT) -> str:
-    """Open the socket on which the core reports that it is ready, and be interrupted."""
+def start_interrupted(address: str, number: int = signal.SIGINT) -> str:
+    """Open the socket for the core's ready message, and raise a signal."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 

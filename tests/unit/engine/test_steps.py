@@ -30,16 +30,16 @@ def sizes_of(spec: EngineSpec, hardware: Hardware) -> list[int]:
     return sizes
 
 
-def after_v1(sizes: list[int], width: int) -> list[int]:
-    """The sizes in model runner V1 (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`)."""
+def adjusted_by_v1(sizes: list[int], width: int) -> list[int]:
+    """Adjust sizes like model runner V1 (`CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`)."""
     rounded = {-(-size // width) * width for size in sizes}
     return sorted(size for size in rounded if size <= sizes[-1])
 
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 10, 11, 18])
 @pytest.mark.parametrize("concurrency", [1, 2, 5, 37, 64, 100, 128])
-def test_widest_steps_of_p_eagle_are_captured(k: int, concurrency: int) -> None:
-    captured = after_v1(sizes_of(engine("peagle", k, concurrency), gpu()), 1 + k)
+def test_widest_steps_of_peagle_are_captured(k: int, concurrency: int) -> None:
+    captured = adjusted_by_v1(sizes_of(engine("peagle", k, concurrency), gpu()), 1 + k)
     reachable = 4096 // (1 + k) * (1 + k)
     assert concurrency * (1 + k) in captured or concurrency * (1 + k) > reachable
     assert captured[-1] >= min(concurrency * 2 * k, reachable)
@@ -49,11 +49,11 @@ def test_widest_steps_of_p_eagle_are_captured(k: int, concurrency: int) -> None:
 def test_eagle3_verification_is_captured(concurrency: int) -> None:
     sizes = sizes_of(engine("eagle3", 3, concurrency), gpu())
     assert concurrency * 4 in sizes
-    assert sizes[-1] % 4 == 0  # otherwise model runner V1 would drop the last one
+    assert sizes[-1] % 4 == 0  # model runner V1 would drop the last one otherwise
 
 
 def test_vllms_own_sizes_are_included() -> None:
-    """Otherwise short steps would be padded more than without peagle."""
+    """Otherwise peagle would pad short steps more than vLLM does."""
     sizes = set(sizes_of(engine("eagle3", 7, 256), gpu()))
     assert {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} <= sizes
 

@@ -27,7 +27,7 @@ from peagle.engine.trials import (
 )
 from peagle.errors import ConfigError
 
-BYTES = [bytes([code]) for code in range(256)]
+BYTES = [bytes([value]) for value in range(256)]
 KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
 
 
@@ -48,14 +48,10 @@ def vocabulary():
 
 
 @pytest.fixture(scope="module")
-def tried(embedded_target):
-    """Return the outcomes of constraints, tried in one process."""
-    about = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
-    trials = Trials(lambda: about, cpu_s=1.0)
-
-    def ask(**given):
-        async def scene():
-            await trials.require(constraint(**given))
+def try_constraint(embedded_target):
+    """Return the refusal of a constraint, or None; all share one process."""
+    settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
+    trials = Trials(lambda: settings, cpu_s=1.0)
 
     def require(**given):
         try:
@@ -98,11 +94,11 @@ def test_valid_constraint_passes(try_constraint, given):
         {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}},
     ],
 )
-def test_slow_constraint_is_refused(tried, given):
-    began = time.monotonic()
-    assert "refused" in tried(**given)
-    assert time.monotonic() - began < 60  # a second of CPU time, on a slow machine
-    assert tried(json=thing(7)) is None
+def test_slow_constraint_is_refused(try_constraint, given):
+    started_at = time.monotonic()
+    assert "refused" in try_constraint(**given)
+    assert time.monotonic() - started_at < 60  # one second of CPU time, on a slow machine
+    assert try_constraint(json=object_schema(7)) is None
 
 
 @pytest.mark.parametrize(
@@ -144,13 +140,14 @@ def test_invalid_grammar_is_left_to_vllm(try_constraint):
     assert try_constraint(json="{") is None
 
 
-def test_verdicts_are_cached_and_the_process_restarts(tried):
-    assert tried(json=thing(9)) is None
-    child = next(item for item in psutil.Process().children() if "peagle.engine.trial_process" in item.cmdline())
+def test_verdicts_are_cached_and_the_process_restarts(try_constraint):
+    assert try_constraint(json=object_schema(9)) is None
+    children = psutil.Process().children()
+    child = next(process for process in children if "peagle.engine.trial_process" in process.cmdline())
     child.kill()
     child.wait()
-    assert tried(json=thing(9)) is None
-    assert "peagle.engine.trial_process" not in str([item.cmdline() for item in psutil.Process().children()])
+    assert try_constraint(json=object_schema(9)) is None
+    assert "peagle.engine.trial_process" not in str([child.cmdline() for child in psutil.Process().children()])
     with pytest.raises(TrialsBusy):
         try_constraint(json=object_schema(10))
     assert try_constraint(json=object_schema(10)) is None
@@ -174,10 +171,10 @@ def test_failed_process_refuses_nothing_permanently(monkeypatch):
      ("SIGABRT", "large")],
 )  # fmt: skip
 def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
-    """As when the machine runs out of memory: the cached verdict would affect every user of the schema."""
+    """A kill, e.g. for lack of memory, must not become a cached refusal for all users of the schema."""
 
     def die(*_):
-        faulthandler.disable()  # in the child process, which must end
+        faulthandler.disable()  # in the child, which must die
         os.kill(os.getpid(), getattr(signal, number))
 
     monkeypatch.setattr(trial_process, "_compile", die)
@@ -186,11 +183,11 @@ def test_killed_compiler_refuses_nothing(monkeypatch, number, outcome):
 
 
 def test_refusals_expire(monkeypatch):
-    outcomes, calls, now = ["slow", "ok"], [], [0.0]
+    outcomes, specs, now = ["slow", "ok"], [], [0.0]
 
     class Process:
-        def ask(self, about):
-            calls.append(about["spec"])
+        def ask(self, job):
+            specs.append(job["spec"])
             return {"outcome": outcomes.pop(0)}
 
         def close(self):
@@ -209,17 +206,17 @@ def test_refusals_expire(monkeypatch):
             await trials.require(constraint(regex="a"))
 
     asyncio.run(scene())
-    assert calls == ["a", "a"]
+    assert specs == ["a", "a"]
     trials.close()
 
 
 def test_slow_grammars_delay_only_their_requester(monkeypatch):
-    calls, now = [], [0.0]
+    specs, now = [], [0.0]
 
     class Process:
-        def ask(self, about):
-            calls.append(about["spec"])
-            return {"outcome": "slow" if about["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
+        def ask(self, job):
+            specs.append(job["spec"])
+            return {"outcome": "slow" if job["spec"].startswith("slow") else "ok", "cpu_s": 3.0}
 
         def close(self):
             pass
@@ -238,24 +235,24 @@ def test_slow_grammars_delay_only_their_requester(monkeypatch):
     async def scene():
         assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
         assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
-        assert await outcome("mallory", "good 0") is None  # cached outcomes need no trial
+        assert await outcome("mallory", "good 0") is None  # a cached verdict needs no trial
         now[0] = 60.0
         assert await outcome("mallory", "slow 9") is TrialRefused
 
     asyncio.run(scene())
-    assert len(calls) == 25
+    assert len(specs) == 25
     trials.close()
 
 
-class ScriptedProcess:
-    """A process that answers when a test lets it."""
+class BlockedProcess:
+    """A process that answers once `may_answer` is set."""
 
     def __init__(self):
-        self.requested, self.may = [], None
+        self.specs, self.may_answer = [], threading.Event()
 
-    def ask(self, constraint):
-        self.requested.append(constraint["spec"])
-        while not self.may.is_set():
+    def ask(self, job):
+        self.specs.append(job["spec"])
+        while not self.may_answer.is_set():
             time.sleep(0.005)
         return {"outcome": "ok"}
 
@@ -263,13 +260,10 @@ class ScriptedProcess:
         pass
 
 
-def shared(monkeypatch):
-    import threading
-
-    slow = ScriptedProcess()
-    slow.may = threading.Event()
-    monkeypatch.setattr(module, "_Process", lambda settings: slow)
-    return Trials(vocabulary, is_shared=True), slow
+def shared_trials(monkeypatch):
+    process = BlockedProcess()
+    monkeypatch.setattr(module, "_Process", lambda settings: process)
+    return Trials(vocabulary, is_shared=True), process
 
 
 async def require_for(trials, key, spec):
@@ -278,8 +272,8 @@ async def require_for(trials, key, spec):
 
 
 def test_flooding_key_only_delays_itself(monkeypatch):
-    """Its requests beyond a few are refused; another key waits for at most one of its trials."""
-    trials, slow = shared(monkeypatch)
+    """A few of its trials wait, the rest are refused; another key's trial comes next."""
+    trials, process = shared_trials(monkeypatch)
 
     async def scene():
         flood = [asyncio.create_task(require_for(trials, "mallory", f"m{index}")) for index in range(50)]
@@ -290,9 +284,9 @@ def test_flooding_key_only_delays_itself(monkeypatch):
         ends = await asyncio.gather(*flood, alice, return_exceptions=True)
         return sum(isinstance(end, TrialsBusy) for end in ends[:-1]), ends[-1]
 
-    num_refused, alices = asyncio.run(scene())
-    assert (num_refused, alices) == (50 - 5, None)
-    assert slow.requested.index("a") <= 2
+    num_refused, alice_outcome = asyncio.run(scene())
+    assert (num_refused, alice_outcome) == (50 - 5, None)
+    assert process.specs.index("a") <= 2
     trials.close()
 
 
@@ -306,7 +300,7 @@ def test_same_constraint_is_tried_once(monkeypatch):
         await asyncio.gather(*many)
 
     asyncio.run(scene())
-    assert slow.requested == ["same"]
+    assert process.specs == ["same"]
     trials.close()
 
 
@@ -316,16 +310,16 @@ def test_disconnected_client_keeps_its_trial(monkeypatch):
     async def scene():
         num_busy = 0
         for index in range(30):
-            disconnected = asyncio.create_task(asks(trials, "mallory", f"m{index}"))
+            request = asyncio.create_task(require_for(trials, "mallory", f"m{index}"))
             await asyncio.sleep(0.01)
-            num_busy += disconnected.done() and isinstance(disconnected.exception(), TrialsBusy)
-            disconnected.cancel()
-        slow.may.set()
+            num_busy += request.done() and isinstance(request.exception(), TrialsBusy)
+            request.cancel()
+        process.may_answer.set()
         await asyncio.sleep(0.2)
         return num_busy
 
     assert asyncio.run(scene()) == 25
-    assert len(slow.requested) == 5
+    assert len(process.specs) == 5
     trials.close()
 
 
@@ -383,8 +377,8 @@ def test_refused_constraints_do_not_reach_the_engine(monkeypatch, outcome, statu
 
     received = []
 
-    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda sent: {"outcome": outcome}))
-    client = Client(taken)
+    monkeypatch.setattr(module, "_Process", lambda settings: SimpleNamespace(ask=lambda job: {"outcome": outcome}))
+    client = Client(received)
     guard_engine(client, Trials(vocabulary))
 
     async def scene():

@@ -1,4 +1,4 @@
-"""Interfaces of vLLM that need no running engine. Engines are tested in tests/integration."""
+"""Conversion of vLLM's results, without a running engine; tests/integration runs it."""
 
 import asyncio
 import os
@@ -30,8 +30,8 @@ def by_position(*values: int) -> Any:
 def test_counters_of_ranks_add_up() -> None:
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
     others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
-    result = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
-    assert result == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
+    totals = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
+    assert totals == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
 def test_no_draft_counters() -> None:
@@ -84,7 +84,7 @@ def test_several_completions():
     assert [c.text for c in generation.completions] == ["[1, 2]", "[3]"]
     assert (generation.text, generation.num_output_tokens) == ("[1, 2]", 3)
     assert (generation.speculation.num_drafts, generation.speculation.num_accepted_tokens) == (4, 3)
-    assert generation.speculation.num_lookup_tokens == 2  # one of each kind, as the plug-in counts them
+    assert generation.speculation.num_lookup_tokens == 2  # the first item of per_step_drafted in each
 
 
 def test_sampled_token_and_most_likely_tokens():
@@ -145,7 +145,7 @@ def test_refusals_of_older_vllm(monkeypatch):
             raise ValueError("the prompt is too long")
             yield
 
-    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in vLLM 0.24
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
     engine = object.__new__(VllmEngine)
     engine._llm = RefusingEngine()
     with pytest.raises(RequestRefused, match="too long"):
@@ -191,7 +191,7 @@ def test_steps_are_signs_of_life():
 
 
 def test_kill_ends_all_processes():
-    """Runs in a subprocess, because all its descendants are killed."""
+    """Runs in a subprocess, whose descendants are all killed. Zombies count as ended."""
     code = """if True:
         import psutil, subprocess, sys, time
         from peagle.engine.vllm import VllmEngine
@@ -222,7 +222,7 @@ def test_batch_rows_have_low_priority_and_the_keys_salt():
             yield output_of(completion([1, 2]))
 
     prompt = {"prompt_token_ids": [1], "cache_salt": "s"}
-    answer = asyncio.run(generate(Answering(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
+    answer = asyncio.run(generate(RecordingEngine(), "r", prompt, {"temperature": 0.0, "max_tokens": 4}, priority=1))
     assert (calls, answer.num_output_tokens) == ([(prompt, "r", 1)], 2)
 
 
@@ -306,9 +306,9 @@ def test_node_of_several_binds_its_own_ranks(monkeypatch: pytest.MonkeyPatch) ->
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
-@pytest.mark.parametrize("linked", [True, False])
-def test_kubernetes_variables_are_removed(linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes sets service variables in each pod, and vLLM would read a port from one of them."""
+@pytest.mark.parametrize("is_service", [True, False])
+def test_kubernetes_variables_are_removed(is_service: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets VLLM_PORT to an address for a service named vllm; vLLM expects a port."""
     from vllm.envs import get_vllm_port
 
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_PORT": "tcp://10.0.0.1:8000" if is_service else "29500"})

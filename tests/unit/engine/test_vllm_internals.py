@@ -1,4 +1,4 @@
-"""vLLM's internals still match the assumptions of `vllm_internals.py`."""
+"""vLLM's internals are still as `vllm_internals.py` expects."""
 
 import inspect
 import os
@@ -40,13 +40,13 @@ def test_vocabulary(embedded_target: Path) -> None:
         model_config=SimpleNamespace(get_vocab_size=lambda: 49_152),
         speculative_config=None,
     )
-    result = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
-    assert result.vocab_size == 49_152
-    assert result.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
+    info = xgrammar.TokenizerInfo.deserialize_json(vllm_internals.vocabulary(config, tokenizer))
+    assert info.vocab_size == 49_152
+    assert info.decoded_vocab[tokenizer.encode("lighthouse", add_special_tokens=False)[0]] == b"l"
 
 
 def test_vllm_still_compiles_schemas_without_a_limit() -> None:
-    """Once this fails, vLLM has fixed issue 54003, or accepts requests through another call."""
+    """Once this fails, vLLM has fixed issue 54003 or receives requests by another call."""
     from vllm import AsyncLLMEngine
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
@@ -105,14 +105,14 @@ def test_root_cause_of_a_failed_start() -> None:
 
 def test_root_cause_with_time_limit() -> None:
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
-    late = EngineError("the engine did not start within 5 s", hint="h")
-    error = with_root_cause(late, log)
+    timeout = EngineError("the engine did not start within 5 s", hint="h")
+    error = with_root_cause(timeout, log)
     assert error.message == "the engine did not start within 5 s: ValueError: no route to the hub"
     assert error.hint == "h"
 
 
 def test_vllm_log_line_format() -> None:
-    """In a subprocess, because vLLM decorates its output."""
+    """Runs in a subprocess, because vLLM replaces its output streams."""
     code = """if True:
         from vllm.logger import init_logger
         from vllm.utils.system_utils import decorate_logs

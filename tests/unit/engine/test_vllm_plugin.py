@@ -51,7 +51,7 @@ def test_core_ends_with_its_parent() -> None:
 
 
 def test_vllm_cores_still_outlive_their_parent() -> None:
-    """Once this fails, vLLM has fixed issue 55510, and `end_with_starter` can be removed."""
+    """Once this fails, vLLM has fixed issue 55510: `end_with_starter` can go."""
     from vllm.v1.engine import core, utils
 
     assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
@@ -72,11 +72,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(table=cpu_triton_utils, sampler=rejection_sampler)
 
 
-class Registered:
-    """A kernel as vLLM 0.32's `dispatcher.KernelOverride` launches it.
-
-    With positional arguments, calling only its function.
-    """
+class KernelLauncher:
+    """Launches a kernel like vLLM 0.32's `KernelOverride`: only its function, with positional arguments."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -112,8 +109,8 @@ def test_kernel_is_replaced_by_its_second_name(kernels: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda output, values, ends, *_, **__: output.copy_(values[[0, 0, 0, 2, 3, 3]]),  # nothing is replaced
-        lambda output, values, ends, *_, **__: None,  # the output is unchanged
+        lambda output, values, ends, *_, **__: output.copy_(values[[0, 0, 0, 2, 3, 3]]),  # copies, but replaces nothing
+        lambda output, values, ends, *_, **__: None,  # writes nothing
         lambda output, values, ends, *_, **__: output.fill_(1),
     ],
 )
@@ -130,7 +127,7 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
         kernels.sampler.expand_kernel = KernelLauncher(lambda *_, **__: None)
 
     monkeypatch.setattr(worker_base.WorkerWrapperBase, "init_device", install)
-    for _ in range(2):  # plug-ins may be loaded more than once
+    for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.probe_before_loading()
     worker = worker_base.WorkerWrapperBase.__new__(worker_base.WorkerWrapperBase)
     worker.vllm_config = SimpleNamespace(speculative_config=None)
@@ -140,9 +137,9 @@ def test_worker_probes_only_with_a_drafter(kernels: Any, monkeypatch: pytest.Mon
         worker.init_device()
 
 
-def test_vllms_own_kernel_is_still_wrong(script_lines: list[str]) -> None:
-    """Once this fails, vLLM has fixed issue 55005: remove `replace_kernel` and keep the probe."""
-    assert "the kernel is right: False" in script_lines
+def test_vllms_own_kernel_is_still_wrong(script_output: list[str]) -> None:
+    """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can go, and the probe stays."""
+    assert "the kernel is right: False" in script_output
 
 
 def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +169,7 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch: pytest.MonkeyPatch) 
     assert OfflineManager().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
 
 
-# Runs in a subprocess because it patches torch and vLLM permanently; shared because importing vLLM dominates.
+# Runs in a subprocess, because it patches torch and vLLM permanently; shared by tests, because importing vLLM is slow.
 _SCRIPT = """if True:
     import os, sys, torch
     from contextlib import nullcontext
@@ -194,10 +191,10 @@ _SCRIPT = """if True:
             factors.append(str(envs.compile_factors()))
         return [factors.index(key) for key in factors]
 
-    print("keys without the fix:", keys())
-    for _ in range(2):  # plug-ins may be loaded more than once
+    print("original keys:", keys())
+    for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.share_between_cores()
-    print("keys with the fix:", keys())
+    print("fixed keys:", keys())
 
     class Model(torch.nn.Module):
         _is_encoder = False
@@ -214,15 +211,15 @@ _SCRIPT = """if True:
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(model.forward, fullgraph=True, backend="inductor", options=options)
     compiled.aot_compile(((x,), {})).save_compiled_function(path)
-    print("loaded without the fix:", decorators._try_load_aot_compiled_fn(model, path))
+    print("loaded originally:", decorators._try_load_aot_compiled_fn(model, path))
     vllm_plugin.load_compiled()
-    print("loaded with the fix:", decorators._try_load_aot_compiled_fn(model, path)(model, x).tolist())
+    print("loaded when fixed:", decorators._try_load_aot_compiled_fn(model, path)(model, x).tolist())
 """
 
 
 @pytest.fixture(scope="module")
-def script_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The lines printed by the script."""
+def script_output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines that the script prints."""
     path = tmp_path_factory.mktemp("compiled") / "model"
     command = [sys.executable, "-c", _SCRIPT, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -230,25 +227,22 @@ def script_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_vllm_still_fails_to_load_compiled_code(script_lines: list[str]) -> None:
-    """Once this fails, vLLM or torch has fixed it, and `load_compiled` can be removed."""
-    assert "loaded without the fix: None" in script_lines
+def test_vllm_still_fails_to_load_compiled_code(script_output: list[str]) -> None:
+    """Once this fails, vLLM or torch has fixed it: `load_compiled` can go."""
+    assert "loaded originally: None" in script_output
 
 
-def test_compiled_code_is_loaded(script_lines: list[str]) -> None:
-    assert "loaded with the fix: [1.0, 1.0, 1.0, 2.0]" in script_lines
+def test_compiled_code_is_loaded(script_output: list[str]) -> None:
+    assert "loaded when fixed: [1.0, 1.0, 1.0, 2.0]" in script_output
 
 
-def test_vllm_cache_keys_still_depend_on_cores(script_lines: list[str]) -> None:
-    """Once this fails, vLLM's compile-cache keys no longer depend on which cores are used.
-
-    Remove `share_between_cores`.
-    """
-    assert "keys without the fix: [0, 1, 2]" in script_lines
+def test_vllms_cache_keys_still_depend_on_cores(script_output: list[str]) -> None:
+    """Once this fails, vLLM's compile-cache keys no longer depend on the cores: `share_between_cores` can go."""
+    assert "original keys: [0, 1, 2]" in script_output
 
 
-def test_engines_with_equal_core_counts_share_compiled_code(script_lines: list[str]) -> None:
-    assert "keys with the fix: [0, 0, 2]" in script_lines
+def test_engines_with_equal_core_counts_share_compiled_code(script_output: list[str]) -> None:
+    assert "fixed keys: [0, 0, 2]" in script_output
 
 
 def test_vllm_still_refuses_unverifiable_parameters() -> None:
@@ -267,8 +261,8 @@ PROCESSORS = "v1/sample/logits_processor/__init__.py"
 
 
 @pytest.fixture
-def patched_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's scheduler, parameters and processors, with the work-around, which is undone after the test."""
+def scheduler_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A scheduler class with the work-around, which is undone after the test."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor
 
@@ -281,30 +275,30 @@ def patched_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
-    min_tokens_only = logits_processor.LogitsProcessors(
+    processors = logits_processor.LogitsProcessors(
         [logits_processor.MinTokensLogitsProcessor(None, torch.device("cpu"), False)]
     )
-    monkeypatch.setattr(logits_processor, "build_logitsprocs", lambda *arguments, **options: min_tokens_only)
+    monkeypatch.setattr(logits_processor, "build_logitsprocs", lambda *arguments, **options: processors)
     monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.build_logitsprocs", None)
-    for _ in range(2):  # plug-ins may be loaded more than once
+    for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.skip_drafts()
     return Scheduler
 
 
-def test_unverifiable_requests_have_no_drafts(patched_scheduler: Any) -> None:
+def test_unverifiable_requests_have_no_drafts(scheduler_class: Any) -> None:
     from vllm import SamplingParams
     from vllm.v1.outputs import DraftTokenIds
 
     kinds = {"plain": {}, "biased": {"logit_bias": {7: 1.0}}, "min_p": {"min_p": 0.1}, "top_p": {"top_p": 0.5}}
     requests = {name: SimpleNamespace(sampling_params=SamplingParams(**kind)) for name, kind in kinds.items()}
-    scheduler = patched_scheduler(requests)
+    scheduler = scheduler_class(requests)
     scheduler.update_draft_token_ids(DraftTokenIds([*kinds, "gone"], [[1, 2] for _ in range(5)]))
     assert scheduler.received == [[[1, 2], [], [], [1, 2], [1, 2]]]
     for request in requests.values():
         request.sampling_params._validate_spec_decode(object())  # does not raise
 
 
-def test_engine_with_drafter_has_both_processors(patched_scheduler: Any) -> None:
+def test_engine_with_drafter_has_both_processors(scheduler_class: Any) -> None:
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
 
@@ -314,12 +308,12 @@ def test_engine_with_drafter_has_both_processors(patched_scheduler: Any) -> None
         scheduler_config=SimpleNamespace(max_num_seqs=2),
     )
     for build in (logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs):
-        built = build(config, torch.device("cpu"), False, False, ())
-        assert [type(processor).__name__ for processor in built.non_argmax_invariant] == [
+        processors = build(config, torch.device("cpu"), False, False, ())
+        assert [type(processor).__name__ for processor in processors.non_argmax_invariant] == [
             "MinTokensLogitsProcessor",
             "LogitBiasLogitsProcessor",
         ]
-        assert [type(built_in).__name__ for built_in in built.argmax_invariant] == ["MinPLogitsProcessor"]
-        config.speculative_config, original_config = None, config.speculative_config
+        assert [type(processor).__name__ for processor in processors.argmax_invariant] == ["MinPLogitsProcessor"]
+        config.speculative_config, speculation = None, config.speculative_config
         assert len(list(build(config, torch.device("cpu"), False, False, ()).all)) == 1
-        config.speculative_config = original_config
+        config.speculative_config = speculation

@@ -1,4 +1,4 @@
-"""Lookup with a head in vLLM's scheduler: its drafts do not change the target's text."""
+"""Prompt lookup next to a head, in vLLM's scheduler; its drafts do not change the target's text."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ from peagle.engine import vllm_plugin
 
 
 class Scheduler:
-    """The patched parts of vLLM's scheduler: the drafts after a step, and the count of accepted drafts."""
+    """The patched methods of vLLM's scheduler: drafts after a step, and counts of accepted tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.requests: dict[str, Any] = {}
@@ -32,31 +32,33 @@ class Scheduler:
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
 
     def accept(self, request_id: str, num_accepted: int) -> str:
-        """Call it like vLLM does."""
+        """Call it like vLLM."""
         return self.make_spec_decoding_stats(
             None, num_draft_tokens=3, num_accepted_tokens=num_accepted, request_id=request_id
         )
 
 
 def config_of(**other: Any) -> SimpleNamespace:
-    config = {
+    settings = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **other,
     }  # fmt: skip
-    speculation = SimpleNamespace(**{name: config[name] for name in ("draft_sample_method", "rejection_sample_method")})
+    speculation = SimpleNamespace(
+        **{name: settings[name] for name in ("draft_sample_method", "rejection_sample_method")}
+    )
     return SimpleNamespace(
         speculative_config=speculation,
-        scheduler_config=SimpleNamespace(async_scheduling=config["is_async"]),
-        use_v2_model_runner=config["use_v2_model_runner"],
+        scheduler_config=SimpleNamespace(async_scheduling=settings["is_async"]),
+        use_v2_model_runner=settings["use_v2_model_runner"],
     )
 
 
 @pytest.fixture
 def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scheduler]:
-    """A scheduler of an engine with lookup of n-grams of two tokens."""
+    """Make a scheduler that looks up n-grams of two tokens."""
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
-    for _ in range(2):  # plug-ins may be loaded more than once
+    for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.look_up_drafts()
     monkeypatch.setenv(vllm_plugin.LOOKUP, "2")
     return lambda **other: patched(config_of(**other))
@@ -87,12 +89,12 @@ def test_scheduler_copies_and_counts_by_source(
     assert scheduler.received == [[[2, 3, 4]]]
     assert scheduler.accept("one", 3) == "one: 3 of 3"
     request.append_output_token_ids([2, 3, 4, 8])
-    scheduler.update_draft_token_ids(drafted(7, 9, 9))
-    assert scheduler.taken[-1] == [[7, 9, 9]]
+    scheduler.update_draft_token_ids(draft_ids(7, 9, 9))
+    assert scheduler.received[-1] == [[7, 9, 9]]
     scheduler.accept("one", 2)  # both come from the head
     assert sum(request.spec_decode_metrics.per_step_drafted) == 2
     request.spec_decode_metrics.observe(3, 3)
-    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # internal metric
+    assert "per_step_drafted" not in request.spec_decode_metrics.to_dict()  # no client sees it
 
 
 def test_prefill_and_finished_requests_are_unchanged(make_scheduler: Callable[..., Scheduler]) -> None:
@@ -155,15 +157,15 @@ def test_unsupported_lookup_does_not_start(
 
 
 def test_lookup_fits_vllms_scheduler() -> None:
-    """Once this fails, vLLM passes drafts on differently; review `look_up_drafts`."""
-    from vllm.v1.core.sched.scheduler import Scheduler as Vllms
+    """Once this fails, vLLM passes drafts differently: check `look_up_drafts`."""
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
     assert list(inspect.signature(VllmScheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
     counts = inspect.getsource(VllmScheduler.update_from_output).partition("self.make_spec_decoding_stats(")[2]
     assert re.search(r"num_accepted_tokens=num_accepted,.*request_id=req_id", counts.partition(")")[0], re.DOTALL)
 
 
-# Runs in a subprocess because vLLM's kernels depend on the processor. Each row is a request with two draft tokens.
+# Runs in a subprocess, because it imports vLLM's kernels for this CPU. Each row is a request with two draft tokens.
 _SAMPLES = """if True:
     import json, sys, torch
     from types import SimpleNamespace
@@ -188,10 +190,10 @@ _SAMPLES = """if True:
 """
 
 
-def test_certain_drafts_keep_the_distribution() -> None:
-    """Looked-up tokens are certain, like a head's greedy drafts.
+def test_drafts_without_probabilities_keep_the_distribution() -> None:
+    """Like a head's greedy drafts, tokens from lookup have no probabilities in vLLM.
 
-    VLLM gets no draft probabilities. The two drafted tokens keep the target's frequencies.
+    Sampled pairs of tokens must follow the target's distribution.
     """
     num, drafts = 6000, [1, 3]
     chances = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
@@ -200,12 +202,12 @@ def test_certain_drafts_keep_the_distribution() -> None:
         [sys.executable, "-c", _SAMPLES, job], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    seen = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
-    # A step ends after a token that differs from the draft.
-    known: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
-    known |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
-    assert seen.total() == num
-    assert p_value(seen, known) > 1e-4, seen
-    # Detects a sampler that counts a draft's probability twice, as if the head had been uncertain.
-    twice = known | {(1, 3): known[1, 3] * 1.5, (1, 4): known[1, 4] - known[1, 3] / 2}
-    assert power(known, twice, num, 1e-4) > 0.98
+    counts = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
+    # If the first draft token is rejected, the step ends.
+    expected: dict[Hashable, float] = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
+    expected |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
+    assert counts.total() == num
+    assert p_value(counts, expected) > 1e-4, counts
+    # The test must detect a sampler that overweights drafts, as if the head had given probabilities.
+    biased = expected | {(1, 3): expected[1, 3] * 1.5, (1, 4): expected[1, 4] - expected[1, 3] / 2}
+    assert power(expected, biased, num, 1e-4) > 0.98

@@ -54,7 +54,7 @@ def work_around(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the work-around for stop strings; it is undone after the test."""
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
-    for _ in range(2):  # plug-ins may be loaded more than once
+    for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.cut_at_stop_strings()
 
 
@@ -63,7 +63,7 @@ def _original(function: Any) -> Any:
 
 
 def answer(tokenizer: Any, tokens: Sequence[int], sizes: Iterator[int], n: int = 1, **sampling: Any) -> dict[str, Any]:
-    """Return the merged answer of all steps; `sizes` are the tokens per step."""
+    """Return the merged answer of all steps; `sizes` are their numbers of tokens."""
     processor = OutputProcessor(tokenizer, log_stats=False)
     params = SamplingParams(n=n, max_tokens=len(tokens), logprobs=1, **sampling)
     params.update_from_generation_config({}, tokenizer.eos_token_id)
@@ -128,26 +128,25 @@ def test_answer_is_independent_of_accepted_tokens(
             "skip_special_tokens": rng.choice([True, False]),
             "output_kind": kind,
         }
-        one_per_step = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
-        drafted = answer(tokenizer, tokens, iter(lambda: draw.randint(1, 8), 0), n, **sampling)
-        assert drafted == one_per_step, (stop, sampling)
-        seen.add(one_per_step["choices"][0]["ends"][1])
+        one_by_one = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
+        several_at_a_time = answer(tokenizer, tokens, iter(lambda: rng.randint(1, 8), 0), n, **sampling)
+        assert several_at_a_time == one_by_one, (stop, sampling)
+        seen.add(one_by_one["choices"][0]["ends"][1])
     assert len(seen) > 5, "several stop strings, and none, must have ended an answer"
 
 
 def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, vLLM has fixed it (pull request 47616).
+    """Once this fails, vLLM has fixed it (pull request 47616): `cut_at_stop_strings` can go.
 
-    Remove `cut_at_stop_strings`. The test above must also pass without it, because the pull request excludes steps
-    that the core ended itself.
+    The test above must pass without it, too: that pull request leaves out steps that the core ended itself.
     """
     monkeypatch.setattr(BaseIncrementalDetokenizer, "update", _original(BaseIncrementalDetokenizer.update))
     monkeypatch.setattr(LogprobsProcessor, "update_from_output", _original(LogprobsProcessor.update_from_output))
     tokens = tokenizer.encode("Repeat\nand so on")
-    one_per_step = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
-    drafted = answer(tokenizer, tokens, itertools.repeat(4), stop=["\n"])["choices"][0]
-    assert drafted["text"] == one_per_step["text"] == "Repeat"
-    assert (len(one_per_step["tokens"]), len(drafted["tokens"])) == (2, 4)
+    one_by_one = answer(tokenizer, tokens, itertools.repeat(1), stop=["\n"])["choices"][0]
+    several_at_a_time = answer(tokenizer, tokens, itertools.repeat(4), stop=["\n"])["choices"][0]
+    assert several_at_a_time["text"] == one_by_one["text"] == "Repeat"
+    assert (len(one_by_one["tokens"]), len(several_at_a_time["tokens"])) == (2, 4)
 
 
 def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
@@ -168,7 +167,7 @@ def bonus_logits(monkeypatch: pytest.MonkeyPatch, *, is_fixed: bool) -> Any:
     )
     monkeypatch.setattr(Sampler, "apply_logits_processors", _original(Sampler.apply_logits_processors))
     if is_fixed:
-        for _ in range(2):  # plug-ins may be loaded more than once
+        for _ in range(2):  # a process may load plug-ins more than once
             vllm_plugin.count_drafts_toward_min_tokens()
     Sampler().apply_logits_processors(torch.zeros(4, 9), metadata, predict_bonus_token=False)
     assert processor.apply(torch.zeros(4, 9))[:, 5].isinf().all(), "the processor is unchanged"
@@ -182,5 +181,5 @@ def test_token_after_min_tokens_may_end_an_answer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_vllm_still_counts_no_drafts_toward_min_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, vLLM has fixed it: remove `count_drafts_toward_min_tokens`."""
+    """Once this fails, vLLM has fixed it: `count_drafts_toward_min_tokens` can go."""
     assert bonus_logits(monkeypatch, is_fixed=False)[:, 5].isinf().all()

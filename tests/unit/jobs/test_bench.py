@@ -73,7 +73,7 @@ def test_bench_exit_codes(
 def test_sigterm_interrupts_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)  # Ray's handler when the whole suite runs, otherwise the default
+    before = signal.getsignal(signal.SIGTERM)  # Ray's handler if another test started Ray
     monkeypatch.setattr(runner, "bench", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     assert run(["bench"]) == 3
     assert "peagle bench: interrupted" in capsys.readouterr().err

@@ -43,12 +43,12 @@ def test_docs_match_cost_command(peagle, block):
 def test_docs_match_savings(peagle):
     saved = json.loads(peagle("cost", "runs/serve", "--format", "json"))["total"]["saved"]
     drafter = saved["speculation"]
-    result = (
+    savings = (
         saved["generation_usd"], saved["prompt_usd"], drafter["without_usd"], drafter["error_usd"], drafter["usd"],
     )  # fmt: skip
     text = DOCS.read_text(encoding="utf-8").partition("## What was saved")[2]
-    by_hand = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
-    assert [f"{usd:.6f}" for usd in result] == by_hand
+    documented = re.findall(r"^\|.*\| (\d+\.\d{6}) \|$", text, re.MULTILINE)[1:]
+    assert [f"{usd:.6f}" for usd in savings] == documented
 
 
 def test_formats_have_the_same_total(peagle):
@@ -94,11 +94,11 @@ def test_drafter_that_loses_money_is_reported(peagle):
     setups = [{"head": "head", "method": "peagle", "k": 4}]
     report = {"model": "m", "cells": cells, "setups": setups, **HARDWARE}
     Path("bench.json").write_text(json.dumps(report), encoding="utf-8")
-    output = peagle("cost", "runs/serve", "--baseline", "bench.json")
-    assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in output
-    assert "where 5.00 breaks even" in output
-    output = peagle("cost", "runs/*", "--baseline", "bench.json")
-    assert "! 1 runs used different hardware or precision from the baseline: runs/nightly, ..." in output
+    text = peagle("cost", "runs/serve", "--baseline", "bench.json")
+    assert "! Speculation loses money: generation with head for gpt-oss-20b cost $3.44 more than without" in text
+    assert "where 5.00 breaks even" in text
+    text = peagle("cost", "runs/*", "--baseline", "bench.json")
+    assert "! 1 runs used different hardware or precision from the baseline: runs/nightly, ..." in text
 
 
 def test_months_add_up_to_all_time(peagle):
@@ -129,9 +129,9 @@ def test_invalid_period_or_dimension(peagle, flags, message):
 
 def test_currency_conversion(peagle):
     arguments = ("cost", "runs/serve", "--month", "2026-11", "--currency", "EUR", "--rate", "0.5")
-    output = peagle(*arguments)
-    assert "13.76 EUR" in output
-    assert "Converted at 0.5 EUR per dollar on all days." in output
+    text = peagle(*arguments)
+    assert "13.76 EUR" in text
+    assert "Converted at 0.5 EUR per dollar on all days." in text
     assert ",EUR," in peagle(*arguments, "--format", "focus")
 
 

@@ -1,4 +1,4 @@
-"""`peagle deploy`: its targets write a file, and run a client with --apply."""
+"""`peagle deploy`: files, and clients run by --apply."""
 
 import json
 import stat
@@ -44,7 +44,7 @@ def kuberay(*argv):
 def test_kuberay_prints_objects_and_required_secrets(job, capsys):
     assert kuberay(job, "--env-secret", "aws") == 0
     printed = capsys.readouterr()
-    assert [document["kind"] for document in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
+    assert [item["kind"] for item in yaml.safe_load_all(printed.out)] == ["ConfigMap", "RayJob"]
     assert "kubectl create secret generic peagle-ray" in printed.err
     assert "kubectl create secret generic aws" in printed.err
 

@@ -12,8 +12,7 @@ FLAGS = ("--instance-type", "ml.g7e.2xlarge", "--image", "i", "--role", "arn:aws
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A fake SageMaker that records its calls."""
-
+    """Replace SageMaker by a class that records calls."""
     calls = []
 
     class Api:
@@ -51,7 +50,7 @@ def test_sagemaker_create(calls, capsys):
         "/tmp",
         True,
     )
-    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and stops the charges" in capsys.readouterr().out
+    assert f"`peagle deploy sagemaker --down {MODEL}` deletes it and its costs" in capsys.readouterr().out
 
 
 def test_sagemaker_down(calls, capsys):

@@ -7,8 +7,8 @@ from jobs import cli
     ("output", "message"),
     [
         ("s3://nowhere/run", "create the bucket"),
-        ("s3://bucket", "must be a local folder or s3://BUCKET/FOLDER, not 's3://bucket'"),
-        ("gs://bucket/run", "must be a local folder or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
+        ("s3://bucket", "it is a local folder, or s3://BUCKET/FOLDER, not 's3://bucket'"),
+        ("gs://bucket/run", "it is a local folder, or s3://BUCKET/FOLDER, not 'gs://bucket/run'"),
     ],
 )
 def test_invalid_output_is_refused_before_reading_the_corpus(s3, capsys, output, message):

@@ -26,11 +26,11 @@ def test_closed_pipe_ends_command_silently(argv, unbuffered):
     with subprocess.Popen(
         [*PEAGLE, *argv], stdout=write_end, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
     ) as process:
-        os.close(writes)
-        _, error_text = process.communicate(timeout=120)
+        os.close(write_end)
+        _, stderr = process.communicate(timeout=120)
     assert process.returncode in (0, SIGPIPE_CODE)
-    assert b"roken" not in error_text
-    assert error_text == b"" or "--json" in argv  # text output then goes to standard error
+    assert b"roken" not in stderr
+    assert stderr == b"" or "--json" in argv  # with --json -, text is on standard error
 
 
 def test_pipe_into_head():

@@ -55,13 +55,13 @@ def test_metrics_port_of_remote_cluster_is_refused(serve_error, monkeypatch):
     assert "ray start --metrics-export-port" in error
 
 
-def listens_at(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
-    """Make Serve report a fixed address, whatever the options."""
+def set_listening_address(monkeypatch, host, port, ssl_certfile=None, ssl_keyfile=None):
+    """Let Serve listen at a fixed address, regardless of its options."""
     from ray import serve
     from ray.serve import context
 
-    server_address = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
-    client = SimpleNamespace(http_config=server_address)
+    http_config = SimpleNamespace(host=host, port=port, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile)
+    client = SimpleNamespace(http_config=http_config)
     monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(context, "_get_global_client", lambda: client)
 
@@ -106,10 +106,10 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
     from pipelines.online import app
 
     calls = []
-    existing = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
+    overview = ApplicationStatusOverview(ApplicationStatus(status), "", 0.0, {})
     monkeypatch.setattr(app, "bind", lambda *_: None)
-    listens_at(monkeypatch, ServeConfig().host, ServeConfig().port)
-    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": existing, "another": existing}))
+    set_listening_address(monkeypatch, ServeConfig().host, ServeConfig().port)
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"peagle": overview, "another": overview}))
     for name in ("run", "delete", "shutdown"):
         monkeypatch.setattr(serve, name, lambda *_, _what=name, **__: calls.append(_what))
     with pytest.raises(ConfigError, match=rf"an application `peagle` \({status}\)") if is_refused else nullcontext():
@@ -130,23 +130,23 @@ def test_address_of_running_serve_must_match(monkeypatch, tmp_path, host, port):
 
 
 @pytest.mark.parametrize(
-    ("running", "wanted", "how"),
+    ("running", "options", "message"),
     [
         ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "with the certificate /c.pem"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
     ],
 )
-def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, wanted, how):
+def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, options, message):
     """Otherwise keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    listens_at(monkeypatch, "127.0.0.1", 8000, **running)
-    with pytest.raises(ConfigError, match=f"{how}"):
-        _deploy(ServeConfig(state=tmp_path, **wanted), None, [], is_remote=True)
+    set_listening_address(monkeypatch, "127.0.0.1", 8000, **running)
+    with pytest.raises(ConfigError, match=message):
+        _deploy(ServeConfig(state=tmp_path, **options), None, [], is_remote=True)
 
 
 def test_certificate_without_key_is_refused(serve_error, tmp_path):

@@ -119,7 +119,7 @@ def test_set_and_rotate(tmp_path, capsys):
     (after,) = read_keys(file)
     assert (find(old, [after]), find(new, [after])) == (None, after)
     assert (after.budget_usd, after.requests_per_min, after.is_operator) == (20.0, None, False)
-    assert after.created_at == before["created_at"]  # so its spending still counts
+    assert after.created_at == before["created_at"]  # its earlier spending still counts
     assert "did you mean alice" in keys("rotate", "alcie", code=2).err
     assert "budget_usd" in keys("set", "alice", "--budget-usd", "-1", code=2).err
     assert read_keys(file) == (after,)

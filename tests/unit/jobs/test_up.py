@@ -52,7 +52,7 @@ def test_up_chooses_a_free_port(recorder):
             other.bind(("127.0.0.1", 8000))
             other.listen()
         except OSError:
-            pass  # the port is in use
+            pass  # already in use
         assert cli.run(["up"]) == 0
     assert recorder.port != 8000
 

@@ -56,8 +56,8 @@ def test_values_without_published_figures_must_be_stated():
 
 def test_published_and_measured_speeds_are_compared(sweep):
     cells = [{"method": "peagle", "k": 7, "concurrency": 128, "output_tokens_per_s": 20_000.0}]
-    ours = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
-    result = plan(measured=[ours, QWEN], market="on_demand")
+    own_sweep = sweep(model=QWEN, instance_type="p5.48xlarge", cells=cells)
+    result = plan(measured=[own_sweep, QWEN], market="on_demand")
     assert {option["measured"] for option in result["options"]} == {"sweep.json", f"{QWEN} (published, one B200)"}
     assert "measured in" in text_plan(result)
 
@@ -83,7 +83,7 @@ def test_estimate_without_interruptions():
 def test_estimate_with_interruptions():
     result = estimate(machine(**SPOT), 1, 360_000)
     assert result is not None
-    assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the head of estimate.py
+    assert result.device_s.total == pytest.approx(3708.0, abs=0.1)  # the example at the top of estimate.py
     assert result.wall_s == pytest.approx(3723.5, abs=0.1)
     assert result.lost_share == pytest.approx(8.0 / 3708, rel=0.01)
 
@@ -98,18 +98,18 @@ def test_devices_without_an_engine_are_idle():
 
 @pytest.mark.parametrize("changes", [{}, SPOT, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
 def test_machines_for_is_minimal(changes):
-    service = machine(**changes)
-    num = machines_for(service, 50e6, 7200, provision_s=180)
+    candidate = machine(**changes)
+    num = machines_for(candidate, 50e6, 7200, provision_s=180)
     assert num is not None
     assert num > 2
     for count, is_in_time in ((num, True), (num - 1, False)):
-        result = estimate(service, count, 50e6, provision_s=180)
+        result = estimate(candidate, count, 50e6, provision_s=180)
         assert result is not None
         assert (result.wall_s <= 7200 + 1e-6) is is_in_time
 
 
 def test_a_service_does_not_pay_during_replacements():
-    service = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
-    assert service.wall_per_paid == 2
-    assert service.sustained_tokens_per_s == 50
-    assert service.usd_per_sustained_h == 1.8
+    candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
+    assert candidate.wall_per_paid == 2
+    assert candidate.sustained_tokens_per_s == 50
+    assert candidate.usd_per_sustained_h == 1.8

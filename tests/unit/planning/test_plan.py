@@ -23,7 +23,7 @@ def plan(sweep, prices):
 
 def test_the_cheapest_fleet_within_the_deadline(plan):
     chosen = plan()["chosen"]
-    # 400 tokens/s per machine, 8 h minus 280 s: 11.4 M tokens each; spot is a quarter of the price here.
+    # 400 tokens/s per machine, 8 h less 280 s: 11.4 M tokens each; spot costs a quarter.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -42,7 +42,7 @@ def test_a_latency_limit_chooses_the_drafter(plan):
 
 
 def test_break_even_acceptance_length(plan):
-    # At 1.6 it reaches 50 tokens/s; without a drafter the best within 30 ms is 40.
+    # 50 tokens/s at a length of 1.6; the best without a drafter within 30 ms has 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
@@ -66,7 +66,7 @@ def test_sensitivity_names_exceeded_limits(plan):
 
 def test_a_service_has_machines_and_dollars_per_hour(plan):
     result = plan(tokens=None, within=None, tokens_per_s=1000, market="on_demand", target_utilisation=1)
-    assert result["chosen"]["num_machines"] == 3  # 400 per machine
+    assert result["chosen"]["num_machines"] == 3  # 400 tokens/s per machine
     assert result["chosen"]["usd_per_h"] == 12
     assert result["chosen"]["usd_per_million_tokens"] == pytest.approx(12 / 3.6)
     assert "machines used to 100% of their capacity" in text_plan(result)
@@ -98,14 +98,14 @@ def test_benchmark_reports_are_read(plan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "message",
+    "notes",
     [
         {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
-        {"notes": ["Not finished: 3 passes are left."]},  # a report from before this key existed
+        {"notes": ["Not finished: 3 passes are left."]},  # reports of earlier versions have no key caveats
     ],
 )
-def test_caveats_of_a_benchmark_are_in_the_plan(message, plan, tmp_path):
-    report = message | {
+def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, tmp_path):
+    report = notes | {
         "model": "m", "labels": [], "price": None, "engine": {"tensor_parallel_size": 1},
         "hardware": {"platform": "cuda", "num_cpus": 8, "accelerator": "BIG"},
         "cells": [{"method": "none", "k": 0, "concurrency": 4, "output_tokens_per_s": 900.0, "start_s": 60.0}],
@@ -268,8 +268,8 @@ def test_text_names_file_and_precision(plan, sweep, tmp_path):
     text = text_plan(plan(measured=reports, instance_types="box-2", within=None))
     where = f"{reports[0]} (fp8 weights, fp8 KV cache)"
     assert f"requests at once on each, as measured in {where}; " in text
-    assert text.count(where) > 1, "and so do the rows"
-    single = text_plan(plan(measured=both[:1], instance_types="box-2", within=None))
+    assert text.count(where) > 1, "the rows name it, too"
+    single = text_plan(plan(measured=reports[:1], instance_types="box-2", within=None))
     assert "measured in" not in single
 
 

@@ -71,15 +71,15 @@ def test_profile_completes_the_options(file):
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("options", "expected"),
     [
         ({"drafter": "none"}, {"drafter": "none", "num_speculative_tokens": None, "max_num_seqs": 4}),
         ({"num_speculative_tokens": 7}, {"drafter": "auto", "num_speculative_tokens": 7}),
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_related_options_are_replaced_together(message, expected, file):
-    keys = EngineOptions(profile=file, **message)
+def test_related_options_are_replaced_together(options, expected, file):
+    keys = EngineOptions(profile=file, **options)
     assert {name: getattr(keys, name) for name in expected} == expected
 
 

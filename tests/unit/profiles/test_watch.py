@@ -18,7 +18,7 @@ def test_needed_length_of_the_nearest_concurrency():
 
 def test_the_warning_names_the_flag():
     watch = DrafterWatch(NEEDED)
-    assert watch.new(num_drafts=199, acceptance_length=1.2, concurrency=1) == []  # too few to be significant
+    assert watch.new(num_drafts=199, acceptance_length=1.2, concurrency=1) == []  # too few drafts
     assert watch.new(num_drafts=200, acceptance_length=1.6, concurrency=1) == []
     (warning,) = watch.new(num_drafts=300, acceptance_length=1.6, concurrency=7)
     assert "1.60 tokens per step, but this hardware needs 2.00" in warning

@@ -63,11 +63,11 @@ def values_of(name):
         "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 1,
         "presence_penalty": 1,
     }  # fmt: skip
-    other_fields = {
+    required_with = {
         "top_logprobs": {"logprobs": True}, "tools": {"tool_choice": "none"},
         "continue_final_message": {"add_generation_prompt": False},
     }  # fmt: skip
-    return {name: known.get(name, True), **other_fields.get(name, {})}
+    return {name: examples.get(name, True), **required_with.get(name, {})}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_constraint_names_equal_those_of_vllm():
         ("structured_outputs", StructuredOutputsParams),
         ("repetition_detection", RepetitionDetectionParams),
     ):
-        known = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
-        parsed = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
-        assert all(field in parsed for field in known)
+        names = {field for field in kind.__dataclass_fields__ if not field.startswith("_")}
+        message = parse_body(COMPLETIONS_URL, {"prompt": "x", name: {"none": 1}})
+        assert all(field in message for field in names)
 
 
 def test_page_has_the_table():

@@ -1,4 +1,4 @@
-"""Messages in every form of OpenAI's clients, compared with vLLM's parsing."""
+"""Messages in every form of OpenAI's clients, compared with vLLM's conversations."""
 
 import copy
 
@@ -69,13 +69,13 @@ def test_messages_match_vllm(name):
 
 
 def test_tool_arguments_may_be_an_object():
-    """Conversation files contain objects."""
+    """Conversation files often have objects."""
     call = {**CALL, "function": {"name": "f", "arguments": {"city": "Oslo"}}}
     assert parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])[1]["tool_calls"] == [call]
 
 
 def test_null_keys_are_dropped():
-    """Columnar files give each struct all keys."""
+    """In columnar files, every struct has every key."""
     assert parse_messages([{**USER, "tool_calls": None, "name": None}]) == [USER]
 
 

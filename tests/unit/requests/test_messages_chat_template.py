@@ -61,13 +61,11 @@ def test_conversation_matches_vllm(chat, template):
     from vllm.renderers import hf
 
     text = TEMPLATES[template]
-    vllm_conversation = of_vllm(CHATS[chat], "openai" if takes_parts(text) else "string")
-    if any(m["role"] == "developer" for m in vllm_conversation) and not hf._detect_developer_role_support(text):
-        vllm_conversation = hf._consolidate_system_messages(hf._convert_developer_to_system(vllm_conversation))
-    vllm_conversation = [
-        {name: value for name, value in message.items() if value is not None} for message in vllm_conversation
-    ]
-    assert conversation(parse_messages(CHATS[chat], keep_parts=takes_parts(text)), text) == vllm_conversation
+    expected = vllm_conversation(CHATS[chat], "openai" if takes_parts(text) else "string")
+    if any(m["role"] == "developer" for m in expected) and not hf._detect_developer_role_support(text):
+        expected = hf._consolidate_system_messages(hf._convert_developer_to_system(expected))
+    expected = [{name: value for name, value in message.items() if value is not None} for message in expected]
+    assert conversation(parse_messages(CHATS[chat], keep_parts=takes_parts(text)), text) == expected
 
 
 def vllm_conversation(messages, content_format):

@@ -141,17 +141,17 @@ def line(row, *, is_chat):
 
 def parse_strictly(kind, body):
     """Return the body as the client's own type, which must know every key."""
-    result = kind.model_validate(body, strict=True)
-    assert not result.model_extra
-    return result
+    answer = kind.model_validate(body, strict=True)
+    assert not answer.model_extra
+    return answer
 
 
 def test_chat_answer_parses_in_openai_client():
-    result = line(row(), is_chat=True)
-    assert list(result) == ["id", "custom_id", "response", "error"]
-    assert (result["custom_id"], result["error"]) == ("mine", None)
-    assert (result["response"]["status_code"], set(result["response"])) == (200, {"status_code", "request_id", "body"})
-    chat = parsed(ChatCompletion, result["response"]["body"])
+    answer = line(row(), is_chat=True)
+    assert list(answer) == ["id", "custom_id", "response", "error"]
+    assert (answer["custom_id"], answer["error"]) == ("mine", None)
+    assert (answer["response"]["status_code"], set(answer["response"])) == (200, {"status_code", "request_id", "body"})
+    chat = parse_strictly(ChatCompletion, answer["response"]["body"])
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("hello", "stop")
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (5, 3, 8)
     assert chat.usage.prompt_tokens_details.cached_tokens == 2
@@ -184,12 +184,12 @@ def test_ids_depend_on_run_and_row():
 
 @pytest.mark.parametrize("reason", ["invalid", "prompt_too_long", "refused"])
 def test_invalid_request_is_answered_with_400(reason):
-    result = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
-    assert (result["custom_id"], result["error"], result["response"]["status_code"]) == ("mine", None, 400)
-    assert result["response"]["body"]["error"]["code"] == reason
-    assert result["response"]["body"]["error"]["message"] == "no"
+    answer = error_line({"id": "1", "reason": reason, "message": "no"}, custom_id="mine", run_id="r")
+    assert (answer["custom_id"], answer["error"], answer["response"]["status_code"]) == ("mine", None, 400)
+    assert answer["response"]["body"]["error"]["code"] == reason
+    assert answer["response"]["body"]["error"]["message"] == "no"
 
 
 def test_engine_failure_is_an_error_without_response():
-    result = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
-    assert (result["response"], result["error"]) == (None, {"code": "engine_died", "message": "no"})
+    answer = error_line({"id": "1", "reason": "engine_died", "message": "no"}, custom_id=None, run_id="r")
+    assert (answer["response"], answer["error"]) == (None, {"code": "engine_died", "message": "no"})

@@ -92,7 +92,7 @@ def test_empty_prompt_without_special_tokens():
         def encode(self, text, add_special_tokens=True):
             return list(range(len(text.split())))
 
-    result = PromptBuilder(PromptSpec(column="prompt", chat=False), Bare(), 10).build({"prompt": " "})
+    result = PromptBuilder(PromptSpec(column="prompt", chat=False), WithoutSpecialTokens(), 10).build({"prompt": " "})
     assert result.reason == "empty_prompt"
 
 

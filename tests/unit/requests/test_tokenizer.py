@@ -18,14 +18,9 @@ tokenizer = load_tokenizer({str(embedded_target)!r})
 print([type(tokenizer).__name__, tokenizer.encode({TEXT!r}), tokenizer.chat_template, "torch" in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    transformers_tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    reference = AutoTokenizer.from_pretrained(embedded_target)
     assert done.stdout.strip() == str(
-        [
-            type(transformers_tokenizer).__name__,
-            transformers_tokenizer.encode(TEXT),
-            transformers_tokenizer.chat_template,
-            False,
-        ]
+        [type(reference).__name__, reference.encode(TEXT), reference.chat_template, False]
     )
 
 
@@ -42,9 +37,9 @@ def test_other_tokenizers_use_transformers(chat_target, tmp_path):
 def test_tokenizer_errors_are_those_of_transformers(config, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    messages = []
+    errors = []
     for load in (load_tokenizer, AutoTokenizer.from_pretrained):
         with pytest.raises((OSError, ValueError, TypeError, AttributeError)) as info:
             load(tmp_path)
-        messages.append(repr(info.value))
-    assert messages[0] == messages[1]
+        errors.append(repr(info.value))
+    assert errors[0] == errors[1]

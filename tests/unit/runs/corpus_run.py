@@ -39,7 +39,7 @@ class CorpusRun:
         self.run.create({"run_id": "r", "fingerprint": {"prompts": resolved.prompts.to_dict()}}, plan)
         self.plan = self.run.plan()
         batch = pa.table({"units": ["\n".join(map(unit_to_json, self.plan.units))]})
-        self.prepared = [PreparedUnit(decode_rows(item)) for item in prepare_units(batch, run=resolved.for_stages())]
+        self.prepared = [PreparedUnit(decode_rows(block)) for block in prepare_units(batch, run=resolved.for_stages())]
         for unit in self.prepared:
             self._commit(unit)
 
@@ -47,8 +47,8 @@ class CorpusRun:
         """Return the committed rows."""
         return pa.concat_tables(self._unit_table(unit.unit) for unit in self.plan.units)
 
-    def exported(self, output_format):
-        """The rows and dead letters of an export, parsed strictly."""
+    def export(self, output_format):
+        """Export the run; return rows and dead letters, parsed strictly."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
         letters = strict_lines(folder / "errors.jsonl")
@@ -58,7 +58,7 @@ class CorpusRun:
         return strict_lines(folder / "output.jsonl"), letters
 
     def findings(self):
-        """The findings of an audit of the units."""
+        """Return the findings of an audit of the units."""
         schema = expected_schema(self.plan.schema)
         audits = [audit_unit(self.run, unit, schema, {}) for unit in self.plan.units]
         return [finding for audit in audits for finding in audit.findings]
@@ -79,7 +79,7 @@ class CorpusRun:
 
 
 def strict_lines(path):
-    """Parse JSON lines; NaN and infinities are errors."""
+    """Parse JSON lines; refuse NaN and infinities."""
     return [json.loads(line, parse_constant=_refuse) for line in path.read_bytes().splitlines()]
 
 

@@ -139,9 +139,9 @@ def test_ray_objects_are_copied_without_decoding(tmp_path):
 def test_columns_with_different_types_become_text(tmp_path):
     for name, array in (("a", COLUMNS["uuid"][0]), ("b", COLUMNS["bool8"][0]), ("c", COLUMNS["Ray tensor"][0])):
         write(tmp_path / f"{name}.parquet", {"x": array})
-    carried = Carried(tmp_path, tmp_path / "run")
-    result = [json.loads(text) for text in carried.table().column("x").to_pylist() if text is not None]
-    assert result == [str(ID), True, *[BIG.ravel().tolist()] * 2]
+    run = CorpusRun(tmp_path, tmp_path / "run")
+    values = [json.loads(text) for text in run.table().column("x").to_pylist() if text is not None]
+    assert values == [str(ID), True, *[BIG.ravel().tolist()] * 2]
 
 
 def test_unsupported_type_names_file_and_column(tmp_path):

@@ -167,8 +167,8 @@ def test_driver_without_lease_changes_nothing(local):
     local.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), [letter(1)])
     with hold(local) as lost:
         local.hold(lost)
-        new_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
-        (local.root / ".lease" / "2.json").write_text(new_lease)
+        other_lease = (local.root / ".lease" / "1.json").read_text().replace('"number": 1', '"number": 2')
+        (local.root / ".lease" / "2.json").write_text(other_lease)
         leftovers = [local.data / ".unit-00000001.parquet.0123.tmp", local.root / "plan.0123456789ab.parquet"]
         for path in leftovers:
             path.touch()
@@ -227,19 +227,19 @@ def test_retry_replaces_dead_letters_of_its_rows(run):
     assert run.plan() == plan
     assert plan.num_rows == 2
     assert list(run.dead_letters()) == []
-    assert [metadata.num_failed_rows for metadata in run.usages()] == [0]
+    assert [usage.num_failed_rows for usage in run.usages()] == [0]
 
     assert plan_retry(run, plan) == plan
     assert run.commit(1, TABLE.slice(1, 0), usage(num_rows=0, num_failed_rows=1), [letter(1, "again")])
     assert list(run.dead_letters()) == [letter(1, "again")]
-    assert [metadata.num_failed_rows for metadata in run.usages()] == [0, 1]
+    assert [usage.num_failed_rows for usage in run.usages()] == [0, 1]
     assert run.remove_leftovers() == 0
 
     third = plan_retry(run, run.plan())
     assert (third.units[-1].unit, third.units[-1].supersedes, third.units[-1].attempt) == (2, 1, 3)
     assert run.commit(2, TABLE.slice(1), usage(num_rows=1), [])
     assert list(run.dead_letters()) == []
-    assert sum(metadata.num_rows for metadata in run.usages()) == 2
+    assert sum(usage.num_rows for usage in run.usages()) == 2
 
 
 def test_regenerated_unit_has_new_dead_letters(run):
@@ -253,12 +253,12 @@ def test_regenerated_unit_has_new_dead_letters(run):
     assert reopened.commit(0, TABLE.slice(0, 0), usage(num_rows=0, num_failed_rows=1), [letter(0, "new")])
     assert reopened.commit(1, TABLE.slice(1), usage(num_rows=1), [])
     assert list(reopened.dead_letters()) == [letter(0, "new")]
-    assert [metadata.num_failed_rows for metadata in reopened.usages()] == [1, 0]
+    assert [usage.num_failed_rows for usage in reopened.usages()] == [1, 0]
 
     third = plan_retry(reopened, plan)
     assert [(unit.unit, unit.supersedes, unit.rows, unit.attempt) for unit in third.units[2:]] == [(2, 0, (0,), 2)]
     assert list(reopened.dead_letters()) == []
-    assert [metadata.num_failed_rows for metadata in reopened.usages()] == [0, 0]
+    assert [usage.num_failed_rows for usage in reopened.usages()] == [0, 0]
     assert plan_retry(reopened, third) == third
 
 
@@ -281,8 +281,8 @@ def test_stop_signal_reaches_only_the_drivers_own_workers(run):
         assert worker.stop.grace_s() is None
         run.stop.request(7.5)
         assert worker.stop.grace_s() == 7.5
-        assert of_the_next.stop.grace_s() is None
-    with hold(run):  # leftovers of a killed driver are removed
+        assert next_driver_worker.stop.grace_s() is None
+    with hold(run):  # the signal of a killed driver is cleared
         assert worker.stop.grace_s() is None
 
 
@@ -301,7 +301,7 @@ def test_lost_store_answers_do_not_duplicate_a_commit(remote, s3, fault):
     s3.fail(fault, method="PUT", path="/failed/")
     assert remote.commit(0, TABLE.slice(0, 1), usage(num_rows=1, num_failed_rows=1), letters)
     assert list(remote.dead_letters()) == letters
-    assert [metadata.num_rows for metadata in remote.usages()] == [1]
+    assert [usage.num_rows for usage in remote.usages()] == [1]
     assert remote.remove_leftovers() == 0
 
 
@@ -320,7 +320,7 @@ def test_failed_store_write_commits_nothing(remote, s3):
 def test_unit_metadata_on_s3_is_read_once(remote, s3):
     for unit in range(40):
         remote.commit(unit, TABLE, usage(), [])
-    assert [metadata.num_rows for metadata in remote.usages()] == [2] * 40
+    assert [usage.num_rows for usage in remote.usages()] == [2] * 40
     assert remote.remove_leftovers() == 0
     assert list(remote.dead_letters()) == []
     assert s3.count("GET", "/data/unit") == 40

@@ -153,8 +153,8 @@ def test_error_lines_hide_server_paths(make_run, letter, manifest, message_start
     assert run.commit(0, rows, usage(0), [dead_letter])
     export(run, "openai-batch", partial=True)
     (error,) = lines(run, "openai-batch", "errors.jsonl")
-    error_object = error["error"] or error["response"]["body"]["error"]
-    assert error_object["message"].startswith(says)
+    api_error = error["error"] or error["response"]["body"]["error"]
+    assert api_error["message"].startswith(message_start)
     assert span.path not in json.dumps(error)
 
 
@@ -213,12 +213,12 @@ def test_only_incomplete_exports_are_repeated(whole_run):
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
 def test_export_to_s3_keeps_recent_uploads(whole_run, s3, monkeypatch):
-    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # the minimum part size of a store
+    monkeypatch.setattr(s3_files, "_PART_BYTES", 5 << 20)  # S3's minimum
     folder = whole_run.root / "export" / "jsonl"
-    with atomic_file(folder / "output.jsonl") as recent_upload:
-        recent_upload.write(bytes(6 << 20))  # one part has been sent
+    with atomic_file(folder / "output.jsonl") as unfinished_upload:
+        unfinished_upload.write(bytes(6 << 20))  # its first part is uploaded
         export(whole_run, "jsonl")
-        recent_upload.write(b"the rest")
+        unfinished_upload.write(b"the rest")
     assert (folder / "output.jsonl").read_bytes() == bytes(6 << 20) + b"the rest"
 
 
@@ -247,11 +247,11 @@ def test_export_is_repeated_after_a_new_commit(whole_run):
 
 def test_export_of_older_version_is_repeated(whole_run):
     first = export(whole_run, "jsonl")
-    description_file = whole_run.root / "export" / "jsonl" / "export.json"
-    older = {key: value for key, value in json.loads(description_file.read_bytes()).items() if key != "commits"}
-    write_atomic(description_file, json.dumps(older).encode())
+    metadata_path = whole_run.root / "export" / "jsonl" / "export.json"
+    older = {key: value for key, value in json.loads(metadata_path.read_bytes()).items() if key != "commits"}
+    write_atomic(metadata_path, json.dumps(older).encode())
     assert export(whole_run, "jsonl", again=False) == first
-    assert json.loads(description_file.read_bytes())["commits"] == first.commits
+    assert json.loads(metadata_path.read_bytes())["commits"] == first.commits
 
 
 def test_partial_export_must_be_requested(make_run, capsys):
@@ -336,10 +336,10 @@ def run_with(root, responses):
 
 
 def test_first_answers_are_described(root):
-    description = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
-    assert description[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
-    assert description[1:4] == ["  000000000", "  |   one", "  |     two"]
-    assert description[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
+    lines = describe_answers(run_with(root, ["\n  one\n\ttwo\n", "a\nb\nc\nd\ne", "third"])).splitlines()
+    assert lines[0] == f"answers: {root}/data, column response of unit-*.parquet; the first 2:"
+    assert lines[1:4] == ["  000000000", "  |   one", "  |     two"]
+    assert lines[4:] == ["  000000001", "  | a", "  | b", "  | c", "  | d", "  | ..."]
 
 
 def test_control_sequences_in_answers_are_escaped(root):

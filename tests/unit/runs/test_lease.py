@@ -25,12 +25,12 @@ def put(root, lease):
 
 @pytest.fixture
 def foreign(root):
-    """The lease of a driver on another host, which was never released."""
+    """A lease of a driver on another host that was never released."""
     with hold(root):
-        mine = read_lease(root)
-    foreign_lease = replace(mine, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
-    put(root, foreign_lease)
-    return foreign_lease
+        own = read_lease(root)
+    lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+    put(root, lease)
+    return lease
 
 
 def test_lease_describes_driver_and_outcome(root):
@@ -50,28 +50,28 @@ def test_error_is_the_outcome_and_frees_the_lease(root):
     started = time.monotonic()
     with hold(root) as second:
         assert second.number == 2
-    assert time.monotonic() - started < 15  # half the duration of a lease
+    assert time.monotonic() - started < 15  # half of the expiry
     assert [path.name for path in (root / ".lease").iterdir()] == ["2.json"]
 
 
 def test_second_driver_is_refused_while_the_first_is_alive(root):
     with hold(root, expiry_s=20.0):
-        messages, started = [], time.monotonic()
-        with pytest.raises(RunInUse) as refused, hold(root, announce=messages.append):
+        announced, started = [], time.monotonic()
+        with pytest.raises(RunInUse) as error, hold(root, announce=announced.append):
             pass
         assert time.monotonic() - started < 20
         for part in (f"process {os.getpid()}", "peagle generate --input 'a b'", "expires 20 s after", "Ctrl-C"):
-            assert part in str(refused.value)
-        assert "waiting 20 s" in messages[0]
+            assert part in str(error.value)
+        assert "waiting 20 s" in announced[0]
         assert read_lease(root).number == 1
 
 
 def test_silent_driver_is_replaced_after_expiry(root, foreign):
     put(root, replace(foreign, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started = time.monotonic()
-    with hold(root) as mine:
-        assert mine.number == foreign.number + 1
-    assert 1.0 <= time.monotonic() - started < 15  # its expiry, not the next one's
+    with hold(root) as own:
+        assert own.number == foreign.number + 1
+    assert 1.0 <= time.monotonic() - started < 15  # the expiry of its own lease, not of the next
 
 
 def test_wrong_clock_does_not_expire_a_lease(root, foreign):
@@ -105,13 +105,13 @@ def test_reused_pid_is_not_the_driver(root):
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
     with hold(root, expiry_s=1.0) as slow:
-        new_lease = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
-        put(root, new_lease)
+        other = replace(read_lease(root), number=2, host="elsewhere", where="another boot")
+        put(root, other)
         assert slow.lost.wait(2)
-    assert read_lease(root) == new_lease
+    assert read_lease(root) == other
 
 
-def test_exactly_one_of_several_simultaneous_drivers_wins(root, foreign):
+def test_one_of_several_simultaneous_drivers_wins(root, foreign):
     outcomes, all_done = [], threading.Barrier(4)
 
     def drive():
@@ -171,14 +171,14 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
     for _ in range(2):
         with hold(root):
             pass
-    with hold(root) as second_lease:
-        first_look = [None]
+    with hold(root) as other:
+        stale_reads = [None]
         monkeypatch.setattr(
             lease_module, "read_lease", lambda place: stale_reads.pop() if stale_reads else read_lease(place)
         )
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
-        second_lease.require()
+        other.require()
 
 
 def test_lost_lease_is_noticed_on_check(root):

@@ -13,13 +13,13 @@ from tests.unit.economics.month import BULK, a_unit, at, write_endpoint, write_n
 from tests.unit.pipelines.online.ledgers import a_request
 
 
-def spent(result, days=None):
-    return sum((charge.spend for ledger in result.ledgers for charge in charges(ledger, days or Days())), Spend())
+def total_spend(sources, days=None):
+    return sum((charge.spend for ledger in sources.ledgers for charge in charges(ledger, days or Days())), Spend())
 
 
 @pytest.fixture
 def month(tmp_path, monkeypatch):
-    """The example month of the docs, as the current folder."""
+    """The example month of docs/cost.md, in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_endpoint(tmp_path / "serve")
     write_nightly(tmp_path / "nightly")
@@ -31,9 +31,9 @@ def test_ledgers_are_found_by_name_and_glob(month):
     (month / "file").touch()
     named = find_ledgers(["serve", "nightly"])
     assert [ledger.run for ledger in named.ledgers] == ["serve", "nightly"]
-    ledgers = find_ledgers(["*"])
-    assert spent(ledgers) == spent(named)
-    assert ledgers.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
+    globbed = find_ledgers(["*"])
+    assert total_spend(globbed) == total_spend(named)
+    assert globbed.notes == ("1 folders contain neither a run nor an endpoint's state: other, ...",)
 
 
 def test_endpoint_state_is_refused_where_a_run_is_required(month):
@@ -45,8 +45,8 @@ def test_endpoint_state_is_refused_where_a_run_is_required(month):
 
 def test_folder_with_several_names_counts_once(month):
     (month / "latest").symlink_to("nightly")
-    ledgers = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
-    assert len(ledgers.ledgers) == 2
+    sources = find_ledgers(["nightly", "*", str(month / "nightly"), "./serve"])
+    assert len(sources.ledgers) == 2
 
 
 def test_fake_engines_and_assumed_prices_have_notes(month):
@@ -83,16 +83,16 @@ def test_training_includes_its_response_runs(month):
     assert before.notes == ()
     (month / "serve" / "ledger").rename(config.output / "ledger")
     (config.output / "run.json").write_text('{"head": "heads/head"}')
-    ledgers = find_ledgers(["heads"])
-    assert [ledger.run for ledger in ledgers.ledgers] == ["heads", *answers]
-    assert spent(find_ledgers(["heads", "heads/responses/*", "heads/"])) == spent(ledgers)
-    assert ledger_folders(["heads"]).keys() == {"heads", *answers}
+    sources = find_ledgers(["heads"])
+    assert [ledger.run for ledger in sources.ledgers] == ["heads", *response_runs]
+    assert total_spend(find_ledgers(["heads", "heads/responses/*", "heads/"])) == total_spend(sources)
+    assert ledger_folders(["heads"]).keys() == {"heads", *response_runs}
 
 
 @pytest.mark.parametrize("sources", [["nothing"], ["serve", "nothing"], ["no*"], ["empty"]])
 def test_missing_source_is_an_error(month, sources):
     (month / "empty").mkdir()
-    with pytest.raises(ConfigError, match=f"{sources[-1].replace('*', '.')}: neither a run nor an endpoint's state"):
+    with pytest.raises(ConfigError, match=f"no run and no endpoint's state at {sources[-1].replace('*', '.')}"):
         find_ledgers(sources)
 
 
@@ -108,8 +108,8 @@ def test_batch_run_counts_once_with_its_endpoint(month):
     units = [a_unit("bulk", busy_s=10.0, tokens=5, finished_at=at(11, 30, 23))]
     write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
     batches_only = find_ledgers(["batches"])
-    assert spent(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
-    before = spent(find_ledgers(["serve"]))
+    assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
+    endpoint_only = total_spend(find_ledgers(["serve"]))
     write_batch(month / "serve" / "ledger", a_request("batch_1", session_id="batch_1", usd=3.0))
     both = find_ledgers(["serve", "batches"])
     assert total_spend(both).attributed_usd == pytest.approx(endpoint_only.attributed_usd + 3.0)

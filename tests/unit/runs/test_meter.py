@@ -31,10 +31,10 @@ def test_every_second_has_one_state(meter, clock):
     clock.now += 3
     meter.finish(7, 40)
     clock.now += 2
-    result = meter.snapshot()
-    assert (result.load_s, result.compile_s, result.idle_s, result.busy_s) == (18, 12, 7, 3)
-    assert result.elapsed_s == 40
-    assert result.num_output_tokens == 40
+    totals = meter.snapshot()
+    assert (totals.load_s, totals.compile_s, totals.idle_s, totals.busy_s) == (18, 12, 7, 3)
+    assert totals.elapsed_s == 40
+    assert totals.num_output_tokens == 40
 
 
 def test_compile_time_is_limited_by_the_start(meter, clock):
@@ -60,8 +60,8 @@ def test_lent_meter_advances_with_billed_seconds():
     meter.start(1)
     meter.bill(2.0)
     meter.finish(1, 7)
-    meter.bill(0.5)  # of a cancelled row
-    result = meter.snapshot()
-    assert (result.elapsed_s, result.load_s, result.busy_s, result.idle_s) == (2.5, 0.0, 2.0, 0.5)
-    assert (meter.take(1), result.num_output_tokens) == (2.0, 7)
+    meter.bill(0.5)  # for a cancelled row
+    totals = meter.snapshot()
+    assert (totals.elapsed_s, totals.load_s, totals.busy_s, totals.idle_s) == (2.5, 0.0, 2.0, 0.5)
+    assert (meter.take(1), totals.num_output_tokens) == (2.0, 7)
     assert [is_lent(new_session_id(is_lent=lent)) for lent in (False, True)] == [False, True]

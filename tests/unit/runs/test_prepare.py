@@ -25,8 +25,8 @@ def piece(tmp_path):
 def test_each_unit_becomes_one_row(piece):
     batch, resolved, _ = piece
     prepared = list(prepare_units(batch, run=resolved))
-    assert [rows_of_unit.num_rows for rows_of_unit in prepared] == [1, 1, 1]
-    units = [PreparedUnit(decode_rows(rows_of_unit)) for rows_of_unit in prepared]
+    assert [block.num_rows for block in prepared] == [1, 1, 1]
+    units = [PreparedUnit(decode_rows(block)) for block in prepared]
     assert [unit.unit.unit for unit in units] == [0, 1, 2]
     assert all(b"line" in bytes(prompt) for unit in units for prompt in unit.prompts)
 
@@ -51,10 +51,10 @@ def test_stopped_run_prepares_nothing_more(piece):
 
 
 def test_tokenizer_has_the_engines_revision(monkeypatch):
-    calls = []
+    loads = []
     monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
-    monkeypatch.setattr(local, "load_tokenizer", lambda *of: calls.append(of))
+    monkeypatch.setattr(local, "load_tokenizer", lambda *args: loads.append(args))
     local.tokenizer_of("org/model-of-this-test", "v2")
     local.tokenizer_of("org/model-of-this-test")
-    assert calls == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
+    assert loads == [("org/model-of-this-test", "v2"), ("org/model-of-this-test", None)]
     local.tokenizer_of.cache_clear()

@@ -11,7 +11,7 @@ def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run.create({"price": price.to_dict(), "run": {"num_engines": 1}, "created_at": 1.0}, one_unit_plan)
-    (run.root / "report.json").mkdir()  # even root cannot write this
+    (run.root / "report.json").mkdir()  # even root cannot write a file here
     monkeypatch.setattr(report, "report_dict", lambda *_: {"notes": []})
     with pytest.raises(CapacityError, match=r"cannot be written(.|\n)*peagle status"):
         report.make_report(run)
@@ -30,14 +30,14 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     monkeypatch.setattr(report, "report_dict", lambda _, information: values.update(information) or {"notes": []})
     monkeypatch.setattr(report, "render_html", lambda _: "")
     report.make_report(run)
-    assert values["num_engines"] == reported
+    assert values["num_engines"] == expected
 
 
 class Run:
-    """A run directory whose state changes from poll to poll, as a test specifies."""
+    """A run directory that returns a given plan and commits at each read."""
 
-    def __init__(self, *polls):
-        self._looks = list(polls)
+    def __init__(self, *reads):
+        self._reads = list(reads)
         self.num_retries = 0
 
     def plan(self):
@@ -54,16 +54,16 @@ class Plan:
 
 
 @pytest.mark.parametrize(
-    ("polls", "times"),
+    ("reads", "times"),
     [
         ([(Plan(1), {0}), (Plan(1), {0})], 1),
-        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # the process that finishes the run writes the report
+        ([(Plan(2), {0}), (Plan(2), {0})], 1),  # the driver that finishes the run makes it
         ([(Plan(1), {0}), (Plan(2, 1), {0})], 1),  # a retry was added
-        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and completed
+        ([(Plan(1), {0}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1}), (Plan(2, 1), {0, 1})], 2),  # and committed
         ([(Plan(2), {0}), (Plan(2), {0, 1}), (Plan(2), {0, 1}), (Plan(2), {0, 1})], 2),
     ],
 )
-def test_report_is_rewritten_if_the_run_changed(polls, times):
-    results = []
-    report.until_settled(Run(*polls), lambda: results.append(1))
-    assert len(results) == times
+def test_result_is_repeated_if_the_run_changed_meanwhile(reads, times):
+    calls = []
+    report.until_settled(Run(*reads), lambda: calls.append(1))
+    assert len(calls) == times

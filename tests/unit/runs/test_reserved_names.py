@@ -38,17 +38,17 @@ def test_reserved_names_of_input_columns_are_renamed(tmp_path, suffix):
     path, rows = corpus(tmp_path, suffix)
     run = CorpusRun(path, tmp_path / "run")
     names = output_names(list(rows[0]))
-    assert carried.findings() == []
-    (result, letters), (table, _) = carried.exported("jsonl"), carried.exported("parquet")
+    assert run.findings() == []
+    (exported, letters), (table, _) = run.export("jsonl"), run.export("parquet")
     for index, row in enumerate(rows[:2]):
         for name, value in row.items():
-            assert (result[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
-        assert (result[index]["id"], result[index]["response"]) == (f"{index:09d}", "x")
+            assert (exported[index][names[name]], table.column(names[name])[index].as_py()) == (value, value)
+        assert (exported[index]["id"], exported[index]["response"]) == (f"{index:09d}", "x")
     (letter,) = letters
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")
-    batch, errors = carried.exported("openai-batch")
-    assert [item["custom_id"] for item in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
+    batch, errors = run.export("openai-batch")
+    assert [row["custom_id"] for row in (*batch, *errors)] == [f"custom_id{n}" for n in range(3)]
 
 
 def test_column_with_peagle_metadata_keeps_its_type(tmp_path):

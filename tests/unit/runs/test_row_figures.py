@@ -17,7 +17,7 @@ EVIL = "<script>alert(1)</script>"
 
 @pytest.fixture
 def run(tmp_path, one_unit_plan):
-    """A fake-engine run with one unit, which each test commits."""
+    """A run of the fake engine; each test commits its only unit."""
     run = RunDirectory(tmp_path / "run")
     price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)
     run_facts = {"model": "fake", "num_engines": 1}
@@ -53,14 +53,14 @@ def a_row(number, **more):
 def test_statistics_of_rows(run):
     rows = [a_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
-    result = row_figures.row_figures(run)
-    assert result["num_read"] == 100
-    assert result["finish_reasons"] == {"stop": 75, "length": 25}
-    lengths = result["measures"]["num_output_tokens"]
+    figures = row_figures.row_figures(run)
+    assert figures["num_read"] == 100
+    assert figures["finish_reasons"] == {"stop": 75, "length": 25}
+    lengths = figures["measures"]["num_output_tokens"]
     assert (lengths["p50"], lengths["p99"]) == (pytest.approx(50.5), pytest.approx(99.01))
     assert sum(lengths["histogram"]["counts"]) == 100
-    assert result["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
-    assert result["measures"]["num_prompt_tokens"]["histogram"] == {
+    assert figures["measures"]["latency_s"]["p95"] == pytest.approx(9.505)
+    assert figures["measures"]["num_prompt_tokens"]["histogram"] == {
         "first": 10.0, "step": 1.0, "counts": [100], "has_more": False,
     }  # fmt: skip
 
@@ -76,9 +76,9 @@ def test_three_sample_rows_with_cut_texts(run):
 
 def test_samples_of_two_rows_without_times(run):
     commit(run, [a_row(number, ttft_s=None) for number in range(2)])
-    result = row_figures.row_figures(run)
-    assert [sample["id"] for sample in result["samples"]] == ["000000000", "000000001"]
-    assert "ttft_s" not in result["measures"]
+    figures = row_figures.row_figures(run)
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
+    assert "ttft_s" not in figures["measures"]
 
 
 def test_large_runs_are_sampled(run, monkeypatch):
@@ -86,9 +86,9 @@ def test_large_runs_are_sampled(run, monkeypatch):
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
         commit(run, [a_row(10 * unit + number) for number in range(5)], unit=unit)
-    result = row_figures.row_figures(run)
-    assert result["num_read"] == 6
-    assert [sample["id"] for sample in result["samples"]] == ["000000000", "000000020", "000000022"]
+    figures = row_figures.row_figures(run)
+    assert figures["num_read"] == 6
+    assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
 def test_no_statistics_without_rows(run):
@@ -101,28 +101,25 @@ def test_failures_are_counted_by_reason(run):
     letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
     letters += [{"reason": "invalid", "message": "second"}]
     commit(run, [a_row(0)], letters=letters)
-    result = failures(run)
-    assert [(fault_result["reason"], fault_result["count"]) for fault_result in result] == [
-        ("invalid", 2),
-        ("refused", 1),
-    ]
-    assert result[0]["example"] == "first"
-    assert len(result[1]["example"]) < 210
+    counted_failures = failures(run)
+    assert [(failure["reason"], failure["count"]) for failure in counted_failures] == [("invalid", 2), ("refused", 1)]
+    assert counted_failures[0]["example"] == "first"
+    assert len(counted_failures[1]["example"]) < 210
 
 
 @pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
 def test_histogram_has_every_value(values):
-    result = histogram(np.array(values))
-    assert sum(result["counts"]) == len(values)
-    assert len(result["counts"]) <= 27
-    assert result["first"] <= min(values)
+    bins = histogram(np.array(values))
+    assert sum(bins["counts"]) == len(values)
+    assert len(bins["counts"]) <= 27
+    assert bins["first"] <= min(values)
 
 
 def test_histogram_groups_the_largest_percent():
-    result = histogram(np.array([*range(1000), 10**6]))
-    assert result["has_more"]
-    assert result["counts"][-1] >= 1
-    assert result["first"] + result["step"] * (len(result["counts"]) - 1) < 1200
+    bins = histogram(np.array([*range(1000), 10**6]))
+    assert bins["has_more"]
+    assert bins["counts"][-1] >= 1
+    assert bins["first"] + bins["step"] * (len(bins["counts"]) - 1) < 1200
 
 
 def test_report_survives_damaged_dead_letters(run):

@@ -43,12 +43,12 @@ def commit(run, unit, *, session_id="now", num_failed_rows=0):
 
 @pytest.fixture
 def run(root):
-    """Four units of two rows: one committed before a kill, one after it; one dead and one live engine."""
+    """Four units of two rows: one committed by a killed engine, one by a running engine."""
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=2)
     units = tuple(WorkUnit(unit=n, first_id=2 * n, span=span) for n in range(4))
     schema = pa.schema([("prompt", pa.string())])
     run = RunDirectory(root)
-    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent per second
+    price = Price.fixed(usd_per_hour=36, device="vcpu", num_devices=1)  # a cent a second
     plan = Plan(units=units, rows_per_unit=2, schema=schema, corpus_fingerprint="c")
     run.create({"price": price.to_dict()}, plan)
     run.write_session(session("killed", num_output_tokens=50, age_s=1000))
@@ -81,7 +81,7 @@ def test_status_of_a_running_run(run):
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5
     assert status.usd == pytest.approx(0.2)
-    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens at seven per second
+    assert status.seconds_left == pytest.approx(4 * (40 / 4) / 7)  # four rows of ten tokens, seven a second
     text = status.describe()
     for part in ("running", "2 of 4 committed", "4 left", "1 (1 refused)", "length 1.50", "$0.2", "5.7 s", "process"):
         assert part in text
@@ -138,18 +138,18 @@ def test_status_of_a_finished_run(run):
     assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
 
 
-@pytest.mark.parametrize("missing_file", [False, True])
-def test_status_while_the_report_is_written(run, monkeypatch, missing_file):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_status_while_the_report_is_written(run, monkeypatch, is_killed):
     commit(run, 2)
     commit(run, 3)
     with hold(run):
-        if missing_file:
+        if is_killed:
             monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
         status = StatusReader(run).read()
     assert status.state == "finished"
     assert "continues the run" not in status.describe()
-    assert ("is writing the report" in status.driver) is not missing_file
-    assert ("`peagle report` writes a missing report" in status.driver) is missing_file
+    assert ("is writing the report" in status.driver) is not is_killed
+    assert ("`peagle report` writes a missing report" in status.driver) is is_killed
 
 
 def test_status_shows_an_interrupted_driver(run):

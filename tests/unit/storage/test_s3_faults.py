@@ -34,7 +34,7 @@ def _short_pauses(monkeypatch):
 
 
 @pytest.fixture
-def short_timeout(s3, monkeypatch):
+def impatient_s3(s3, monkeypatch):
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0.2)
     store = s3_client.ObjectStore(patience_s=0.5)
     monkeypatch.setattr(s3_client, "store", lambda: store)
@@ -67,13 +67,13 @@ def test_write_once_retries_after_deletion(s3, monkeypatch):
     write_once(FOLDER / "unit", b"other")
     original = s3_client.ObjectStore.writer_of
 
-    def read_deleted(store, at, taken):
+    def writer_of_after_deletion(store, at, taken):
         store.delete(at)
         return original(store, at, taken)
 
-    monkeypatch.setattr(s3_client.ObjectStore, "writer_of", read_deleted)
-    assert write_once(FOLDER / "unit", b"ours")
-    assert (FOLDER / "unit").read_bytes() == b"ours"
+    monkeypatch.setattr(s3_client.ObjectStore, "writer_of", writer_of_after_deletion)
+    assert write_once(FOLDER / "unit", b"own")
+    assert (FOLDER / "unit").read_bytes() == b"own"
 
 
 def test_exactly_one_of_many_writers_wins(s3):
@@ -116,7 +116,7 @@ def test_listing_is_paginated(s3):
         write_atomic(FOLDER / f"{number}", b"")
     s3.fail(503, method="GET", times=2)
     address = s3_client.Address("bucket", "run")
-    assert [name.name for name in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
+    assert [path.name for path in s3_client.store().names(address, page=2)] == ["0", "1", "2", "3", "4"]
 
 
 def test_unchanged_objects_come_from_the_cache(s3):
@@ -143,16 +143,16 @@ def test_threads_share_one_store(s3):
         assert len(set(threads.map(lambda _: s3_client.store(), range(8)))) == 1
 
 
-# --- permanent faults
+# --- permanent failures
 
 
-def test_unavailable_store_times_out(short_timeout, monkeypatch):
+def test_unavailable_store_times_out(impatient_s3, monkeypatch):
     write_once(FOLDER / "unit-1", b"rows")
-    short_timeout.fail(503, times=10_000)
+    impatient_s3.fail(503, times=10_000)
     started = time.monotonic()
     with pytest.raises(StorageError) as error:
         write_once(FOLDER / "unit-2", b"rows")
-    assert 0.3 < time.monotonic() - started < 60  # the real timeout is minutes
+    assert 0.3 < time.monotonic() - started < 60  # the default patience is minutes
     for part in (
         "s3://bucket/run/unit-2: cannot be written",
         "requests; the last error",
@@ -163,21 +163,21 @@ def test_unavailable_store_times_out(short_timeout, monkeypatch):
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
     monkeypatch.setattr(s3_client, "SHORT_PATIENCE_S", 0)
-    before = short_timeout.count("PUT", "unit-2")
+    before = impatient_s3.count("PUT", "unit-2")
     assert before > 2
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit-2", b"rows")
-    assert short_timeout.count("PUT", "unit-2") == before + 1  # later calls do not wait as long
-    short_timeout.reset_faults()
+    assert impatient_s3.count("PUT", "unit-2") == before + 1  # the second failure comes without waiting
+    impatient_s3.reset_faults()
     assert write_once(FOLDER / "unit-2", b"rows")
     assert sorted(path.name for path in FOLDER.iterdir()) == ["unit-1", "unit-2"]
 
 
-def test_timed_out_commit_is_not_repeated(short_timeout):
-    short_timeout.fail("lost", times=10_000)
+def test_timed_out_commit_is_not_repeated(impatient_s3):
+    impatient_s3.fail("lost", times=10_000)
     with pytest.raises(StorageError):
         write_once(FOLDER / "unit", b"first attempt")
-    short_timeout.reset_faults()
+    impatient_s3.reset_faults()
     assert not write_once(FOLDER / "unit", b"second attempt")
     assert (FOLDER / "unit").read_bytes() == b"first attempt"
 
@@ -209,7 +209,7 @@ def test_missing_credentials(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense"])
-def test_invalid_endpoint(short_timeout, monkeypatch, url):
+def test_invalid_endpoint(impatient_s3, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(ConfigError, match=rf"{url}(.|\n)*AWS_ENDPOINT_URL"):
         require_usable(FOLDER)
@@ -260,7 +260,7 @@ def test_failed_multipart_upload_is_aborted(s3, small_parts):
 def test_old_multipart_uploads_are_aborted(s3, small_parts):
     killed = s3_writing._Writer(s3_client.store(), s3_client.Address("bucket", "run/export"))
     killed.write(small_parts)
-    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # may still be being written
+    assert remove_temporaries(FOLDER, older_than_s=60) == 0  # another process may be writing it
     s3.upload_age_s = 100
     assert remove_temporaries(FOLDER, older_than_s=60) == 1
     assert remove_temporaries(FOLDER) == 0

@@ -1,4 +1,7 @@
-"""The whole tuning with fake engines. Their token times differ enough that a busy machine cannot change the order."""
+"""The whole tuning with fake engines.
+
+The token times of the fake engines differ enough that a busy machine does not change their order.
+"""
 
 import json
 
@@ -107,15 +110,15 @@ def test_a_killed_tuning_resumes(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Starter(speeds, dies_at=30))
     cells = tmp_path / "out" / "cells"
-    cells_before = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
-    assert cells_before
-    spent = json.loads((cells / "engine-time.json").read_text())["engine_s"]
-    assert spent > 0
-    again = Starter(speeds)
-    profile = run(again)
+    finished_passes = {file.name: file.read_bytes() for file in cells.glob("*-r*.json")}
+    assert finished_passes
+    spent_s = json.loads((cells / "engine-time.json").read_text())["engine_s"]
+    assert spent_s > 0
+    resumed = Starter(speeds)
+    profile = run(resumed)
     assert profile.engine["num_speculative_tokens"] == 2
-    assert all((cells / name).read_bytes() == data for name, data in cells_before.items())
-    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent
+    assert all((cells / name).read_bytes() == data for name, data in finished_passes.items())
+    assert json.loads((cells / "engine-time.json").read_text())["engine_s"] > spent_s
     last = Starter(speeds)
     assert run(last).measurements == profile.measurements
     assert last.specs == []
@@ -172,7 +175,7 @@ def test_a_failed_engine_is_excluded(run):
 
 @pytest.mark.parametrize("all_die", [False, True])
 def test_a_crashed_engine_keeps_its_passes(all_die, run):
-    class CrashingUnderLoad(FakeEngine):
+    class CrashesAtThree(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -187,7 +190,7 @@ def test_a_crashed_engine_keeps_its_passes(all_die, run):
     def start(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (CrashingUnderLoad if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashesAtThree if k or all_die else FakeEngine)(traits, num_speculative_tokens=k)
 
     profile = run(start, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)

@@ -102,18 +102,18 @@ def test_a_drafter_must_win_by_two_percent():
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
 def test_the_budget_is_kept(budget_s):
-    surface = Surface(hill, budget_s=budget_s)
-    surface.run()
-    # Only the first engine may exceed it, because nothing is known before.
-    assert surface.search.spent_s <= budget_s or len(surface.starts) == 1
-    assert surface.turns
+    simulated = SimulatedSpeeds(speed_of, budget_s=budget_s)
+    simulated.run()
+    # Only the first engine may exceed the budget, because nothing has been measured yet.
+    assert simulated.search.spent_s <= budget_s or len(simulated.starts) == 1
+    assert simulated.turns
 
 
 def test_candidates_within_limits_have_priority():
-    over = Surface(hill, over=lambda candidate: 0.1 if candidate.concurrency == 4 else 0.0)
-    best = over.run()
+    limited = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1 if chosen.concurrency == 4 else 0.0)
+    best = limited.run()
     assert best is not None
     assert best.concurrency != 4
-    nothing = Surface(hill, over=lambda candidate: 0.1)
-    assert nothing.run() is None
-    assert nothing.search.ranked()
+    impossible = SimulatedSpeeds(speed_of, excess=lambda chosen: 0.1)
+    assert impossible.run() is None
+    assert impossible.search.ranked()

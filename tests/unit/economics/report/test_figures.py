@@ -80,7 +80,7 @@ def test_savings_lines_with_error_and_unknown_part():
 
 
 def test_savings_lines_without_measurements():
-    result = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
-    assert all(result[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
+    described = lines(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
+    assert all(described[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
     savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
     assert lines(savings)["drafter"].startswith("$1.00 of unknown error lost: ")

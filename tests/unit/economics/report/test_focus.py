@@ -63,13 +63,13 @@ def test_rows_follow_the_specification(charge, changes):
     rows = rows_of(replace(charge, **changes))
     assert rows
     for row in rows:
-        ours = {name for name in row if name.startswith("x_")}
-        assert row.keys() - ours == MANDATORY.keys() | OF_USAGE.keys() | NULLABLE
-        assert set(list(row)[-len(ours) :]) == ours, "FOCUS columns come first"
-        wrong = {name for name, form in (MANDATORY | OF_USAGE).items() if not re.fullmatch(form, row[name])}
+        own_columns = {name for name in row if name.startswith("x_")}
+        assert row.keys() - own_columns == MANDATORY.keys() | CONDITIONAL.keys() | NULLABLE
+        assert set(list(row)[-len(own_columns) :]) == own_columns, "FOCUS columns come first"
+        wrong = {name for name, pattern in (MANDATORY | CONDITIONAL).items() if not re.fullmatch(pattern, row[name])}
         assert wrong == set()
-        for null_column, other in NULL_TOGETHER:
-            assert (row[null_column] == "") == (row[other] == "")
+        for first, other in NULL_TOGETHER:
+            assert (row[first] == "") == (row[other] == "")
         assert row["ResourceName"] != row["ResourceId"]
         assert len({row[name] for name in ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost")}) == 1
         for price in ("ContractedUnitPrice", "ListUnitPrice"):

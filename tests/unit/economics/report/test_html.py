@@ -44,9 +44,9 @@ def drawings(page):
 
 
 def plot(page, name):
-    """Return the plot with this start of its alternative text."""
-    (result,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
-    return result
+    """Return the plot whose alternative text starts with `name`."""
+    (svg_plot,) = (svg for svg in drawings(page) if svg.get("aria-label").startswith(name))
+    return svg_plot
 
 
 def test_the_page_shows_the_figures_and_the_configuration(with_drafter):
@@ -134,7 +134,7 @@ def test_assumed_costs_are_labelled(make_report):
     assert 'class="caveat"' not in render_html(other)
 
 
-def test_page_shows_timeline_rows_and_failures(detailed):
+def test_the_page_shows_the_run_over_time_its_rows_and_its_failures(detailed):
     page = render_html(detailed)
     text = " ".join(CheckedPage(page).text)
     assert "<script" not in page
@@ -152,7 +152,7 @@ def test_page_shows_timeline_rows_and_failures(detailed):
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
     lane = plot(page, "States of the engines")
     assert {path.get("class") for path in lane.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
-    assert "engine 0: busy 67%, idle 0%, lost 17%" in [element.text for element in lane.iter(f"{SVG}text")]
+    assert "engine 0: busy 67%, idle 0%, lost 17%" in [node.text for node in lane.iter(f"{SVG}text")]
     assert "a pause of 1 h 0 min is cut out" in page
 
 
@@ -166,8 +166,8 @@ def test_economics_loads_nothing_heavy():
 STEPS = [{"concurrency": 1, "step_s": 0.05, "plain_step_s": 0.04, "error": 0.05}]
 
 
-def drafted(make_report, steps):
-    """A run of 1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
+def report_with_steps(make_report, steps):
+    """A report of 1,000 steps of 50 ms, half of the busy time; break-even at 1.25, acceptance length 1.6."""
     return make_report(
         tokens=6000,
         drafter="peagle",
@@ -178,8 +178,8 @@ def drafted(make_report, steps):
     )
 
 
-def test_headline_compares_with_the_run_without_drafter(make_report):
-    panel = headline([drafted(make_report, STEPS)], ["smollm2-135m with peagle"])
+def test_the_headline_compares_with_the_same_run_without_its_drafter(make_report):
+    panel = headline([report_with_steps(make_report, STEPS)], ["smollm2-135m with peagle"])
     ((_, plot),) = panel.plots
     # $0.0072222 with the drafter. Half of the $0.0055556 of busy time is generation; 1.6 / 1.25 times that is
     # $0.0035556, within 5 %: $0.0007778 more without the drafter.
@@ -224,9 +224,7 @@ def test_series_plot_is_to_scale():
     first, second, third = points[0::2]
     assert second[0] - first[0] == pytest.approx(third[0] - second[0], abs=0.11)
     ticks = {
-        element.text: float(element.get("y")) - 4
-        for element in root.iter(f"{SVG}text")
-        if element.get("text-anchor") == "end"
+        node.text: float(node.get("y")) - 4 for node in root.iter(f"{SVG}text") if node.get("text-anchor") == "end"
     }
     assert (first[1], second[1]) == (pytest.approx(ticks["$10.00"], abs=0.1), pytest.approx(ticks["$40.00"], abs=0.1))
 
@@ -236,7 +234,7 @@ def test_series_plot_is_to_scale():
 )
 def test_time_axis_has_few_round_ticks(total_s, last):
     root = ElementTree.fromstring(series_svg([1.0], a_timeline(total_s), "x", format_usd))
-    ticks = [element.text for element in root.iter(f"{SVG}text") if element.get("text-anchor") != "end"]
+    ticks = [node.text for node in root.iter(f"{SVG}text") if node.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
     assert ticks[-1] == last

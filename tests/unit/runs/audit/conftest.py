@@ -1,4 +1,4 @@
-"""Finished fake-engine runs, made without Ray."""
+"""Runs of the fake engine, generated without Ray."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ SESSION = engine_session("engine", busy_s=9.0)
 
 
 class FakeRun:
-    """A fake-engine run that is driven step by step."""
+    """A run of the fake engine whose units the test generates."""
 
     def __init__(self, config):
         self.plan = make_plan(config)
@@ -34,9 +34,7 @@ class FakeRun:
     def do(self, *units, refusing=()):
         """Generate and commit units, by default all of the plan; `refusing` are the rows that the engine refuses."""
         plan = self.run.plan()
-        for unit in (
-            plan.units if not units else [unfinished for unfinished in plan.left(()) if unfinished.unit in units]
-        ):
+        for unit in plan.units if not units else [unit for unit in plan.left(()) if unit.unit in units]:
             self._commit(unit, refusing)
         generated = sum(usage.num_output_tokens for usage in self.run.usages())
         self.run.write_session(replace(SESSION, num_output_tokens=generated))

@@ -63,7 +63,7 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
     (finished.data / ".unit-00000001.parquet.0.tmp").touch()
     (finished.failed / "unit-00000001.cafe.jsonl").touch()
     with hold_lease(finished.root, expiry_s=30, command=["peagle"], announce=print):
-        assert kinds(finished) == []  # may still be being written
+        assert kinds(finished) == []  # the lease holder may be writing them
     assert kinds(finished) == ["leftover", "leftover"]
     finished.remove_leftovers()
     assert kinds(finished) == []
@@ -72,10 +72,9 @@ def test_leftovers_are_found_and_removed_by_the_run(finished):
 def test_missing_row_is_lost(finished):
     usage = finished.usage(1)
     rewrite(finished, 1, lambda table: table.slice(0, 1))
-    findings = audited(finished).findings
-    assert (
-        Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter") in findings
-    )
+    findings = audit_run(finished).findings
+    lost = Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter")
+    assert lost in findings
     assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in findings
     assert usage == finished.usage(1)
 
@@ -87,9 +86,9 @@ def test_duplicate_id_is_doubled(finished):
 
 def test_row_of_another_unit_is_foreign(finished):
     shutil.copy(finished.unit_path(0), finished.unit_path(1))
-    findings = {finding.kind: finding.message for finding in audited(finished).findings}
-    assert findings["foreign"] == "000000000, 000000001: not in this unit"
-    assert "lost" in findings
+    messages = {finding.kind: finding.message for finding in audit_run(finished).findings}
+    assert messages["foreign"] == "000000000, 000000001: not in this unit"
+    assert "lost" in messages
 
 
 @pytest.mark.parametrize("name", ["num_output_tokens", "num_prompt_tokens", "num_rows", "num_failed_rows"])
@@ -153,7 +152,7 @@ def test_foreign_files_are_found(finished):
     for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
         (finished.root / name).touch()
     shutil.copy(finished.unit_path(0), finished.unit_path(9))
-    findings = audited(finished).findings
+    findings = audit_run(finished).findings
     assert {finding.where for finding in findings} == {
         "thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv", "data/unit-00000009.parquet",
     }  # fmt: skip
@@ -216,7 +215,7 @@ def test_retry_must_match_dead_letters(start_run):
 
 
 def start_retried(start_run, retry):
-    """A run whose unit 0 failed completely, with a retry."""
+    """A run in which all rows of unit 0 failed, with the given retry."""
     run = start_run(name=f"run-{len(retry.rows)}").do(refusing={"000000000", "000000001"})
     run.add_retries([retry], number=1)
     return run
@@ -232,7 +231,7 @@ def test_regenerated_unit_must_skip_retried_rows(start_run):
     assert ([finding.kind for finding in audit.findings], audit.num_rows_left) == (["lost"], 2)
     fake.do(0, refusing={"000000003"})
     run.remove_leftovers()  # the dead letters of the deleted file
-    audit = audited(run)
+    audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 5, 2, 0)
     plan_retry(run, plan)
     fake.do(4, 5)
@@ -260,7 +259,7 @@ def test_missing_retried_unit_is_lost(start_run):
     assert kinds(run) == []
     fake.do(2, 3, 4, 5)
     run.unit_path(0).unlink()
-    assert kinds(run) == []  # the existing report counts no more units than exist
+    assert kinds(run) == []  # the existing report counts only units that exist
     make_report(run)
     run.unit_path(2).unlink()
     assert single_finding(run).message == "1 units that were committed when report.json was written are gone"
@@ -302,9 +301,9 @@ def test_audit_command_exits_with_1_and_names_findings(finished, capsys):
     assert capsys.readouterr().out.endswith("all right\n")
     finished.unit_path(1).write_bytes(b"")
     assert cli.run(["audit", str(finished), "--no-regenerate"]) == 1
-    stdout = capsys.readouterr().out
-    assert "damaged" in stdout
-    assert UNIT_1 in stdout
+    output = capsys.readouterr().out
+    assert "damaged" in output
+    assert UNIT_1 in output
     assert cli.run(["audit", str(finished), "--no-regenerate", "--json", "-"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert (result["ok"], result["regenerated"], len(result["findings"])) == (False, None, 1)

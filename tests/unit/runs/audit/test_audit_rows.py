@@ -51,9 +51,9 @@ def test_changed_response_is_different(finished, capsys):
     }  # fmt: skip
     assert rows["000000002"]["position"] == 0
     assert cli.run(["audit", str(finished)]) == 1
-    stdout = capsys.readouterr().out
-    assert "4 same, 0 tie, 2 different, 0 skipped" in stdout
-    assert "NOT ALL RIGHT" in stdout
+    output = capsys.readouterr().out
+    assert "4 same, 0 tie, 2 different, 0 skipped" in output
+    assert "NOT ALL RIGHT" in output
 
 
 def test_damaged_unit_is_not_sampled(finished):
@@ -89,15 +89,15 @@ def test_sample_is_seeded_without_repetition():
     assert choose({}, 4, seed=1) == {}
 
 
-class RandomChoiceEngine:
-    """An engine that answers every prompt with one of two tokens that are equally likely."""
+class CoinTossEngine:
+    """An engine that answers every prompt with "heads", whose logprob exceeds that of "tails" by `margin`."""
 
     def __init__(self, spec, margin):
         self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
-        self.requests = []
+        self.calls = []
 
     async def generate(self, request_id, prompt_token_ids, sampling):
-        self.requests.append(dict(sampling))
+        self.calls.append(dict(sampling))
         top = (("heads", -0.7), ("tails", -0.7 - self.margin))
         completion = CompletionOutput(
             text="heads", finish_reason="length", num_output_tokens=1,
@@ -109,14 +109,14 @@ class RandomChoiceEngine:
         )  # fmt: skip
 
     def shutdown(self):
-        self.requests.append("shutdown")
+        self.calls.append("shutdown")
 
 
 @pytest.fixture
 def real_run(start_run, monkeypatch):
-    """A run that appears to be vLLM's, and a list of started engines."""
+    """A run of the fake engine whose manifest names vLLM."""
     rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
-    fake = start_run(rows, max_tokens=1, precision="bf16")  # tie margins depend on it
+    fake = start_run(rows, max_tokens=1, precision="bf16")  # the precision determines the accepted tie
     run = fake.do()
     precision = fake.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
@@ -130,13 +130,13 @@ def real_run(start_run, monkeypatch):
 
 
 @pytest.fixture
-def toss(monkeypatch):
-    """Return a function that makes engines choose at random with this margin, and the list of started engines."""
+def start_coin_toss_engines(monkeypatch):
+    """Start `CoinTossEngine`s with this margin; return the list of started engines."""
     started = []
 
     def with_margin(margin):
         def start(spec, *, engine_index, num_engines_on_node):
-            started.append(RandomChoiceEngine(spec, margin))
+            started.append(CoinTossEngine(spec, margin))
             return started[-1]
 
         monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
@@ -153,18 +153,18 @@ def test_target_runs_without_drafter_and_ties_are_accepted(
     change_response(real_run, 0, "tails")
     change_response(real_run, 1, "heads")
     assert cli.run(["audit", str(real_run)]) == code
-    stdout = capsys.readouterr().out
-    (row,) = [line for line in stdout.splitlines() if line.startswith("  000000000")]
+    output = capsys.readouterr().out
+    (row,) = [line for line in output.splitlines() if line.startswith("  000000000")]
     assert row.split() == ["000000000", outcome, "0", f"{margin:.4f}", "'tails'", "'heads'"]
-    assert "skipped 1: sampled (temperature above 0)" in stdout
+    assert "skipped 1: sampled (temperature above 0)" in output
     (engine,) = started
     run_spec = real_run.manifest()["engine"]
     assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
     assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # including the drafter's slots
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
-    assert [call["logprobs"] for call in engine.requests[:-1]] == [5, 5]
-    assert engine.requests[-1] == "shutdown"
+    assert [sampling["logprobs"] for sampling in engine.calls[:-1]] == [5, 5]
+    assert engine.calls[-1] == "shutdown"
 
 
 def test_max_tie_option(real_run, start_coin_toss_engines, capsys):
